@@ -1,0 +1,75 @@
+"""What a benchmark leaves behind.
+
+A result that was not verified element by element is not a measurement. Bandwidths follow nccl-tests
+(doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/busbw.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collectives.transport import Evidence
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One collective at one size over one group."""
+
+    op: str  # "all_gather", "reduce_scatter", ...
+    backend: str  # "nccl", "gloo"
+    ranks: tuple[int, ...]  # of the group
+    hosts: tuple[str, ...]  # by rank
+    bytes: int  # S as nccl-tests counts it: total for all_gather and reduce_scatter
+    iteration_seconds: tuple[float, ...]  # slowest rank of each iteration, warm-up left out
+    median_seconds: float
+    spread_ratio: float | None  # half width of the 95 % interval of the median over the median
+    algbw_bytes_per_second: float
+    busbw_bytes_per_second: float
+    verified: bool
+    rank_median_seconds: tuple[float, ...] = ()  # by rank: who is slow
+    expected_busbw_bytes_per_second: float | None = None
+    expectation: tuple[str, ...] = ()  # derivation of the expected value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Alpha-beta fit over the sizes of one op: t = alpha + bytes / beta."""
+
+    op: str
+    alpha_seconds: float
+    beta_bytes_per_second: float
+    points: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank the others wait for."""
+
+    rank: int
+    host: str
+    late_seconds: float  # median time it arrives after the median rank
+    iterations: int
+    share: float  # part of the iterations in which it came last
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """All that one run of the benchmark established, whole or partial."""
+
+    measurements: tuple[Measurement, ...]
+    world_size: int
+    backend: str
+    hosts: tuple[str, ...]
+    environment: dict[str, str]  # NCCL_* and GLOO_* the ranks ran with
+    versions: dict[str, str]  # torch, nccl, python
+    started_at_seconds: float
+    seconds: float
+    latencies: tuple[Latency, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    evidence: Evidence | None = None
+    complete: bool = True
+    problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
+    schema_version: int = SCHEMA_VERSION

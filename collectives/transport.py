@@ -1,0 +1,62 @@
+"""What the log of a run proves about the wire: the verdict, and the lines behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofLine:
+    """A line that proves something; numbers start at 1."""
+
+    line: int
+    text: str  # cut at 300 characters
+    proves: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProblem:
+    """A problem the log shows, by stable code."""
+
+    code: str  # "ib_without_gdrdma", "socket_fallback", ...
+    message: str
+    action: str  # first thing to do
+    severity: str = "warn"  # "info", "warn", "fail"
+    lines: tuple[ProofLine, ...] = ()
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelCount:
+    """Channels of one direction: how many, and how many of them with GPUDirect RDMA."""
+
+    total: int = 0
+    gdrdma: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What one log proves. No channel line is no evidence, never a pass."""
+
+    library: str = "nccl"  # or "rccl"
+    nccl_version: str | None = None
+    inter_node_transport: str | None = None  # "IB", "IB (plugin IBext)", "Socket", "EFA (AWS Libfabric)", "unknown"
+    intra_node_transport: str | None = None  # None: no intra-node channel expected or seen
+    gdrdma: str = "none"  # "on", "off", "partial", "none" (no evidence)
+    send: ChannelCount = field(default_factory=ChannelCount)
+    receive: ChannelCount = field(default_factory=ChannelCount)
+    transports: dict[str, int] = field(default_factory=dict)  # "NET/IB", "P2P/CUMEM/read", "SHM": channel lines each
+    problems: tuple[LogProblem, ...] = ()
+    proof: tuple[ProofLine, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)  # "set by environment" lines
+    network: str | None = None  # of the "Using network" line
+    hcas: tuple[str, ...] = ()  # of the "NET/IB : Using" line: "mlx5_0:1/RoCE"
+    link_layer: str | None = None  # "IB", "RoCE", "mixed"
+    socket_interface: str | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+    pxn: bool | None = None
+    lines_read: int = 0
+    schema_version: int = SCHEMA_VERSION

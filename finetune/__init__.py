@@ -1,0 +1,1 @@
+"""The fine-tune job that ships: ``torchrun -m finetune.train``."""

@@ -1,0 +1,1 @@
+"""Pure: facts in, advice out (NCCL environment, parallel layout, forecast, manifests)."""

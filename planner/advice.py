@@ -1,0 +1,114 @@
+"""What the planner says: settings with reasons, a layout with a forecast, and what was turned down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.layout import Layout
+from planner.specs import ModelSpec, TrainSpec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why: the rule, the probed fact it rests on, and where the rule is written."""
+
+    rule: str
+    evidence: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One environment variable, never without its reason."""
+
+    name: str
+    value: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodNeed:
+    """Something the job needs that is no environment variable: shm size, memlock, a resource, an annotation."""
+
+    name: str  # "shm_bytes", "memlock", "resource", "network", "capability"
+    value: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something left alone on purpose, or to be known: "NCCL finds the HCAs by itself: set nothing"."""
+
+    topic: str
+    text: str
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """An 80 % interval around the best guess."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of the step time or of the memory."""
+
+    name: str  # "gemm", "attention", "all_gather", "bubble"; "weights", "activations", "logits"
+    value: float  # seconds or bytes
+    detail: str = ""  # formula with numbers; for communication also the link it crosses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Memory and time of one optimizer step."""
+
+    step_seconds: Interval
+    memory_bytes: Interval  # peak reserved per GPU, the fullest rank
+    time_parts: tuple[Part, ...]
+    memory_parts: tuple[Part, ...]
+    dominant: str  # in words: "compute-bound: GEMMs are 71 % of the step"
+    tokens_per_second: float
+    capacity_bytes: float | None = None
+    inputs: tuple[str, ...] = ()  # each number used: "all_gather 48.1 GB/s: measured", "... derived", "... assumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedLayout:
+    """A layout that fits, with its forecast."""
+
+    layout: Layout
+    forecast: Forecast
+    why: str = ""  # against the winner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A layout or a family that was turned down, by the named rule."""
+
+    what: str  # "TP=16", "PP=1 TP=8"
+    rule: str
+    reason: str  # "9.3 GiB over", "crosses the 50 GB/s EFA"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The whole answer for one job on one cluster."""
+
+    settings: tuple[Setting, ...]
+    notes: tuple[Note, ...] = ()
+    needs: tuple[PodNeed, ...] = ()
+    backend: str = "nccl"  # "gloo" where there is no GPU
+    model: ModelSpec | None = None
+    train: TrainSpec | None = None
+    chosen: RankedLayout | None = None  # None: nothing fits, see `rejected`
+    runners_up: tuple[RankedLayout, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    helps_most: tuple[str, ...] = ()
+    unknowns: tuple[str, ...] = ()  # facts that were missing, and what they would change
+    schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,106 @@
+"""The parallel layout of a training job: the one word list that planner and fine-tune job share.
+
+Names are torchtitan's. This module imports nothing of the project: `finetune` may import it, and only it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+Checkpointing = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Sharding = Literal["ddp", "zero1", "zero2", "zero3"]  # zero3 is FSDP; with dp_replicate > 1 it is HSDP
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Offload = Literal["none", "optimizer", "all"]
+
+
+class LayoutError(ValueError):
+    """A layout that cannot exist; the message names the field, the value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees that multiply to the world size, and how each rank runs its share.
+
+    Ranks are laid out with tp innermost, then cp, dp_shard, dp_replicate, pp outermost: neighbours in rank
+    order share a node.
+    """
+
+    world_size: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1  # of the dp x cp ranks; does not multiply
+    sharding: Sharding = "zero3"  # what is sharded over dp_shard ("ddp": dp_shard is 1)
+    reshard_after_forward: bool = True
+    sequence_parallel: bool = False  # with tp > 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1  # model chunks per pipeline rank (interleaved)
+    stage_layers: tuple[int, ...] = ()  # layers per stage where uneven; empty is even
+    micro_batch: int = 1  # sequences
+    gradient_accumulation: int = 1  # micro-batches per optimizer step and data-parallel rank
+    checkpointing: Checkpointing = "none"
+    precision: Precision = "bf16"
+    offload: Offload = "none"
+    fused_cross_entropy: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "world_size", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep",
+            "virtual_stages", "micro_batch", "gradient_accumulation",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"{name}={value!r}: must be a whole number of at least 1")
+        product = math.prod((self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp))
+        if product != self.world_size:
+            raise LayoutError(
+                f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} x "
+                f"pp {self.pp} = {product}, but world_size is {self.world_size}"
+            )
+        if self.sharding == "ddp" and self.dp_shard != 1:
+            raise LayoutError(f"sharding='ddp' with dp_shard={self.dp_shard}: DDP replicates; use dp_replicate")
+        if self.virtual_stages > 1 and (self.schedule != "interleaved" or self.pp == 1):
+            raise LayoutError(f"virtual_stages={self.virtual_stages}: needs pp > 1 and schedule='interleaved'")
+        if self.stage_layers and len(self.stage_layers) != self.pp * self.virtual_stages:
+            raise LayoutError(
+                f"stage_layers has {len(self.stage_layers)} entries, needs pp x virtual_stages = "
+                f"{self.pp * self.virtual_stages}"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.gradient_accumulation * self.data_parallel
+
+    @property
+    def family(self) -> str:
+        """Short name: "FSDP", "HSDP", "DDP", "TP8", "PP4 x FSDP"."""
+        parts = []
+        if self.pp > 1:
+            parts.append(f"PP{self.pp}")
+        if self.tp > 1:
+            parts.append(f"TP{self.tp}")
+        if self.cp > 1:
+            parts.append(f"CP{self.cp}")
+        if self.ep > 1:
+            parts.append(f"EP{self.ep}")
+        if self.dp_shard > 1:
+            names = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP", "ddp": "DDP"}
+            name = names[self.sharding]
+            parts.append("HSDP" if self.dp_replicate > 1 and self.sharding == "zero3" else name)
+        elif self.dp_replicate > 1:
+            parts.append("DDP")
+        return " x ".join(parts) or "single"

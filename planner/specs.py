@@ -1,0 +1,52 @@
+"""What is to be trained: the model's shape and the training run's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Method = Literal["full", "lora", "qlora"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape of a decoder-only transformer, as a Hugging Face config.json gives it."""
+
+    name: str
+    family: str  # "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral"
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied_embeddings: bool = False
+    gated_mlp: bool = True  # SwiGLU: three matrices
+    attention_bias: bool = False
+    experts: int = 0  # MoE; 0 dense
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    max_positions: int | None = None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """The run that was asked for."""
+
+    method: Method = "lora"
+    sequence_length: int = 2048  # tokens per sequence, padded or packed
+    mean_tokens: float | None = None  # real tokens per sequence where padding is to the longest; None: all
+    global_batch: int | None = None  # sequences per optimizer step; None: the planner chooses
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    packing: bool = False
+    steps: int | None = None
+    engine: str = (
+        "topoflight"  # "topoflight", "trl", "deepspeed", "torchtitan", "megatron": what must be able to run it
+    )
+    attention: str = "sdpa"  # "eager", "sdpa", "flash"
+    fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has

@@ -1,0 +1,119 @@
+"""The words every probe speaks: outcome, finding, sample, probe, snapshot.
+
+Absent is not failed, and a value that was not read is ``None``, never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from probes.host import Host
+
+SCHEMA_VERSION = 1
+"""Raised whenever an older reader would misread a snapshot or a recording."""
+
+F = TypeVar("F")
+
+
+class Severity(StrEnum):
+    """How a finding counts at the gate, worst last in `ORDER`."""
+
+    INFO = "info"  # worth knowing, never fails a gate
+    UNKNOWN = "unknown"  # could not be judged; a required check that ends here is exit code 5
+    WARN = "warn"  # costs performance or will break later
+    FAIL = "fail"  # training will fail, or run far below what the hardware can do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One verdict about one subject, with what proves it and what mends it."""
+
+    code: str  # stable: "<probe>.<subject>.<what>", listed in docs/findings.md
+    severity: Severity
+    subject: str  # "GPU3", "mlx5_2:1", "eth0", or "" for the whole host
+    message: str
+    evidence: tuple[str, ...] = ()  # each names its source: "/sys/...: value", "nvmlX(0) = value"
+    remedy: str = ""  # one imperative sentence; empty only for INFO
+
+
+class UnavailableError(Exception):
+    """Raised by a probe's `read` when what it looks for is not on this host: becomes `Absent`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ok(Generic[F]):
+    """The probe answered."""
+
+    facts: F
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """The host does not have what the probe looks for; nothing is wrong with that by itself."""
+
+    why: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The probe could not finish: an error, a crash or no answer within its time."""
+
+    error: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A metric family a probe may export, without the ``topoflight_`` prefix."""
+
+    name: str  # "rdma_port_rate_bytes_per_second": base units, no `_total` on gauges
+    help: str
+    labels: tuple[str, ...] = ()
+    kind: Literal["gauge", "counter", "info"] = "gauge"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One value of one family; label values in the family's order."""
+
+    metric: str
+    value: float
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(Generic[F]):
+    """A record the scan runs: what to read, how to judge it, what to export."""
+
+    name: str  # file = probe = metric infix = finding prefix
+    facts: type[F]
+    read: Callable[[Host], F]
+    check: Callable[[F], Iterable[Finding]]
+    codes: tuple[str, ...] = ()  # every finding code `check` may return
+    metrics: tuple[Metric, ...] = ()
+    samples: Callable[[F], Iterable[Sample]] = lambda _facts: ()
+    timeout_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One host at one time: the outcome of every probe, by name."""
+
+    hostname: str
+    taken_at_seconds: float  # Unix time
+    topoflight_version: str
+    outcomes: dict[str, Ok[Any] | Absent | Failed]
+    schema_version: int = SCHEMA_VERSION
+
+    def facts(self, wanted: type[F]) -> F | None:
+        """The facts of that type, or None where the probe is absent or failed."""
+        for outcome in self.outcomes.values():
+            if isinstance(outcome, Ok) and isinstance(outcome.facts, wanted):
+                return outcome.facts
+        return None

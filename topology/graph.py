@@ -1,0 +1,164 @@
+"""The graph of one node and of a cluster, in NCCL's words.
+
+Specification: NCCL src/graph/topo.h (path types and their order, 2.27.5 and later); nvidia-smi topo -m for labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+SCHEMA_VERSION = 1
+
+
+class PathClass(IntEnum):
+    """NCCL's path types, best first; the numbers are those of NCCL 2.27.5 and later."""
+
+    LOC = 0
+    NVL = 1
+    NVB = 2
+    C2C = 3
+    PIX = 4
+    PXB = 5
+    P2C = 6
+    PXN = 7
+    PHB = 8  # nvidia-smi's NODE is PHB to NCCL: both stay on one NUMA node's CPU
+    SYS = 9
+    NET = 10
+    DIS = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNode:
+    """A GPU as the graph needs it."""
+
+    name: str  # "GPU0", as nvidia-smi numbers it
+    index: int
+    bus_id: str | None = None
+    uuid: str | None = None
+    model: str | None = None
+    memory_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    numa_node: int | None = None
+    cpu_affinity: str | None = None
+    numa_affinity: str | None = None  # text as printed: "0-1", "N/A"
+    gpu_numa_id: str | None = None
+    nvlink_domain: str | None = None  # fabric clique, where several hosts share NVLink
+    c2c: bool | None = None
+    usable: bool = True  # False: lost GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicNode:
+    """A network device that a GPU may send through."""
+
+    name: str  # "mlx5_0", "rdmap16s27", or "NIC0" where no legend names it
+    label: str | None = None  # "NIC0": column of the matrix it came from
+    kind: str = "hca"  # "hca", "efa", "rxe", "ethernet", "unknown"
+    bus_id: str | None = None
+    netdev: str | None = None
+    numa_node: int | None = None
+    rate_bytes_per_second: float | None = None  # sum over its ACTIVE ports
+    link_layer: str | None = None  # "InfiniBand", "Ethernet"
+    active: bool | None = None
+    ports: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """How two of GPUs and NICs reach each other; stored once, `a` before `b` in matrix order."""
+
+    a: str
+    b: str
+    label: str  # as nvidia-smi prints it: "NV18", "PIX", "NODE", "SYS"
+    path: PathClass | None  # None where the label is unknown
+    nvlinks: int = 0
+    bytes_per_second: float | None = None  # NCCL's planning value, one direction
+    evidence: str = ""  # "nvml", "sysfs", "line 5 of topo.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """GPUs joined by NVLink, directly or through others."""
+
+    gpus: tuple[str, ...]
+    all_to_all: bool
+    nvlinks_per_pair: tuple[str, ...]  # distinct labels: ("NV18",) or ("NV1", "NV2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearestNic:
+    """The NICs one GPU is nearest to."""
+
+    gpu: str
+    label: str  # nvidia-smi's word: "PIX"; "SYS" means none is local
+    path: PathClass | None
+    nics: tuple[str, ...]  # all that tie
+    local: bool  # nearer than SYS
+    decidable: bool  # False on a VM where every pair looks the same
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rail:
+    """NICs of the same position on every node: rail 0 is each GPU0's nearest NIC."""
+
+    rail: int
+    nics: tuple[str, ...]
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """A bandwidth that was derived, and from what."""
+
+    scope: str  # "island", "node", "rail", "cluster"
+    op: str  # "all_gather"
+    busbw_bytes_per_second: float | None  # None: not derivable, `derivation` says why
+    derivation: tuple[str, ...]  # steps with their sources
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTopology:
+    """One node: devices, every pair, and what follows from them."""
+
+    hostname: str
+    gpus: tuple[GpuNode, ...]
+    nics: tuple[NicNode, ...]
+    pairs: tuple[Pair, ...]
+    islands: tuple[Island, ...] = ()
+    nearest_nic: tuple[NearestNic, ...] = ()  # empty where there are no NICs
+    rails: tuple[Rail, ...] = ()
+    expectations: tuple[Expectation, ...] = ()
+    cpu_count: int | None = None
+    numa_nodes: int | None = None
+    sku: str | None = None  # row of the reference table this node was recognised as
+    virtual: str | None = None  # why the PCIe tree cannot be trusted
+    source: str = "probes"  # "probes", "nvidia-smi topo -m", "NCCL XML"
+    warnings: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def pair(self, a: str, b: str) -> Pair | None:
+        """The pair of two names in either order."""
+        for pair in self.pairs:
+            if {pair.a, pair.b} == {a, b}:
+                return pair
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTopology:
+    """Several nodes, and what joins them."""
+
+    nodes: tuple[NodeTopology, ...]
+    inter_node_bytes_per_second: float | None = None  # one node to the others, one direction, all rails together
+    inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink"; None unknown or single node
+    expectations: tuple[Expectation, ...] = ()
+    warnings: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of all nodes together."""
+        return sum(len(node.gpus) for node in self.nodes)
