@@ -1,0 +1,99 @@
+"""The verbs recommend and lint-env."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from agent import terminal
+from agent.hosts import host_option, root_option, snapshots
+from agent.output import emit, render
+
+_LIMIT_BYTES = 16 << 20
+
+
+@click.command()
+@host_option
+@root_option
+@click.option("--machine", help="A catalogue machine in place of a host: p5.48xlarge. `--machine list` names them.")
+@click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
+@click.option("--model", default=None, help="Known model name, or a Hugging Face config.json.")
+@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
+@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
+@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
+@click.option("--engine", default="topoflight", show_default=True, help="What must be able to run the layout.")
+@click.option("--ranks-per-node", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU.")
+@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.27.7.")
+@click.option("--bench", "bench_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Result of `topoflight bench -o json`: measured bandwidths.")  # fmt: skip
+@click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Result of `topoflight calibrate`.")  # fmt: skip
+@click.option("-o", "--output", "form", default="table", show_default=True,
+              help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
+@click.option("--list-exports", is_flag=True, help="Name the export formats and stop.")
+def recommend(**options: object) -> None:
+    """Advise the NCCL environment and the parallel layout, each with its reason.
+
+    Without --model only the environment is advised.
+    """
+    from agent.advise import FORMATS, Request, advise, export
+
+    if options.pop("list_exports"):
+        click.echo("\n".join(FORMATS))
+        return
+    form = str(options.pop("form"))
+    if form not in ("table", *FORMATS):
+        raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
+    request = Request.from_options(options)
+    advice = advise(request, lambda: snapshots(request.hosts, root=request.root))
+    if form in ("table", "json", "yaml"):
+        emit(advice, form, lambda out: terminal.recommendation(out, advice))
+    else:
+        click.echo(export(advice, form), nl=False)
+
+
+@click.command("lint-env")
+@click.argument("source", default="-", metavar="FILE|-|PID")
+@click.option("--kind", type=click.Choice(["auto", "env", "shell", "conf", "pod", "log", "process"]), default="auto",
+              show_default=True, help="What FILE is; `process` takes a process id.")  # fmt: skip
+@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.21.5.")
+@host_option
+@click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
+def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
+    """Judge an NCCL environment that exists: an env file, nccl.conf, a pod spec, a log, or a process.
+
+    Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 0 otherwise.
+    """
+    from agent.lint import lint_text, process_environment
+
+    if kind == "process" or (kind == "auto" and source.isdigit() and not Path(source).exists()):
+        text, kind = process_environment(source), "process"
+    else:
+        text = _read(source)
+    recorded = snapshots(hosts)[0] if hosts else None
+    checks, exit_code = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded)
+    if form == "table":
+        from agent.output import console
+
+        terminal.findings(console(), checks, everything=True)
+        if not checks:
+            click.echo("nothing to say against this environment")
+    else:
+        click.echo(render(list(checks), form), nl=False)
+    sys.exit(exit_code)
+
+
+def _read(source: str) -> str:
+    try:
+        if source == "-":
+            raw = sys.stdin.buffer.read(_LIMIT_BYTES + 1)
+        else:
+            with Path(source).open("rb") as stream:
+                raw = stream.read(_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise click.ClickException(f"{source}: {error.strerror}") from None
+    if len(raw) > _LIMIT_BYTES:
+        raise click.ClickException(f"{source}: larger than {_LIMIT_BYTES} bytes; give the lines that set the environment")
+    return raw.decode("utf-8", errors="replace")

@@ -1,0 +1,63 @@
+"""The verbs scan, capture and explain."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from agent import terminal
+from agent.gate import checks_of_snapshot
+from agent.hosts import host_option, root_option, snapshots
+from agent.output import emit, format_option
+
+
+@click.command()
+@host_option
+@root_option
+@format_option
+@click.option("--timeout", default=30.0, show_default=True, help="Seconds for the whole scan.")
+@click.option("--all", "everything", is_flag=True, help="List passed checks too.")
+def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool) -> None:
+    """Probe this host and print what was found: reads only, makes no load."""
+    found = snapshots(hosts, root=root, timeout_seconds=timeout)
+    checks = tuple(check for snapshot in found for check in checks_of_snapshot(snapshot))
+    value = [{"snapshot": snapshot, "checks": [c for c in checks if c.node == snapshot.hostname]} for snapshot in found]
+    emit(value if len(found) > 1 else value[0], form, lambda out: terminal.scan(out, found, checks, everything))
+
+
+@click.command()
+@root_option
+@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+def capture(root: str, target: Path | None) -> None:
+    """Record every answer this host gives to the probes.
+
+    The recording replays the whole product with --host, without the hardware. It holds no environment variable
+    outside NCCL's families, and no process names.
+    """
+    from agent.report import write_atomic
+    from probes.recording import dumps
+    from probes.scanner import capture as record
+
+    text = dumps(record(root))
+    if target is None:
+        sys.stdout.write(text)
+        return
+    try:
+        write_atomic(target, text)
+    except OSError as error:
+        raise click.ClickException(f"{target}: {error.strerror}") from None
+    click.echo(f"{target}: {len(text)} bytes", err=True)
+
+
+@click.command()
+@click.argument("code")
+def explain(code: str) -> None:
+    """Explain a finding CODE: what it means, how to see it, how to mend it and prove it mended."""
+    from agent.explain import UnknownCodeError, section
+
+    try:
+        click.echo(section(code))
+    except UnknownCodeError as error:
+        raise click.UsageError(str(error)) from None

@@ -1,0 +1,10 @@
+"""Every finding code of the product: the frozen surface that docs/findings.md and the gate share."""
+
+from __future__ import annotations
+
+from agent.measured import BENCH_CODES, FLIGHT_CODES
+from probes.registry import ALL
+from topology.check import CODES as TOPOLOGY_CODES
+
+PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
+ALL_CODES: tuple[str, ...] = (*PROBE_CODES, *TOPOLOGY_CODES, *BENCH_CODES, *FLIGHT_CODES)

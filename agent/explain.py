@@ -1,0 +1,39 @@
+"""Explanations of finding codes: sections of docs/findings.md, which is packaged beside this module."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+_PLACES = (Path(__file__).with_name("findings.md"), Path(__file__).parent.parent / "docs" / "findings.md")
+
+
+class UnknownCodeError(KeyError):
+    """A code that the page does not have; the message names close ones."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@cache
+def sections() -> dict[str, str]:
+    """Every code of the page with its text, heading included."""
+    page = next((place for place in _PLACES if place.exists()), None)
+    if page is None:
+        raise UnknownCodeError("docs/findings.md is not packaged with this installation")
+    parts = re.split(r"^### `([a-z0-9_.]+)`\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    # parts: preamble, code, text, code, text ...; a text ends where the next section of the page begins
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return {code: f"{code}\n\n{re.split(r'^## ', text, maxsplit=1, flags=re.MULTILINE)[0].strip()}" for code, text in pairs}
+
+
+def section(code: str) -> str:
+    """The text of one code; UnknownCodeError names close codes."""
+    known = sections()
+    if code in known:
+        return known[code]
+    close = get_close_matches(code, known, n=3, cutoff=0.4)
+    hint = f"; close: {', '.join(close)}" if close else ""
+    raise UnknownCodeError(f"{code}: no such finding code{hint}")

@@ -1,0 +1,76 @@
+"""How results leave: one document in one of three formats on stdout, progress and notes on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+
+from agent.report import document
+
+FORMATS = ("table", "json", "yaml")
+
+format_option = click.option(
+    "-o", "--output", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Format on stdout."
+)
+
+
+def console() -> Console:
+    """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe."""
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100"))
+    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+
+
+def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
+    """Print `value` as JSON or YAML, or have `table` draw it."""
+    if form == "table":
+        table(console())
+        return
+    click.echo(render(value, form), nl=False)
+
+
+def render(value: Any, form: str) -> str:
+    """`value` as a JSON or YAML document, newline at the end."""
+    plain = document(value)
+    if form == "json":
+        return json.dumps(plain, indent=1) + "\n"
+    import yaml
+
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+
+
+class Progress:
+    """Words about what is going on: a live line on a terminal, plain lines in a pipe, nothing when quiet."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._live = sys.stderr.isatty() and not quiet
+        self._console = Console(stderr=True, highlight=False)
+        self._status: Any = None
+
+    def step(self, text: str) -> None:
+        """A new stage begins."""
+        if self._live:
+            self.done()
+            self._status = self._console.status(text)
+            self._status.start()
+        elif not self._quiet:
+            click.echo(f"-- {text}", err=True)
+
+    def note(self, text: str) -> None:
+        """Something happened within the stage; replaces the live line's words."""
+        if self._live and self._status is not None:
+            self._status.update(text)
+        elif not self._quiet:
+            click.echo(f"   {text}", err=True)
+
+    def done(self) -> None:
+        """The last stage is over."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None

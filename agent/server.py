@@ -1,0 +1,183 @@
+"""The HTTP agent: what is known, in the formats people use. Reads only; `docs/http.md` lists the doors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from agent import advise, metrics, problem
+from agent.gate import FailOn, GateError, judge, select, worst_first
+from agent.output import render
+from agent.pages import node_page
+from agent.problem import ProblemError
+from agent.state import State, age_seconds
+from agent.version import VERSION
+from agent.view import View
+from topology.render import json_document
+
+STALE_SCANS = 4  # not ready once this many scans in a row have been missed
+
+Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
+
+
+def create(state: State) -> FastAPI:
+    """The application around one state; scanning starts and ends with it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        state.start()
+        yield
+        await run_in_threadpool(state.stop)
+
+    app = FastAPI(
+        title="Topoflight", version=VERSION, lifespan=lifespan,
+        description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
+    )  # fmt: skip
+    problem.install(app)
+    _health(app, state)
+    _facts(app, state)
+    _advice(app, state)
+    return app
+
+
+def _current(state: State) -> View:
+    view = state.view
+    if view is None:
+        detail = state.error or "the first scan is not done yet"
+        raise ProblemError(503, detail, headers={"Retry-After": "2"})
+    return view
+
+
+def _answer(request: Request, value: Any, form: str | None) -> Response:
+    """`value` as JSON or YAML, by `?format=` or the Accept header."""
+    wanted = form or ("yaml" if "yaml" in request.headers.get("accept", "") else "json")
+    if wanted not in ("json", "yaml"):
+        raise ProblemError(400, f"format={wanted}: must be json or yaml here", allowed=["json", "yaml"])
+    return Response(render(value, wanted), media_type=f"application/{wanted}", headers={"Cache-Control": "no-store"})
+
+
+def _health(app: FastAPI, state: State) -> None:
+    @app.get("/healthz", tags=["health"], operation_id="healthz", response_class=PlainTextResponse)
+    async def healthz() -> str:
+        """The process answers; touches no driver."""
+        return "ok\n"
+
+    @app.get("/readyz", tags=["health"], operation_id="readyz", response_class=PlainTextResponse)
+    async def readyz() -> str:
+        """The first scan is done and the last one is recent."""
+        view = _current(state)
+        oldest = max(60.0, STALE_SCANS * state.interval_seconds)
+        if age_seconds(view) > oldest:
+            raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
+        return "ok\n"
+
+    @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse)
+    async def prometheus(request: Request) -> Response:
+        """Prometheus exposition; OpenMetrics where the scraper asks for it."""
+        body, content_type = metrics.exposition(_current(state), request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
+
+
+def _facts(app: FastAPI, state: State) -> None:
+    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse)
+    def page() -> HTMLResponse:
+        """The page: link matrix, findings, measurements, recommendation."""
+        view = _current(state)
+        return HTMLResponse(node_page(view, advise.for_view(view, advise.Request())))
+
+    @app.get("/snapshot", tags=["facts"], operation_id="snapshot")
+    def snapshot(request: Request, form: Format = None) -> Response:
+        """What every probe read, per host."""
+        return _answer(request, _one_or_all(_current(state).snapshots), form)
+
+    @app.get("/topology", tags=["facts"], operation_id="topology")
+    def topology(request: Request, form: Format = None) -> Response:
+        """Links, islands, nearest NICs, expectations, per host."""
+        return _answer(request, _one_or_all([json_document(n) for n in _current(state).topologies]), form)
+
+    @app.get("/findings", tags=["facts"], operation_id="findings")
+    def findings(request: Request, form: Format = None) -> Response:
+        """Every check that did not pass, worst first."""
+        view = _current(state)
+        return _answer(request, [c for c in worst_first(view.checks) if c.status != "pass"], form)
+
+    @app.get("/measurements", tags=["facts"], operation_id="measurements")
+    def measurements(request: Request, form: Format = None) -> Response:
+        """The last benchmark; 404 where none has been run."""
+        view = _current(state)
+        if view.bench is None:
+            raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
+        return _answer(request, view.bench, form)
+
+    @app.get("/flights", tags=["facts"], operation_id="flights")
+    def flights(request: Request, form: Format = None) -> Response:
+        """Records of fine-tune jobs, newest first: forecast against measurement."""
+        return _answer(request, list(_current(state).flights), form)
+
+
+def _advice(app: FastAPI, state: State) -> None:
+    @app.get("/recommendations", tags=["advice"], operation_id="recommendations")
+    def recommendations(
+        request: Request,
+        form: Format = None,
+        model: Annotated[str | None, Query(max_length=200, description="Known model name.")] = None,
+        method: Annotated[str, Query(pattern="^(full|lora|qlora)$")] = "lora",
+        sequence_length: Annotated[int, Query(ge=1, le=10_000_000)] = 2048,
+        global_batch: Annotated[int | None, Query(ge=1, le=10_000_000)] = None,
+        engine: Annotated[str, Query(max_length=32)] = "topoflight",
+        machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
+        nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
+        nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
+    ) -> Response:
+        """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
+        wanted = advise.Request(
+            model=model, method=method, sequence_length=sequence_length, global_batch=global_batch, engine=engine,
+            machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
+        )  # fmt: skip
+        try:
+            advice = advise.for_view(_current(state), wanted)
+            if form in advise.EXPORTS:
+                text = advise.export(advice, form)
+                return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
+        except advise.RequestError as error:
+            raise ProblemError(400, str(error)) from None
+        if form is not None and form not in advise.FORMATS:
+            raise ProblemError(400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS))
+        return _answer(request, advice, form)
+
+    @app.get("/preflight", tags=["gate"], operation_id="preflight")
+    def preflight(
+        request: Request,
+        form: Format = None,
+        require: Annotated[list[str] | None, Query(description="Checks that must be measured.")] = None,
+        skip: Annotated[list[str] | None, Query()] = None,
+        fail_on: Annotated[str, Query(pattern="^(fail|warn|unknown)$")] = "fail",
+    ) -> Response:
+        """The gate over the last scan: verdict, exit code, checks. Makes no load."""
+        view = _current(state)
+        checked: FailOn = fail_on  # type: ignore[assignment]
+        try:
+            checks = select(view.checks, require=require or (), skip=skip or (), known=known_codes())
+        except GateError as error:
+            raise ProblemError(400, str(error)) from None
+        verdict = judge(checks, fail_on=checked)
+        return _answer(request, {"verdict": verdict, "checks": worst_first(checks)}, form)
+
+
+def known_codes() -> tuple[str, ...]:
+    """Every check the gate knows."""
+    from agent.codes import ALL_CODES
+
+    return ALL_CODES
+
+
+def _one_or_all(values: Any) -> Any:
+    return values[0] if len(values) == 1 else list(values)
+
+
+Factory = Callable[[], FastAPI]

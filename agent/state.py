@@ -1,0 +1,115 @@
+"""The agent's memory: one `View` at a time, replaced whole after each scan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent.view import View, look
+from collectives.results import BenchResult
+from probes.api import Snapshot
+
+log = logging.getLogger(__name__)
+
+BENCH_FILE = "bench.json"
+FLIGHTS_FOLDER = "flights"
+KEPT_FLIGHTS = 50
+
+
+class State:
+    """Scans in a thread of its own every `interval_seconds`, and hands out the newest view.
+
+    `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and flights left.
+    """
+
+    def __init__(
+        self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None
+    ) -> None:
+        self._scan = scan
+        self._interval = interval_seconds
+        self._folder = folder
+        self._view: View | None = None
+        self._error: str | None = None
+        self._stop = threading.Event()
+        self._scanning = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
+
+    @property
+    def view(self) -> View | None:
+        """The newest view; None until the first scan is done."""
+        return self._view
+
+    @property
+    def error(self) -> str | None:
+        """Why the last scan failed as a whole; None where it did not."""
+        return self._error
+
+    @property
+    def interval_seconds(self) -> float:
+        """Seconds between scans."""
+        return self._interval
+
+    def start(self) -> None:
+        """Begin scanning."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the scan that is under way; waits a moment only."""
+        self._stop.set()
+        self._thread.join(timeout=2)
+
+    def refresh(self) -> View:
+        """Scan now; concurrent callers share one scan after another, never two at once."""
+        with self._scanning:
+            bench, bench_at = self._last_bench()
+            view = look(self._scan(), bench=bench, bench_at_seconds=bench_at, flights=self._flights())
+            self._view = view
+            self._error = None
+            return view
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.refresh()
+            except Exception as error:  # noqa: BLE001 - the agent outlives any scan; the error is served and logged
+                self._error = f"{type(error).__name__}: {error}"
+                log.exception("scan failed")
+            self._stop.wait(self._interval)
+
+    def _last_bench(self) -> tuple[BenchResult | None, float | None]:
+        if self._folder is None:
+            return None, None
+        path = self._folder / BENCH_FILE
+        try:
+            from collectives.wire import result_from_json
+
+            return result_from_json(json.loads(path.read_text())), path.stat().st_mtime
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is left out: %s", path, error)
+            return None, None
+
+    def _flights(self) -> tuple[dict[str, Any], ...]:
+        if self._folder is None:
+            return ()
+        found: list[dict[str, Any]] = []
+        for path in sorted((self._folder / FLIGHTS_FOLDER).glob("*.json"), reverse=True)[:KEPT_FLIGHTS]:
+            try:
+                record = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                log.warning("%s is left out: %s", path, error)
+                continue
+            if isinstance(record, dict):
+                found.append(record)
+        return tuple(found)
+
+
+def age_seconds(view: View) -> float:
+    """How old the newest view is."""
+    return max(0.0, time.time() - view.made_at_seconds)

@@ -1,0 +1,251 @@
+"""What the terminal shows: tables of 80 columns, words beside glyphs, failures first with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agent import units
+from agent.flight import Comparison
+from agent.gate import Check, Verdict, worst_first
+from collectives.results import BenchResult
+from planner.advice import Recommendation
+from probes.api import Absent, Failed, Ok, Snapshot
+from probes.gpu import GpuFacts
+from probes.hostinfo import HostinfoFacts
+from probes.interfaces import InterfacesFacts
+from probes.limits import LimitsFacts
+from probes.rdma import RdmaFacts
+from topology.graph import NodeTopology
+
+GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
+COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
+
+
+def table(*columns: str) -> Table:
+    """An empty table in the house's look."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def scan(out: Console, found: Sequence[Snapshot], checks: Sequence[Check], everything: bool) -> None:
+    """Hosts and their findings."""
+    for snapshot in found:
+        host(out, snapshot)
+        findings(out, [check for check in checks if check.node == snapshot.hostname], everything=everything)
+
+
+def host(out: Console, snapshot: Snapshot) -> None:
+    """What one host has, one row per probe; absent and failed ones say so."""
+    out.print(f"\n[bold]{escape(snapshot.hostname)}[/bold]")
+    rows = table("probe", "found")
+    for name, outcome in snapshot.outcomes.items():
+        if isinstance(outcome, Absent):
+            rows.add_row(name, f"absent: {escape(outcome.why)}")
+        elif isinstance(outcome, Failed):
+            rows.add_row(name, f"[red]failed: {escape(outcome.error)}[/red]")
+        elif isinstance(outcome, Ok):
+            for line in facts_lines(outcome.facts):
+                rows.add_row(name, escape(line))
+                name = ""
+    out.print(rows)
+
+
+def facts_lines(facts: object) -> list[str]:
+    """One probe's facts in a few lines."""
+    if isinstance(facts, HostinfoFacts):
+        where = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
+        return [
+            f"{facts.cpu_name or 'unknown CPU'}: {facts.sockets or '?'} sockets, {facts.threads or '?'} threads, "
+            f"{units.size(facts.memory_bytes)}{where}",
+            f"NUMA: {', '.join(f'{n.node}: CPUs {n.cpus}' for n in facts.numa) or 'unknown'}",
+        ]
+    if isinstance(facts, GpuFacts):
+        names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
+        lost = [gpu.index for gpu in facts.gpus if gpu.error]
+        text = f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}"
+        return [text + (f"; not answering: {lost}" if lost else "")]
+    if isinstance(facts, RdmaFacts):
+        lines = []
+        for device in facts.devices:
+            for port in device.ports:
+                lines.append(
+                    f"{device.name}:{port.port} {device.kind} {port.state or 'state unknown'} "
+                    f"{port.rate_text or units.rate(port.rate_bytes_per_second)} {port.link_layer or ''} "
+                    f"netdev {port.netdev or '-'}"
+                )
+            if not device.ports:
+                lines.append(f"{device.name} {device.kind}, no port")
+        return lines or ["no device"]
+    if isinstance(facts, InterfacesFacts):
+        return [
+            f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} "
+            f"{units.rate(i.speed_bytes_per_second)} {' '.join(i.addresses[:2])}"
+            f"{' <- NCCL takes this one' if i.name == facts.nccl_choice else ''}"
+            for i in facts.interfaces
+        ]
+    if isinstance(facts, LimitsFacts):
+        soft = "unlimited" if facts.memlock_soft_bytes is None and facts.memlock_known else units.size(facts.memlock_soft_bytes)
+        return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
+    devices = getattr(facts, "devices", None)
+    return [f"{len(devices)} PCI devices" if devices is not None else type(facts).__name__]
+
+
+def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
+    """Checks worst first, each with evidence and remedy; passes and unknowns as a count unless asked for."""
+    rows = table("verdict", "check", "what")
+    rows.columns[1].overflow = "fold"
+    quiet: dict[str, int] = {}
+    for check in worst_first(checks):
+        if not everything and (check.status == "pass" or (check.status == "unknown" and not check.required)):
+            quiet[check.status] = quiet.get(check.status, 0) + 1
+            continue
+        what = escape(f"{check.subject}: {check.message}" if check.subject else check.message)
+        if check.evidence:
+            what += "".join(f"\n[dim]{escape(line)}[/dim]" for line in check.evidence[:4])
+        if check.remedy and check.status in ("warn", "fail"):
+            what += f"\n→ {escape(check.remedy)}"
+        colour = COLOURS[check.status]
+        rows.add_row(f"[{colour}]{GLYPHS[check.status]}[/{colour}]", check.id, what)
+    if rows.row_count:
+        out.print(rows)
+    if quiet:
+        counts = ", ".join(f"{number} {status}" for status, number in quiet.items())
+        out.print(f"[dim]not shown: {counts} (--all shows them)[/dim]")
+
+
+def matrix(out: Console, node: NodeTopology) -> None:
+    """The link matrix as `nvidia-smi topo -m` prints it."""
+    from topology.text import render
+
+    out.print(render(node), markup=False, overflow="ignore", no_wrap=True, crop=False)
+
+
+def node(out: Console, topology: NodeTopology) -> None:
+    """Matrix, islands, nearest NICs, expectations and warnings of one node."""
+    out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
+    if not topology.gpus and not topology.nics:
+        out.print("no GPU and no RDMA device: there is no link to show")
+    else:
+        matrix(out, topology)
+    for island in topology.islands:
+        kind = "every pair" if island.all_to_all else "not every pair"
+        out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
+    for nearest in topology.nearest_nic:
+        doubt = "" if nearest.decidable else f"; undecidable: {escape(nearest.why)}"
+        out.print(f"{nearest.gpu}: nearest NIC {' '.join(nearest.nics)} ({nearest.label}){doubt}")
+    for expected in topology.expectations:
+        out.print(f"expected {expected.op} within {expected.scope}: {units.rate(expected.busbw_bytes_per_second)}")
+    for warning in topology.warnings:
+        out.print(f"! {escape(warning)}")
+
+
+def bench(out: Console, result: BenchResult) -> None:
+    """Measured collectives, one row per op and size."""
+    rows = table("op", "bytes", "median", "± 95 %", "algbw", "busbw", "expected", "verified")
+    for m in result.measurements:
+        spread = f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?"
+        rows.add_row(
+            m.op,
+            units.size(m.bytes),
+            units.seconds(m.median_seconds),
+            spread,
+            units.rate(m.algbw_bytes_per_second),
+            units.rate(m.busbw_bytes_per_second),
+            units.rate(m.expected_busbw_bytes_per_second),
+            "yes" if m.verified else "NO: not a measurement",
+        )
+    where = f"{result.world_size} {result.backend} ranks on {', '.join(sorted(set(result.hosts))) or 'this host'}"
+    out.print(f"\n[bold]Measured[/bold], {escape(where)}")
+    out.print(rows)
+    for problem in result.problems:
+        out.print(f"[red]! {escape(problem)}[/red]")
+    if result.evidence is not None:
+        e = result.evidence
+        out.print(
+            f"transport between nodes: {e.inter_node_transport or 'none'}; within: {e.intra_node_transport or 'none'}; "
+            f"GPUDirect RDMA: {e.gdrdma} (send {e.send.gdrdma}/{e.send.total}, receive {e.receive.gdrdma}/{e.receive.total})"
+        )
+
+
+def recommendation(out: Console, advice: Recommendation) -> None:
+    """Settings with reasons, then the layout with its forecast."""
+    out.print("\n[bold]Environment[/bold]")
+    if advice.settings:
+        rows = table("set", "because")
+        for setting in advice.settings:
+            because = f"{setting.reason.rule}\n[dim]{escape(setting.reason.evidence)}[/dim]"
+            rows.add_row(f"{setting.name}={setting.value}", because)
+        out.print(rows)
+    else:
+        out.print("set nothing: NCCL finds by itself what this machine has")
+    for note in advice.notes:
+        out.print(f"· {escape(note.topic)}: {escape(note.text)}")
+    for need in advice.needs:
+        out.print(f"· the pod needs {escape(need.name)} = {escape(need.value)}: {escape(need.reason.rule)}")
+    layout(out, advice)
+
+
+def layout(out: Console, advice: Recommendation) -> None:
+    """The chosen layout, the runners-up and what was turned down."""
+    if advice.chosen is None:
+        if advice.model is not None:
+            out.print("\n[bold red]No layout fits[/bold red]")
+            rejected(out, advice)
+        return
+    chosen = advice.chosen
+    shape = chosen.layout
+    out.print(f"\n[bold]Layout[/bold] for {advice.model.name if advice.model else 'the model'}")
+    rows = table("layout", "micro", "accum", "recompute", "step", "memory per GPU", "why")
+    for ranked in (chosen, *advice.runners_up[:3]):
+        shape = ranked.layout
+        rows.add_row(
+            shape.family,
+            str(shape.micro_batch),
+            str(shape.gradient_accumulation),
+            shape.checkpointing,
+            units.interval(ranked.forecast.step_seconds, "s"),
+            units.interval(ranked.forecast.memory_bytes, "B"),
+            escape("chosen: " + ranked.forecast.dominant if ranked is chosen else ranked.why),
+        )
+    out.print(rows)
+    rejected(out, advice)
+    for help_ in advice.helps_most:
+        out.print(f"→ {escape(help_)}")
+    for unknown in advice.unknowns:
+        out.print(f"? {escape(unknown)}")
+
+
+def rejected(out: Console, advice: Recommendation) -> None:
+    """Families that were turned down, with the rule that did it."""
+    if advice.rejected:
+        rows = table("turned down", "because")
+        for item in advice.rejected[:12]:
+            rows.add_row(escape(item.what), escape(item.reason))
+        out.print(rows)
+
+
+def comparison(out: Console, lines: Iterable[Comparison]) -> None:
+    """Forecast against flight, a line each."""
+    out.print("\n[bold]Forecast against flight[/bold]")
+    for line in lines:
+        show = units.seconds if line.unit == "s" else units.size
+        out.print(
+            f"{line.what}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: {line.words}"
+        )
+
+
+def verdict(out: Console, judged: Verdict, seconds: float) -> None:
+    """The last line."""
+    counts = judged.counts
+    word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
+    out.print(
+        f"\n[{word}]{judged.word}[/{word}] ({escape(judged.why)}): {counts['pass']} passed, {counts['fail']} failed, "
+        f"{counts['warn']} warnings, {counts['unknown']} unknown in {seconds:.1f} s"
+    )

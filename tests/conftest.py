@@ -1,0 +1,53 @@
+"""What every test shares: the corpus' place, the recordings, goldens, and the rule that CI skips nothing installable."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MACHINES = Path(__file__).parent / "machines"
+GOLDEN = Path(__file__).parent / "golden"
+MAY_SKIP_IN_CI = {"gpu", "kube", "corpus"}  # hardware, a cluster and data that a CI machine need not have
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """In CI a skipped test is a failed one, unless what it needs cannot be installed."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    excused = MAY_SKIP_IN_CI.intersection(mark.name for mark in item.iter_markers())
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI") == "true" and not excused:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which CI does not allow: {report.longrepr}"
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Path:
+    """The folder of real data; the test is skipped where it is not there."""
+    path = Path(os.environ.get("TOPOFLIGHT_CORPUS", ROOT.parent / "shared" / "corpus"))
+    if not path.is_dir():
+        pytest.skip(f"no corpus at {path}; set TOPOFLIGHT_CORPUS")
+    return path
+
+
+@pytest.fixture
+def golden() -> Callable[[str, Any], None]:
+    """Compare a value with tests/golden/<name>; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it."""
+
+    def compare(name: str, value: Any) -> None:
+        path = GOLDEN / name
+        text = value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True) + "\n"
+        if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"{path} is missing: make golden writes it"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs: read the difference, then make golden"
+
+    return compare
