@@ -1,0 +1,246 @@
+"""The collectives: one record each, and the only place that knows what each of them moves.
+
+S, algbw and busbw are those of nccl-tests (doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor.
+The data of a verified round is a pattern of source rank, round and position, so that old, misplaced or
+foreign data shows; sums of it are exact in float32 for up to 67,000 ranks. docs/busbw.md has a row for each record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+GRAIN_BYTES = 16  # nccl-tests rounds the count of a rank down to a multiple of 16 bytes
+PERIOD = 251  # prime: no power of two displaces the pattern onto itself; 250 x 67,000 < 2**24
+UNKNOWN_SOURCE = -1  # a sum is wrong, and a sum does not say whose part of it
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """One rank's side of one collective: its place in the group, and its buffers."""
+
+    group: Any  # torch.distributed.ProcessGroup
+    ranks: tuple[int, ...]  # global ranks of the group
+    me: int  # place in the group
+    given: Any  # tensor this rank gives
+    taken: Any  # tensor this rank is left with
+
+    @property
+    def n(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """What a collective is: how much it moves, how it runs, and how one sees that it ran right."""
+
+    name: str
+    size: str  # what S counts, in words
+    factor_formula: str
+    factor: Callable[[int], float]
+    split: bool  # S is the total over the ranks: each rank's part is S / n
+    shapes: Callable[[int, int], tuple[int, int]]  # (part elements, n) -> elements given, elements taken
+    run: Callable[[Side], None]
+    wrong: Callable[[Side, int], tuple[int, ...]]  # places in the group whose data is wrong, () when all is right
+    in_place: bool = False  # given and taken are one tensor
+    gives: Callable[[Side], bool] = lambda _side: True
+
+
+def part_elements(op: Op, size_bytes: int, n: int) -> int:
+    """Float32 elements of one part, at least one grain."""
+    part = size_bytes // n if op.split else size_bytes
+    return max(part // GRAIN_BYTES, 1) * GRAIN_BYTES // 4
+
+
+def moved_bytes(op: Op, size_bytes: int, n: int) -> int:
+    """S as it is really run, after rounding."""
+    return part_elements(op, size_bytes, n) * 4 * (n if op.split else 1)
+
+
+def allocate(op: Op, size_bytes: int, group: Any, ranks: tuple[int, ...], rank: int, device: str) -> Side:
+    """Allocate the buffers of one rank."""
+    import torch
+
+    given, taken = op.shapes(part_elements(op, size_bytes, len(ranks)), len(ranks))
+    out = torch.zeros(taken, dtype=torch.float32, device=device)
+    into = out if op.in_place else torch.zeros(given, dtype=torch.float32, device=device)
+    return Side(group=group, ranks=ranks, me=ranks.index(rank), given=into, taken=out)
+
+
+def fill(op: Op, side: Side, turn: int) -> None:
+    """Write this rank's data of this turn, and wipe what an earlier turn left behind."""
+    side.taken.fill_(-1.0)
+    if op.gives(side):
+        write_pattern(side.given, (side.ranks[side.me],), turn)
+
+
+def pattern(sources: tuple[int, ...], turn: int, start: int, device: Any) -> Any:
+    """One period of the sum of the sources' data, as seen from position `start`."""
+    import torch
+
+    place = torch.arange(start, start + PERIOD, device=device, dtype=torch.int64)
+    total = torch.zeros(PERIOD, device=device, dtype=torch.int64)
+    for source in sources:
+        step = 1 + (turn + source // PERIOD) % (PERIOD - 1)
+        total += (place * step + source * 13 + turn * 29) % PERIOD
+    return total.to(torch.float32)
+
+
+def write_pattern(tensor: Any, sources: tuple[int, ...], turn: int) -> None:
+    """Fill a flat tensor with the sources' data."""
+    period = pattern(sources, turn, 0, tensor.device)
+    whole = tensor.numel() // PERIOD * PERIOD
+    tensor[:whole].view(-1, PERIOD).copy_(period.expand(whole // PERIOD, PERIOD))
+    tensor[whole:].copy_(period[: tensor.numel() - whole])
+
+
+def matches(tensor: Any, sources: tuple[int, ...], turn: int, start: int = 0) -> bool:
+    """Tell whether every element of a flat tensor is the sum of the sources' data from `start` on."""
+    period = pattern(sources, turn, start, tensor.device)
+    whole = tensor.numel() // PERIOD * PERIOD
+    body = bool((tensor[:whole].view(-1, PERIOD) == period).all())
+    return body and bool((tensor[whole:] == period[: tensor.numel() - whole]).all())
+
+
+def _wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:
+    chunks = side.taken.chunk(side.n)
+    return tuple(i for i in range(side.n) if not matches(chunks[i], (side.ranks[i],), turn, start))
+
+
+def _wrong_all_gather(side: Side, turn: int) -> tuple[int, ...]:
+    return _wrong_chunks(side, turn, 0)
+
+
+def _wrong_all_to_all(side: Side, turn: int) -> tuple[int, ...]:
+    return _wrong_chunks(side, turn, side.me * (side.taken.numel() // side.n))
+
+
+def _wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
+    scattered = side.given.numel() != side.taken.numel()
+    start = side.me * side.taken.numel() if scattered else 0
+    return () if matches(side.taken, side.ranks, turn, start) else (UNKNOWN_SOURCE,)
+
+
+def _wrong_from(source: Callable[[Side], int]) -> Callable[[Side, int], tuple[int, ...]]:
+    def wrong(side: Side, turn: int) -> tuple[int, ...]:
+        place = source(side)
+        return () if matches(side.taken, (side.ranks[place],), turn) else (place,)
+
+    return wrong
+
+
+def _all_gather(side: Side) -> None:
+    import torch.distributed as dist
+
+    dist.all_gather_into_tensor(side.taken, side.given, group=side.group)
+
+
+def _reduce_scatter(side: Side) -> None:
+    import torch.distributed as dist
+
+    dist.reduce_scatter_tensor(side.taken, side.given, group=side.group)
+
+
+def _all_reduce(side: Side) -> None:
+    import torch.distributed as dist
+
+    dist.all_reduce(side.taken, group=side.group)
+
+
+def _all_to_all(side: Side) -> None:
+    import torch.distributed as dist
+
+    dist.all_to_all_single(side.taken, side.given, group=side.group)
+
+
+def _broadcast(side: Side) -> None:
+    import torch.distributed as dist
+
+    dist.broadcast(side.taken, src=side.ranks[0], group=side.group)
+
+
+def _send_recv(side: Side) -> None:
+    """Each rank sends to the next of the ring and receives from the one before, as nccl-tests does."""
+    import torch.distributed as dist
+
+    following, before = side.ranks[(side.me + 1) % side.n], side.ranks[(side.me - 1) % side.n]
+    send = dist.P2POp(dist.isend, side.given, following, group=side.group)
+    receive = dist.P2POp(dist.irecv, side.taken, before, group=side.group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+def _ring_share(n: int) -> float:
+    return (n - 1) / n
+
+
+_RECORDS = (
+    Op(
+        name="all_gather",
+        size="total: bytes of one rank x n",
+        factor_formula="(n-1)/n",
+        factor=_ring_share,
+        split=True,
+        shapes=lambda part, n: (part, part * n),
+        run=_all_gather,
+        wrong=_wrong_all_gather,
+    ),
+    Op(
+        name="reduce_scatter",
+        size="total: bytes of one rank's result x n",
+        factor_formula="(n-1)/n",
+        factor=_ring_share,
+        split=True,
+        shapes=lambda part, n: (part * n, part),
+        run=_reduce_scatter,
+        wrong=_wrong_sum,
+    ),
+    Op(
+        name="all_reduce",
+        size="bytes of the buffer",
+        factor_formula="2(n-1)/n",
+        factor=lambda n: 2 * (n - 1) / n,
+        split=False,
+        shapes=lambda part, _n: (part, part),
+        run=_all_reduce,
+        wrong=_wrong_sum,
+        in_place=True,
+    ),
+    Op(
+        name="all_to_all",
+        size="total: bytes for one pair x n",
+        factor_formula="(n-1)/n",
+        factor=_ring_share,
+        split=True,
+        shapes=lambda part, n: (part * n, part * n),
+        run=_all_to_all,
+        wrong=_wrong_all_to_all,
+    ),
+    Op(
+        name="send_recv",
+        size="bytes each rank sends",
+        factor_formula="1",
+        factor=lambda _n: 1.0,
+        split=False,
+        shapes=lambda part, _n: (part, part),
+        run=_send_recv,
+        wrong=_wrong_from(lambda side: (side.me - 1) % side.n),
+    ),
+    Op(
+        name="broadcast",
+        size="bytes of the buffer",
+        factor_formula="1",
+        factor=lambda _n: 1.0,
+        split=False,
+        shapes=lambda part, _n: (part, part),
+        run=_broadcast,
+        wrong=_wrong_from(lambda _side: 0),
+        in_place=True,
+        gives=lambda side: side.me == 0,
+    ),
+)
+
+OPS: Mapping[str, Op] = MappingProxyType({op.name: op for op in _RECORDS})

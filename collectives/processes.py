@@ -1,0 +1,97 @@
+"""Starting and ending process trees, so that nothing outlives a run.
+
+Surfaces: prctl(2) PR_SET_PDEATHSIG, and /proc through psutil. A launcher starts its ranks in sessions of
+their own, so a process group does not hold them all; every process of a run carries a marker in its
+environment (/proc/PID/environ), which also finds those whose parent has died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies, and check that it has not died already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    expected = os.getppid() if parent is None else parent
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != expected:
+        os._exit(1)
+
+
+def start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a process, in a session of its own, that dies when this process dies."""
+    tether = [sys.executable, "-m", "collectives.processes", str(os.getpid()), *argv]
+    return subprocess.Popen(
+        tether,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Find every process whose environment holds variable=value."""
+    import psutil
+
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:  # gone, or another user's
+            continue
+        if process.pid != os.getpid() and wanted in environment.split(b"\0"):
+            found.append(process)
+    return found
+
+
+def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[int]:
+    """End processes: SIGTERM, then SIGKILL for those left after the grace; returns the pids that needed it.
+
+    A stopped process acts on SIGKILL only.
+    """
+    import psutil
+
+    listed = list(processes)
+    for process in listed:
+        _signal(process, signal.SIGTERM)
+    _, left = psutil.wait_procs(listed, timeout=grace_seconds)
+    for process in left:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(left, timeout=5)
+    return [process.pid for process in left]
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    import contextlib
+
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        process.send_signal(number)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Become the command, tied to the life of the parent whose pid comes first."""
+    die_with_parent(int(arguments[0]))
+    os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

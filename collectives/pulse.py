@@ -1,0 +1,120 @@
+"""A rank's sign of life: events as JSON lines in a file, and a beat that others can see in the job's store.
+
+A rank whose beat stops is dead, stopped or cut off. A rank that beats and has not arrived where the others
+wait is the one they wait for. The thread here tells both apart while the main thread sits in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+BEAT_SECONDS = 0.5
+MISSED_BEATS = 6  # of a rank that gets no turn on a busy host; silence_seconds, not this, ends a run
+
+
+class Journal:
+    """The file of a rank's events; lines are whole, also from two threads."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._file = (directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one event."""
+        line = json.dumps({"event": event, **fields}) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+
+class Pulse:
+    """Beats in the background, and sees whose beat has stopped."""
+
+    def __init__(self, journal: Journal, rank: int, world: int, host: str, reports: bool) -> None:
+        self.arrived = 0  # barriers this rank has come to
+        self.where = "joining"
+        self._journal, self._rank, self._world, self._host = journal, rank, world, host
+        self._reports = reports  # one rank of each host looks at all the others
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._next_look = 0.0
+
+    def start(self) -> None:
+        """Start the thread; SIGTERM is blocked first, so that the thread can leave a last word."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=self._last_word, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def arrive(self, where: str) -> int:
+        """Note that this rank has come to the next barrier; returns how many came before."""
+        self.where = where
+        self.arrived += 1
+        return self.arrived - 1
+
+    def _last_word(self) -> None:
+        """Die of SIGTERM with a word: a rank that leaves none was killed, and is the one to name."""
+        signal.sigwait({signal.SIGTERM})
+        self._journal.write("terminated", arrived=self.arrived, where=self.where)
+        os._exit(128 + signal.SIGTERM)
+
+    def _beat(self) -> None:
+        store: Any = None
+        lost = False
+        while True:
+            self._journal.write("beat", arrived=self.arrived, where=self.where)
+            try:
+                store = store or _connect()
+                store.set(
+                    f"topoflight/beat/{self._rank}", f"{time.monotonic()}|{self.arrived}|{self._host}|{self.where}"
+                )
+                if self._reports:
+                    self._look(store)
+            except Exception as error:  # noqa: BLE001 - torch raises its own kinds; the rank must go on beating
+                if not lost:
+                    self._journal.write("store_lost", why=f"{type(error).__name__}: {error}"[:300])
+                lost, store = True, None
+            time.sleep(BEAT_SECONDS)
+
+    def _look(self, store: Any) -> None:
+        """Write down whose beat has stopped and how far each has come, when it matters."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + 2 * BEAT_SECONDS
+        view = [self._read_beat(store, other, now) for other in range(self._world)]
+        came = [row["arrived"] for row in view]
+        silent = [row for row in view if row["silent_seconds"] > MISSED_BEATS * BEAT_SECONDS]
+        behind = [row for row in view if row["arrived"] < max(came)]
+        self._journal.write("view", silent=silent[:16], behind=behind[:16])
+
+    def _read_beat(self, store: Any, other: int, now: float) -> dict[str, Any]:
+        key = f"topoflight/beat/{other}"
+        text = store.get(key).decode() if store.check([key]) else ""
+        before, since = self._seen.get(other, ("", now))
+        if text != before or other not in self._seen:
+            since = now
+        self._seen[other] = (text, since)
+        _, arrived, host, where = text.split("|", 3) if text else ("", "-1", "", "joining")
+        return {
+            "rank": other,
+            "host": host,
+            "arrived": int(arrived),
+            "where": where,
+            "silent_seconds": round(now - since, 1),
+        }
+
+
+def _connect() -> Any:
+    """Open a second connection to the launcher's store: the first one blocks while the job joins."""
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MISSED_BEATS * BEAT_SECONDS)
+    )
