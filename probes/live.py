@@ -1,0 +1,190 @@
+"""The machine this process runs on, asked through files, NVML, netlink, verbs and getrlimit.
+
+Specification: path_resolution(7); rtnetlink(7) through pyroute2. What is heavy to import is imported when asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import resource
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from probes import nldev, verbs
+from probes.host import GpuHandle, Json
+from probes.nvml import Nvml
+
+TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
+ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|CUDA_VISIBLE_DEVICES$")
+SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+
+_LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
+_LEFT_OUT = {"attrs", "header", "event", "__align", "UNKNOWN", "IFLA_AF_SPEC", "IFLA_MAP", "IFLA_STATS", "IFLA_XDP"}
+
+
+class LiveHost:
+    """This machine; every path is looked up below `root`, symbolic links included."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
+        self._nvml = Nvml()
+
+    # Files -----------------------------------------------------------------------------------------------------
+
+    def _below_root(self, path: str) -> str:
+        return path if self.root == Path("/") else f"{self.root}{self.resolve(path)}"
+
+    def read_text(self, path: str) -> str:
+        """Content of a small file."""
+        return self.read_bytes(path, TEXT_LIMIT_BYTES).decode(errors="replace")
+
+    def read_bytes(self, path: str, limit: int) -> bytes:
+        """First `limit` bytes of a file; never waits for a device or a pipe."""
+        descriptor = os.open(self._below_root(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            chunks: list[bytes] = []
+            while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
+                chunks.append(chunk)
+                limit -= len(chunk)
+            return b"".join(chunks)
+        finally:
+            os.close(descriptor)
+
+    def list_dir(self, path: str) -> tuple[str, ...]:
+        """Names in a folder, sorted."""
+        return tuple(sorted(os.listdir(self._below_root(path))))  # noqa: PTH208 - names, no Path objects
+
+    def exists(self, path: str) -> bool:
+        """Whether the path exists, links followed."""
+        try:
+            return os.path.exists(self._below_root(path))  # noqa: PTH110 - a third of Path.exists' time
+        except OSError:
+            return False
+
+    def resolve(self, path: str) -> str:
+        """The path with every link followed, never leaving the root."""
+        if self.root == Path("/"):
+            return os.path.realpath(path, strict=True)
+        pending, done, links = path.split("/")[::-1], "", 0
+        while pending:
+            part = pending.pop()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                done = done.rpartition("/")[0]
+                continue
+            candidate = f"{self.root}{done}/{part}"
+            try:
+                target = os.readlink(candidate)  # noqa: PTH115
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: not a link
+                    raise
+                done += f"/{part}"
+                continue
+            links += 1
+            if links > _LINKS_FOLLOWED:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            done = "" if target.startswith("/") else done
+            pending += target.split("/")[::-1]
+        return done or "/"
+
+    def usable(self, path: str) -> bool:
+        """Whether this process may open the path for reading and writing."""
+        return os.access(self._below_root(path), os.R_OK | os.W_OK)
+
+    def statvfs(self, path: str) -> tuple[int, int]:
+        """(size, available) of the filesystem in bytes."""
+        answer = os.statvfs(self._below_root(path))
+        return answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize
+
+    # This process ----------------------------------------------------------------------------------------------
+
+    def limit(self, name: str) -> tuple[int | None, int | None]:
+        """(soft, hard) of RLIMIT_<NAME>; None is unlimited."""
+        number = getattr(resource, f"RLIMIT_{name.upper()}", None)
+        if number is None:
+            raise OSError(errno.EINVAL, f"no such limit: RLIMIT_{name.upper()}")
+        soft, hard = (None if v == resource.RLIM_INFINITY else v for v in resource.getrlimit(number))
+        return soft, hard
+
+    def environment(self) -> dict[str, str]:
+        """What NCCL, gloo, libfabric and UCX read; nothing whose name looks like a secret."""
+        return {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k) and not SECRET.search(k)}
+
+    def identity(self) -> dict[str, Json]:
+        """Keys: hostname, pid, uid, kernel, architecture, time (Unix seconds), home."""
+        return {
+            "hostname": socket.gethostname(),
+            "pid": os.getpid(),
+            "uid": os.getuid(),
+            "kernel": platform.release(),
+            "architecture": platform.machine(),
+            "time": time.time(),
+            "home": os.path.expanduser("~"),  # noqa: PTH111
+        }
+
+    def cpu(self) -> dict[str, Json]:
+        """Keys: logical, physical, load_average (three floats), memory_bytes, memory_available_bytes."""
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return {
+            "logical": psutil.cpu_count(),
+            "physical": psutil.cpu_count(logical=False),
+            "load_average": list(psutil.getloadavg()),
+            "memory_bytes": memory.total,
+            "memory_available_bytes": memory.available,
+        }
+
+    # Drivers and the kernel's sockets --------------------------------------------------------------------------
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """Call one NVML function."""
+        return self._nvml.call(symbol, *arguments)
+
+    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """ "links", "addresses" or "routes" of this network namespace."""
+        import pyroute2
+
+        with pyroute2.IPRoute() as socket_:
+            asked = {"links": socket_.get_links, "addresses": socket_.get_addr, "routes": socket_.get_routes}
+            if what not in asked:
+                raise ValueError(f"netlink answers {sorted(asked)}, not {what!r}")
+            try:
+                return tuple(_flat(message) for message in asked[what]())
+            except pyroute2.NetlinkError as error:
+                raise OSError(error.code, str(error)) from error
+
+    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """ "devices", "ports" or "system" through NETLINK_RDMA."""
+        return nldev.ask(what)
+
+    def verbs(self, what: str, *arguments: int | str) -> Json:
+        """A question to libibverbs."""
+        return verbs.ask(what, *arguments)
+
+
+def _flat(message: Any) -> dict[str, Json]:
+    """A pyroute2 message as one dict: header fields and attributes together, nested ones as dicts."""
+    flat = {k: _plain(v) for k, v in message.items() if k not in _LEFT_OUT}
+    for name, value in message.get("attrs", ()):
+        if name not in _LEFT_OUT:
+            flat.setdefault(name, _plain(value))
+    return flat
+
+
+def _plain(value: Any) -> Json:
+    if isinstance(value, dict):
+        return _flat(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,146 @@
+"""NVML through pynvml, one call at a time, answers made plain (numbers, strings, lists, dicts).
+
+Specification: NVML API reference (nvml.h); pynvml is NVIDIA's own binding. Nothing here knows what a call means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+from probes.host import GpuHandle, Json, NvmlError
+
+ERROR_NAMES = {
+    1: "UNINITIALIZED", 2: "INVALID_ARGUMENT", 3: "NOT_SUPPORTED", 4: "NO_PERMISSION", 5: "ALREADY_INITIALIZED",
+    6: "NOT_FOUND", 7: "INSUFFICIENT_SIZE", 8: "INSUFFICIENT_POWER", 9: "DRIVER_NOT_LOADED", 10: "TIMEOUT",
+    11: "IRQ_ISSUE", 12: "LIBRARY_NOT_FOUND", 13: "FUNCTION_NOT_FOUND", 14: "CORRUPTED_INFOROM", 15: "GPU_IS_LOST",
+    16: "RESET_REQUIRED", 17: "OPERATING_SYSTEM", 18: "LIB_RM_VERSION_MISMATCH", 19: "IN_USE", 20: "MEMORY",
+    21: "NO_DATA", 22: "VGPU_ECC_NOT_SUPPORTED", 23: "INSUFFICIENT_RESOURCES", 24: "FREQ_NOT_SUPPORTED",
+    25: "ARGUMENT_VERSION_MISMATCH", 26: "DEPRECATED", 27: "NOT_READY", 28: "GPU_NOT_FOUND", 29: "INVALID_STATE",
+    30: "RESET_TYPE_NOT_SUPPORTED", 999: "UNKNOWN",
+}  # fmt: skip
+"""nvmlReturn_t, NVML_ERROR_ left out."""
+
+ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
+
+_STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
+
+
+def failure(symbol: str, name: str) -> NvmlError:
+    """The error NVML gives by that name."""
+    return NvmlError(symbol, ERROR_CODES.get(name, 999), name)
+
+
+class Nvml:
+    """A loaded and initialised NVML; handles are kept between calls."""
+
+    def __init__(self) -> None:
+        self._pynvml: Any = None
+        self._handles: dict[int, Any] = {}
+
+    def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle."""
+        pynvml = self._library(symbol)
+        function = _SPECIAL.get(symbol) or getattr(pynvml, symbol, None)
+        if function is None or not symbol.startswith("nvml"):
+            raise failure(symbol, "FUNCTION_NOT_FOUND")
+        try:
+            return plain(function(*[self._argument(a) for a in arguments]))
+        except pynvml.NVMLError as error:
+            if error.value in _STALE_HANDLE:
+                self._handles.clear()
+            raise NvmlError(symbol, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
+        except pynvml.NVMLLibraryMismatchError:
+            raise failure(symbol, "FUNCTION_NOT_FOUND") from None
+        except UnicodeDecodeError:
+            raise NvmlError(symbol, 999, "GARBLED_TEXT") from None
+
+    def _library(self, symbol: str) -> Any:
+        if self._pynvml is None:
+            import pynvml
+
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as error:
+                raise NvmlError(symbol, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
+            self._pynvml = pynvml
+        return self._pynvml
+
+    def _argument(self, argument: GpuHandle | int | str) -> Any:
+        if not isinstance(argument, GpuHandle):
+            return argument
+        if argument.index not in self._handles:
+            self._handles[argument.index] = self._pynvml.nvmlDeviceGetHandleByIndex(argument.index)
+        return self._handles[argument.index]
+
+
+def plain(value: Any) -> Json:
+    """A ctypes structure or array, or one of pynvml's friendly objects, as plain data."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, ctypes.Structure):
+        return {name: plain(getattr(value, name)) for name, *_ in value._fields_}
+    if isinstance(value, ctypes.Array | list | tuple):
+        return [plain(item) for item in value]
+    return {name: plain(item) for name, item in vars(value).items()}
+
+
+def sysfs_bus_id(nvml: str) -> str | None:
+    """NVML's "00000000:1B:00.0" as sysfs spells it; None for an empty or hidden ("FFFFFFFF:...") one."""
+    found = re.fullmatch(r"([0-9A-F]{4,8}):([0-9A-F]{2}):([0-9A-F]{2})\.([0-7])", nvml.strip().upper())
+    if found is None or found[1].strip("F") == "":
+        return None
+    return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}".lower()
+
+
+def nvml_bus_id(sysfs_: str | None) -> str:
+    """The bus id as NVML and dcgm-exporter spell it: "00000000:1B:00.0"; empty where unknown."""
+    if not sysfs_:
+        return ""
+    domain, _, rest = sysfs_.partition(":")
+    return f"{int(domain, 16):08X}:{rest.upper()}"
+
+
+def _field_values(handle: Any, *fields: int | str) -> list[Json]:
+    """nvmlDeviceGetFieldValues; a field is a number, or "number:scope" (scope is a link, for example)."""
+    import pynvml
+
+    wanted = [tuple(int(part) for part in field.split(":")) if isinstance(field, str) else field for field in fields]
+    return [
+        {
+            "field": answer.fieldId,
+            "scope": answer.scopeId,
+            "code": answer.nvmlReturn,
+            "value": getattr(answer.value, _MEMBERS[answer.valueType]) if answer.valueType < len(_MEMBERS) else None,
+        }
+        for answer in pynvml.nvmlDeviceGetFieldValues(handle, wanted)
+    ]
+
+
+def _fabric_info(handle: Any) -> Any:
+    """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version."""
+    import pynvml
+
+    info = pynvml.c_nvmlGpuFabricInfo_v2_t()
+    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    return info
+
+
+def _fabric_info_v1(handle: Any) -> Any:
+    """nvmlDeviceGetGpuFabricInfo, the form of drivers before 535."""
+    import pynvml
+
+    info = pynvml.c_nvmlGpuFabricInfo_t()
+    pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    return info
+
+
+_SPECIAL = {
+    "nvmlDeviceGetFieldValues": _field_values,
+    "nvmlDeviceGetGpuFabricInfoV": _fabric_info,
+    "nvmlDeviceGetGpuFabricInfo": _fabric_info_v1,
+}

@@ -1,0 +1,276 @@
+"""A host's answers in a file: captured on a customer's machine, replayed anywhere without the hardware.
+
+The file is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
+source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},
+{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. What was never asked replays as "not there", so that a newer probe reads an older recording.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from probes.api import SCHEMA_VERSION
+from probes.host import GpuHandle, Host, Json, NvmlError
+from probes.nvml import ERROR_CODES, failure
+
+KIND = "topoflight-recording"
+SIZE_LIMIT_BYTES = 256 << 20  # unpacked; a 16-GPU host takes about 1 MB
+
+_SECRET_PAIR = re.compile(
+    r"([\w.-]*(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\"']?\s*[=:]\s*)[^\s,]+",
+    re.IGNORECASE,
+)
+_METHODS = (
+    "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
+    "identity", "nvml", "netlink", "rdma_netlink", "verbs", "cpu",
+)  # fmt: skip
+
+
+class RecordingError(ValueError):
+    """A file is not a recording that can be read here."""
+
+
+def question(*arguments: GpuHandle | int | str) -> str:
+    """The key of a question in the file: its arguments, a GPU as "gpu3"."""
+    return ",".join(f"gpu{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments)
+
+
+class RecordingHost:
+    """Passes every question on and keeps the answer, errors included, secrets left out."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.answers: dict[str, dict[str, Json]] = {}
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Every question of `Host` is passed on in the same way."""
+        if method not in _METHODS:
+            raise AttributeError(method)
+
+        def ask(*arguments: GpuHandle | int | str) -> Any:
+            try:
+                answer = getattr(self.host, method)(*arguments)
+            except (OSError, NvmlError, ImportError) as error:
+                self._keep(method, arguments, _error_answer(error, arguments))
+                raise
+            self._keep(method, arguments, answer.hex() if isinstance(answer, bytes) else _without_secrets(answer))
+            return answer
+
+        return ask
+
+    def _keep(self, method: str, arguments: tuple[GpuHandle | int | str, ...], answer: Json) -> None:
+        """NVML answers stand below their symbol, the others below their method."""
+        if method == "nvml":
+            symbols = self.answers.setdefault("nvml", {})
+            symbols.setdefault(str(arguments[0]), {})[question(*arguments[1:])] = answer
+        else:
+            self.answers.setdefault(method, {})[question(*arguments)] = answer
+
+    def archive(self, source: str = "") -> dict[str, Json]:
+        """The recording so far."""
+        return archive(self.identity(), self.answers, source)
+
+
+def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+    """The content of a recording file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": KIND,
+        "hostname": identity["hostname"],
+        "captured_at": identity["time"],
+        "source": source,
+        "answers": {method: dict(sorted(answers[method].items())) for method in _METHODS if method in answers},
+    }
+
+
+class RecordedHost:
+    """Answers from a recording; what is not in it is "not there"."""
+
+    def __init__(self, content: dict[str, Json]) -> None:
+        self.content = content
+        self._answers: dict[str, dict[str, Json]] = content["answers"]
+
+    def _answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
+        answers, key = self._answers.get(method, {}), question(*arguments)
+        if key not in answers:
+            raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
+        return _raised(answers[key], key)
+
+    def read_text(self, path: str) -> str:
+        """Content of a small file."""
+        return str(self._answer("read_text", path))
+
+    def read_bytes(self, path: str, limit: int) -> bytes:
+        """First bytes of a file."""
+        return bytes.fromhex(self._answer("read_bytes", path, limit))
+
+    def list_dir(self, path: str) -> tuple[str, ...]:
+        """Names in a folder."""
+        return tuple(self._answer("list_dir", path))
+
+    def exists(self, path: str) -> bool:
+        """Whether the path exists; a path that answered another question does."""
+        known = self._answers.get("exists", {})
+        if path in known:
+            return bool(known[path])
+        others = (self._answers.get(m, {}).get(path) for m in ("read_text", "list_dir", "resolve"))
+        return any(answer is not None and not _is_error(answer) for answer in others)
+
+    def resolve(self, path: str) -> str:
+        """The path with links followed."""
+        return str(self._answer("resolve", path))
+
+    def usable(self, path: str) -> bool:
+        """Whether the recorder could open the path."""
+        return bool(self._answer("usable", path))
+
+    def statvfs(self, path: str) -> tuple[int, int]:
+        """(size, available) in bytes."""
+        size, available = self._answer("statvfs", path)
+        return size, available
+
+    def limit(self, name: str) -> tuple[int | None, int | None]:
+        """(soft, hard) of the process that recorded."""
+        soft, hard = self._answer("limit", name)
+        return soft, hard
+
+    def environment(self) -> dict[str, str]:
+        """The recorder's environment; empty where it was not recorded."""
+        return dict(self._answers.get("environment", {}).get("", {}))
+
+    def identity(self) -> dict[str, Json]:
+        """The recorded identity; at least hostname and time, from the file's own header."""
+        header = {"hostname": self.content["hostname"], "time": self.content["captured_at"]}
+        return {**header, **self._answers.get("identity", {}).get("", {})}
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """One recorded NVML call."""
+        symbols = self._answers.get("nvml")
+        if not symbols:
+            raise failure(symbol, "LIBRARY_NOT_FOUND")
+        answers, key = symbols.get(symbol, {}), question(*arguments)
+        return _raised(answers[key], symbol) if key in answers else _raised({"$nvml": "NOT_SUPPORTED"}, symbol)
+
+    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """Recorded links, addresses or routes."""
+        return tuple(self._answer("netlink", what))
+
+    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """Recorded devices, ports or system."""
+        return tuple(self._answer("rdma_netlink", what))
+
+    def verbs(self, what: str, *arguments: int | str) -> Json:
+        """One recorded question to libibverbs."""
+        return self._answer("verbs", what, *arguments)
+
+    def cpu(self) -> dict[str, Json]:
+        """Recorded psutil numbers; empty where they were not recorded."""
+        return dict(self._answers.get("cpu", {}).get("", {}))
+
+
+def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
+    if isinstance(error, NvmlError):
+        return (
+            {"$nvml": error.name}
+            if error.code == ERROR_CODES.get(error.name)
+            else {"$nvml": error.name, "code": error.code}
+        )
+    if isinstance(error, ImportError):
+        return {"$import": str(error)}
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    name = errno.errorcode.get(number, str(number))
+    path = str(arguments[0]) if arguments else ""
+    plain = str(error) == str(OSError(number, os.strerror(number), path))
+    return (
+        {"$errno": name}
+        if plain
+        else {"$errno": name, "text": _without_secrets(getattr(error, "strerror", None) or str(error))}
+    )
+
+
+def _is_error(answer: Json) -> bool:
+    return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
+
+
+def _raised(answer: Json, asked: str) -> Json:
+    """The answer, or the error that it stands for."""
+    if not _is_error(answer):
+        return answer
+    if "$nvml" in answer:
+        raise NvmlError(asked, answer.get("code", ERROR_CODES.get(answer["$nvml"], 999)), answer["$nvml"])
+    if "$import" in answer:
+        raise ImportError(answer["$import"])
+    name = answer["$errno"]
+    number = getattr(errno, name) if name in errno.errorcode.values() else int(name) if name.isdigit() else errno.EIO
+    raise OSError(number, answer.get("text", os.strerror(number)), asked)
+
+
+def _without_secrets(answer: Json) -> Json:
+    """The answer with the value of every name=value or name: value pair that looks like a secret left out."""
+    if isinstance(answer, str):
+        return _SECRET_PAIR.sub(r"\1(left out)", answer)
+    if isinstance(answer, dict):
+        return {k: _without_secrets(v) for k, v in answer.items()}
+    if isinstance(answer, list | tuple):
+        return [_without_secrets(item) for item in answer]
+    return answer
+
+
+def load(path: str | Path) -> RecordedHost:
+    """Read a recording, plain or gzip. Raises RecordingError that names the file and what is allowed."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+            content = file.read(SIZE_LIMIT_BYTES + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RecordingError(f"{path}: not a whole gzip file ({error})") from None
+    if len(content) > SIZE_LIMIT_BYTES:
+        raise RecordingError(f"{path}: larger than {SIZE_LIMIT_BYTES >> 20} MiB unpacked, which no recording is")
+    try:
+        archive = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"{path}: not JSON ({error})") from None
+    return RecordedHost(_checked(archive, path))
+
+
+def _checked(archive: Json, path: Path) -> dict[str, Json]:
+    if not isinstance(archive, dict) or archive.get("kind") != KIND:
+        raise RecordingError(f'{path}: not a recording: "kind" must be "{KIND}" (topoflight capture writes one)')
+    version = archive.get("schema_version")
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+        raise RecordingError(f"{path}: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}")
+    answers = archive.get("answers")
+    if not isinstance(answers, dict) or not all(isinstance(a, dict) for a in answers.values()):
+        raise RecordingError(f'{path}: "answers" must be an object of objects')
+    if not isinstance(archive.get("hostname"), str) or not isinstance(archive.get("captured_at"), int | float):
+        raise RecordingError(f'{path}: "hostname" must be text and "captured_at" a number')
+    if not all(isinstance(a, dict) for a in answers.get("nvml", {}).values()):
+        raise RecordingError(f'{path}: "answers.nvml" must hold an object per symbol')
+    return archive
+
+
+def dumps(archive: dict[str, Json]) -> str:
+    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
+    head = {k: v for k, v in archive.items() if k != "answers"}
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
+    sections = [f"  {json.dumps(m)}: {_section(a, nested=m == 'nvml')}" for m, a in archive["answers"].items()]
+    return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
+
+
+def _section(answers: dict[str, Json], *, nested: bool) -> str:
+    rows = [f"   {json.dumps(k)}: {_symbol(v) if nested else json.dumps(v)}" for k, v in answers.items()]
+    return "{\n" + ",\n".join(rows) + "\n  }"
+
+
+def _symbol(answers: dict[str, Json]) -> str:
+    return json.dumps(answers)

@@ -1,0 +1,89 @@
+"""Runs probes on a host: in this process for recordings, in a child that may hang or crash for a live machine.
+
+Exceptions are caught here and nowhere else in this room: UnavailableError becomes `Absent`, any other `Failed`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from probes.api import Absent, Failed, Finding, Metric, Ok, Probe, Sample, Severity, Snapshot, UnavailableError
+from probes.host import Host
+from probes.registry import ALL, BY_NAME
+
+SCAN_METRICS = (
+    Metric(name="probe_success", help="1 where the probe answered, or found nothing to look at.", labels=("probe",)),
+    Metric(name="probe_duration_seconds", help="Time the probe took in the last scan.", labels=("probe",)),
+)
+"""What every probe exports without doing anything for it."""
+
+SCAN_CODES = tuple(f"{name}.probe.failed" for name in BY_NAME)
+"""Codes of the finding that a failed probe becomes."""
+
+
+def version() -> str:
+    """The installed release of Topoflight."""
+    try:
+        return metadata.version("topoflight")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def run(probe: Probe[Any], host: Host) -> Ok[Any] | Absent | Failed:
+    """One probe on one host; never raises for what the probe does."""
+    start = time.perf_counter()
+    try:
+        facts = probe.read(host)
+    except UnavailableError as error:
+        return Absent(why=str(error), seconds=time.perf_counter() - start)
+    except Exception as error:  # noqa: BLE001 - the one place: a probe's error is an outcome
+        return Failed(error=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - start)
+    return Ok(facts=facts, seconds=time.perf_counter() - start)
+
+
+def scan(host: Host, probes: Sequence[Probe[Any]] = ALL) -> Snapshot:
+    """Run the probes in this process: for recordings, which cannot hang."""
+    identity = host.identity()
+    return Snapshot(
+        hostname=identity["hostname"],
+        taken_at_seconds=identity["time"],
+        topoflight_version=version(),
+        outcomes={probe.name: run(probe, host) for probe in probes},
+    )
+
+
+def findings(snapshot: Snapshot) -> tuple[Finding, ...]:
+    """What every probe of this release finds wrong with its facts; a failed probe is a finding too."""
+    found: list[Finding] = []
+    for name, outcome in snapshot.outcomes.items():
+        probe = BY_NAME.get(name)
+        if isinstance(outcome, Ok) and probe is not None:
+            found += probe.check(outcome.facts)
+        elif isinstance(outcome, Failed):
+            found.append(_failed(name, outcome))
+    return tuple(found)
+
+
+def _failed(name: str, outcome: Failed) -> Finding:
+    return Finding(
+        code=f"{name}.probe.failed",
+        severity=Severity.UNKNOWN,
+        subject=name,
+        message=f"the {name} probe could not finish: {outcome.error}",
+        evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),
+        remedy="Run `topoflight scan` on the host itself and look at dmesg; a hung driver needs a reboot.",
+    )
+
+
+def samples(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Everything the snapshot has to export."""
+    exported: list[Sample] = []
+    for name, outcome in snapshot.outcomes.items():
+        exported.append(Sample(metric="probe_success", value=float(not isinstance(outcome, Failed)), labels=(name,)))
+        exported.append(Sample(metric="probe_duration_seconds", value=outcome.seconds, labels=(name,)))
+        if isinstance(outcome, Ok) and name in BY_NAME:
+            exported += BY_NAME[name].samples(outcome.facts)
+    return tuple(exported)

@@ -1,0 +1,211 @@
+"""Scans the live machine through a child process, so that a driver call that hangs or crashes costs one probe.
+
+The child (probes.worker) is kept between scans: the driver stays open and a scan costs only its questions. A child
+that does not answer in time is killed with its process group and never waited for longer than a moment: a process
+stuck in the kernel cannot be killed, and must not take the agent with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from probes.api import Failed, Probe, Snapshot
+from probes.host import Json
+from probes.live import LiveHost
+from probes.recording import archive
+from probes.registry import ALL
+from probes.scan import version
+from probes.wire import Outcome, SnapshotError, outcome_from_json
+
+START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
+ANSWER_LIMIT_BYTES = 64 << 20
+_REAP_SECONDS = 1.0
+
+
+class WorkerError(Exception):
+    """The child did not answer; the words say what it did instead."""
+
+
+class _Worker:
+    """One child and the pipe to it."""
+
+    def __init__(self, root: str) -> None:
+        package_parent = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(p for p in (package_parent, os.environ.get("PYTHONPATH")) if p)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "probes.worker", root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        self._requests = 0
+        self._buffer = bytearray()
+        try:
+            self._receive(time.monotonic() + START_SECONDS)
+        except WorkerError:
+            self.kill()
+            raise
+
+    def ask(self, probe: str, seconds: float, *, record: bool) -> dict[str, Json]:
+        """One request, one answer. Raises WorkerError."""
+        self._requests += 1
+        request = {"id": self._requests, "probe": probe, "record": record}
+        assert self.process.stdin is not None  # noqa: S101 - opened above
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        except BrokenPipeError:
+            raise WorkerError(self._death()) from None
+        answer = self._receive(time.monotonic() + seconds)
+        if not isinstance(answer, dict) or answer.get("id") != self._requests:
+            raise WorkerError("the probe process answered something else than it was asked")
+        return answer
+
+    def _receive(self, deadline: float) -> Json:
+        assert self.process.stdout is not None  # noqa: S101 - opened above
+        descriptor, started = self.process.stdout.fileno(), time.monotonic()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        while (end := self._buffer.find(b"\n")) < 0:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise WorkerError(f"no answer after {time.monotonic() - started:.1f} s (a call to the driver hangs)")
+            chunk = os.read(descriptor, 1 << 20)
+            if not chunk:
+                raise WorkerError(self._death())
+            self._buffer += chunk
+            if len(self._buffer) > ANSWER_LIMIT_BYTES:
+                raise WorkerError(f"the probe process answered more than {ANSWER_LIMIT_BYTES >> 20} MiB")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            raise WorkerError("the probe process answered something that is not JSON") from None
+
+    def _death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_REAP_SECONDS)
+        code = self.process.returncode
+        if code is None:
+            return "the probe process closed its pipe"
+        if code < 0:
+            return f"the probe process crashed: {signal.Signals(-code).name}"
+        return f"the probe process ended with exit code {code}"
+
+    def kill(self) -> bool:
+        """Kill the child's process group; False where it is stuck in the kernel and lingers."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_REAP_SECONDS)
+        return self.process.returncode is not None
+
+
+class Scanner:
+    """Scans a live machine again and again; safe to share between threads."""
+
+    def __init__(
+        self, root: str = "/", probes: Sequence[Probe[Any]] = ALL, *, timeout_seconds: float | None = None
+    ) -> None:
+        """`timeout_seconds` replaces every probe's own time limit."""
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be greater than 0")
+        self._host = LiveHost(root)
+        self._root = str(Path(root).resolve())
+        self._probes = tuple(probes)
+        self._timeout_seconds = timeout_seconds
+        self._worker: _Worker | None = None
+        self._lingering: list[_Worker] = []
+        self._lock = threading.Lock()
+
+    def scan(self) -> Snapshot:
+        """Ask every probe; one that hangs, crashes or talks nonsense is `Failed`, the others answer."""
+        with self._lock:
+            identity = self._host.identity()
+            outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
+            return _snapshot(identity, outcomes)
+
+    def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
+        """A scan and the recording of all that the host answered to it (see probes.recording)."""
+        with self._lock:
+            identity = self._host.identity()
+            answers: dict[str, dict[str, Json]] = {"identity": {"": identity}}
+            outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
+        return _snapshot(identity, outcomes), archive(identity, answers, source)
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._drop()
+
+    def __enter__(self) -> Scanner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, probe: Probe[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
+        start = time.perf_counter()
+        try:
+            if self._worker is None:
+                self._worker = _Worker(self._root)
+            answer = self._worker.ask(probe.name, self._timeout_seconds or probe.timeout_seconds, record=record)
+            outcome = outcome_from_json(probe.name, answer.get("outcome"))
+        except (WorkerError, SnapshotError) as error:
+            self._drop()
+            return Failed(error=str(error), seconds=time.perf_counter() - start)
+        for method, answered in answer.get("answers", {}).items():
+            _merge(answers.setdefault(method, {}), answered)
+        return outcome
+
+    def _drop(self) -> None:
+        """Kill the child, and look again at those that could not be killed before."""
+        worker, self._worker = self._worker, None
+        if worker is not None and not worker.kill():
+            self._lingering.append(worker)
+        self._lingering = [old for old in self._lingering if old.process.poll() is None]
+
+
+def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
+    """NVML answers lie one level deeper than the others: two probes may ask the same symbol."""
+    for key, answer in answers.items():
+        if isinstance(answer, dict) and isinstance(into.get(key), dict) and key.startswith("nvml"):
+            into[key].update(answer)
+        else:
+            into[key] = answer
+
+
+def _snapshot(identity: dict[str, Json], outcomes: dict[str, Outcome]) -> Snapshot:
+    return Snapshot(
+        hostname=identity["hostname"],
+        taken_at_seconds=identity["time"],
+        topoflight_version=version(),
+        outcomes=outcomes,
+    )
+
+
+def scan_live(root: str = "/", timeout_seconds: float | None = None) -> Snapshot:
+    """Scan this machine once."""
+    with Scanner(root, timeout_seconds=timeout_seconds) as scanner:
+        return scanner.scan()
+
+
+def capture(root: str = "/", source: str = "", timeout_seconds: float | None = None) -> dict[str, Json]:
+    """Record this machine: the content of a recording file (`probes.recording.dumps` writes it)."""
+    with Scanner(root, timeout_seconds=timeout_seconds) as scanner:
+        return scanner.capture(source)[1]

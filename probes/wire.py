@@ -1,0 +1,97 @@
+"""Snapshots as JSON and back.
+
+An outcome is {"status": "ok", "facts": {...}}, {"status": "absent", "why": ...} or {"status": "failed", "error": ...},
+always with "seconds". Fields that this release does not know are left out, a newer schema_version is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import cattrs
+from cattrs.preconf.json import make_converter
+
+from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
+from probes.host import Json
+from probes.registry import BY_NAME
+
+_converter = make_converter()
+
+Outcome = Ok[Any] | Absent | Failed
+
+
+class SnapshotError(ValueError):
+    """The data is not a snapshot that can be read here."""
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
+    """One probe's outcome as plain data."""
+    if isinstance(outcome, Ok):
+        return {"status": "ok", "seconds": outcome.seconds, "facts": _converter.unstructure(outcome.facts)}
+    if isinstance(outcome, Absent):
+        return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
+    return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
+
+
+def outcome_from_json(probe: str, data: Json) -> Outcome:
+    """The outcome of the probe of that name. Raises SnapshotError that says what does not fit."""
+    try:
+        status, seconds = data["status"], float(data.get("seconds", 0.0))
+        if status == "absent":
+            return Absent(why=str(data["why"]), seconds=seconds)
+        if status == "failed":
+            return Failed(error=str(data["error"]), seconds=seconds)
+        if status != "ok":
+            raise SnapshotError(f'outcome of probe {probe!r}: status is {status!r}; allowed: "ok", "absent", "failed"')
+        if probe not in BY_NAME:
+            return Failed(error=f"this release has no probe {probe!r}; its facts cannot be read", seconds=seconds)
+        return Ok(facts=_converter.structure(data["facts"], BY_NAME[probe].facts), seconds=seconds)
+    except (cattrs.BaseValidationError, KeyError, TypeError, AttributeError) as error:
+        raise SnapshotError(f"outcome of probe {probe!r}: {_words(error)}") from None
+
+
+def to_json(snapshot: Snapshot) -> dict[str, Json]:
+    """A snapshot as plain data."""
+    return {
+        "schema_version": snapshot.schema_version,
+        "hostname": snapshot.hostname,
+        "taken_at_seconds": snapshot.taken_at_seconds,
+        "topoflight_version": snapshot.topoflight_version,
+        "outcomes": {name: outcome_to_json(outcome) for name, outcome in snapshot.outcomes.items()},
+    }
+
+
+def from_json(data: Json) -> Snapshot:
+    """A snapshot from plain data. Raises SnapshotError."""
+    if not isinstance(data, dict) or not isinstance(data.get("outcomes"), dict):
+        raise SnapshotError('not a snapshot: an object with "outcomes" is expected')
+    version = data.get("schema_version")
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+        raise SnapshotError(f"snapshot: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}")
+    return Snapshot(
+        hostname=str(data.get("hostname", "")),
+        taken_at_seconds=float(data.get("taken_at_seconds", 0.0)),
+        topoflight_version=str(data.get("topoflight_version", "")),
+        outcomes={name: outcome_from_json(name, outcome) for name, outcome in data["outcomes"].items()},
+        schema_version=version,
+    )
+
+
+def dumps(snapshot: Snapshot) -> str:
+    """A snapshot as JSON text."""
+    return json.dumps(to_json(snapshot))
+
+
+def loads(text: str | bytes) -> Snapshot:
+    """A snapshot from JSON text. Raises SnapshotError."""
+    try:
+        return from_json(json.loads(text))
+    except (json.JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"not JSON: {error}") from None
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, cattrs.BaseValidationError):
+        return "; ".join(cattrs.transform_error(error)[:5])
+    return f"{type(error).__name__}: {error}"
