@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -13,6 +14,7 @@ from agent import units
 from agent.flight import Comparison
 from agent.gate import Check, Verdict, worst_first
 from collectives.results import BenchResult
+from collectives.transport import Evidence
 from planner.advice import Recommendation
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu import GpuFacts
@@ -21,6 +23,9 @@ from probes.interfaces import InterfacesFacts
 from probes.limits import LimitsFacts
 from probes.rdma import RdmaFacts
 from topology.graph import NodeTopology
+
+if TYPE_CHECKING:
+    from agent.report import Report
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
 COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
@@ -249,3 +254,55 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
         f"\n[{word}]{judged.word}[/{word}] ({escape(judged.why)}): {counts['pass']} passed, {counts['fail']} failed, "
         f"{counts['warn']} warnings, {counts['unknown']} unknown in {seconds:.1f} s"
     )
+
+
+def evidence(out: Console, found: Evidence) -> None:
+    """The verdict on a log, the problems with their lines, and the lines that prove it."""
+    rows = table("what", "verdict")
+    rows.add_row("library", f"{found.library} {found.nccl_version or 'version unknown'}")
+    rows.add_row("between nodes", escape(found.inter_node_transport or "none seen"))
+    rows.add_row("within a node", escape(found.intra_node_transport or "none seen"))
+    counts = f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
+    word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
+    rows.add_row("GPUDirect RDMA", f"{word}: {counts}")
+    for name, number in sorted(found.transports.items()):
+        rows.add_row("channels", f"{number} via {escape(name)}")
+    out.print(rows)
+    for problem in found.problems:
+        colour = COLOURS.get(problem.severity, "yellow")
+        out.print(f"[{colour}]{problem.severity}[/{colour}] {problem.code} (x{problem.count}): {escape(problem.message)}")
+        for line in problem.lines[:2]:
+            out.print(f"  line {line.line}: {escape(line.text)}", style="dim")
+        out.print(f"  → {escape(problem.action)}")
+    for line in found.proof[:8]:
+        out.print(f"line {line.line}: {escape(line.text)} ({escape(line.proves)})", style="dim")
+
+
+def report(out: Console, whole: Report, *, everything: bool = False) -> None:
+    """The whole report, in the order of the flight, verdict last."""
+    for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
+        host(out, snapshot)
+        node(out, topology)
+    if whole.bench is not None:
+        bench(out, whole.bench)
+    if whole.recommendation is not None:
+        recommendation(out, whole.recommendation)
+    if whole.flight is not None:
+        flight(out, whole.flight)
+        comparison(out, whole.comparisons)
+    out.print("\n[bold]Findings[/bold]")
+    findings(out, whole.checks, everything=everything)
+    for note in whole.notes:
+        out.print(f"· {escape(note)}")
+    verdict(out, whole.verdict, whole.seconds)
+
+
+def flight(out: Console, record: dict[str, Any]) -> None:
+    """What the job says of itself."""
+    first, last = record.get("loss_first"), record.get("loss_last")
+    loss = f"loss {first:.3f} -> {last:.3f}" if isinstance(first, float) and isinstance(last, float) else "loss unknown"
+    out.print(f"\n[bold]Flight[/bold] {escape(str(record.get('layout_effective', '')))}")
+    out.print(f"{record.get('steps', '?')} steps, {loss}, {record.get('tokens_per_second') or 0:.0f} tokens/s")
+    for name in ("adapter_path", "checkpoint_path"):
+        if record.get(name):
+            out.print(f"{name.split('_')[0]}: {escape(str(record[name]))}")

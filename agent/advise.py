@@ -1,0 +1,202 @@
+"""A question to the planner: which hosts or machine, which model, which run; and the answer in any format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent.view import View
+from collectives.results import Measurement
+from planner import exports, machines, models, nccl_env
+from planner.advice import Recommendation
+from planner.calibration import Calibration, CalibrationError, load_calibration
+from planner.env_render import render_env, render_k8s, render_shell
+from planner.layout import LayoutError
+from planner.recommend import recommend
+from planner.specs import ModelSpec, TrainSpec
+from probes.api import Snapshot
+from probes.gpu import GpuFacts
+from topology.build import build
+from topology.cluster import join
+from topology.graph import ClusterTopology
+
+EXPORTS: tuple[str, ...] = ("env", "shell", "k8s", *exports.FORMATS)
+FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
+_CONFIG_LIMIT_BYTES = 1 << 20
+
+
+class RequestError(click.ClickException):
+    """A question that cannot be answered as it stands; names the setting, the value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One question. Without a model only the environment is advised."""
+
+    hosts: tuple[Path, ...] = ()
+    root: str = "/"
+    machine: str | None = None
+    nodes: int | None = None
+    model: str | None = None
+    method: str = "lora"
+    sequence_length: int = 2048
+    global_batch: int | None = None
+    engine: str = "topoflight"
+    ranks_per_node: int | None = None
+    nccl_version: str | None = None
+    bench_file: Path | None = None
+    calibration: Path | None = None
+    allow_files: bool = True  # whether `model` may name a file: not over HTTP
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Request:
+        """From the command line's options, which carry the same names."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in options.items() if name in names})
+
+
+def model_of(request: Request) -> ModelSpec | None:
+    """The model asked for: a known name, or a config.json where files are allowed."""
+    if request.model is None:
+        return None
+    path = Path(request.model)
+    if request.allow_files and (path.suffix == ".json" or path.is_dir()):
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            with file.open("rb") as stream:
+                raw = stream.read(_CONFIG_LIMIT_BYTES + 1)
+            if len(raw) > _CONFIG_LIMIT_BYTES:
+                raise RequestError(f"--model {file}: larger than {_CONFIG_LIMIT_BYTES} bytes, which no config.json is")
+            return models.model_from_config(json.loads(raw), name=path.stem if path.suffix else path.name)
+        except OSError as error:
+            raise RequestError(f"--model {file}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"--model {file}: {error}") from None
+    try:
+        return models.model_named(request.model)
+    except models.ModelError as error:
+        raise RequestError(str(error)) from None
+
+
+def train_of(request: Request) -> TrainSpec:
+    """The run asked for."""
+    return TrainSpec(
+        method=request.method,  # type: ignore[arg-type]
+        sequence_length=request.sequence_length,
+        global_batch=request.global_batch,
+        engine=request.engine,
+    )
+
+
+def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
+    """Answer from a fresh scan, recordings, or the catalogue."""
+    if request.machine == "list":
+        raise RequestError("--machine: one of " + ", ".join(machines.names()))
+    snapshots = () if request.machine else tuple(scan())
+    measured: tuple[Measurement, ...] = ()
+    if request.bench_file is not None:
+        from collectives.wire import result_from_json
+
+        try:
+            measured = result_from_json(json.loads(request.bench_file.read_text())).measurements
+        except (OSError, ValueError) as error:
+            raise RequestError(f"--bench {request.bench_file}: {error}") from None
+    return answer(request, snapshots, measured=measured)
+
+
+def for_view(view: View, request: Request) -> Recommendation:
+    """Answer from what the agent knows."""
+    snapshots = () if request.machine else view.snapshots
+    measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
+    return answer(request, snapshots, measured=measured)
+
+
+def answer(
+    request: Request,
+    snapshots: Sequence[Snapshot],
+    *,
+    measured: Sequence[Measurement] = (),
+    calibrated: Calibration | None = None,
+    ranks: int | None = None,
+) -> Recommendation:
+    """Ask the planner; `ranks` and `calibrated` stand above what the request names."""
+    calibration = calibrated
+    try:
+        if calibration is None and request.calibration is not None:
+            calibration = load_calibration(request.calibration)
+        model = model_of(request)
+        cluster = cluster_of(request, snapshots)
+        if model is None:
+            return environment_only(request, cluster, snapshots)
+        return recommend(
+            cluster,
+            snapshots,
+            model,
+            train_of(request),
+            measurements=measured,
+            calibration=calibration,
+            nccl_version=version(request.nccl_version),
+            ranks_per_node=ranks or request.ranks_per_node or default_ranks(request, snapshots),
+        )
+    except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
+        raise RequestError(str(error)) from None
+
+
+def environment_only(
+    request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]
+) -> Recommendation:
+    """The NCCL environment alone, where no model was named."""
+    found = nccl_env.settings(
+        snapshots, cluster, nccl_version=version(request.nccl_version), multi_node=len(cluster.nodes) > 1 or None
+    )
+    backend = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
+    return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
+
+
+def default_ranks(request: Request, snapshots: Sequence[Snapshot]) -> int | None:
+    """Two gloo ranks on a host without GPUs, so that there is something to lay out; else one per GPU."""
+    if request.machine:
+        return None
+    has_gpu = any((facts := s.facts(GpuFacts)) and facts.gpus for s in snapshots)
+    return None if has_gpu else 2
+
+
+def cluster_of(request: Request, snapshots: Sequence[Snapshot]) -> ClusterTopology:
+    """The cluster meant: a catalogue machine, one host several times over, or the hosts given."""
+    if request.machine:
+        return machines.cluster(request.machine, request.nodes or 1)
+    nodes = [build(snapshot) for snapshot in snapshots]
+    if request.nodes and request.nodes != len(nodes):
+        if len(nodes) != 1:
+            raise RequestError(f"--nodes {request.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")
+        nodes = [replace(nodes[0], hostname=f"{nodes[0].hostname}-{i}") for i in range(request.nodes)]
+    return join(nodes)
+
+
+def version(text: str | None) -> tuple[int, ...] | None:
+    """ "2.27.7" or "2.27.7+cuda12.9" as numbers."""
+    if text is None:
+        return None
+    parts = text.split("+")[0].split("-")[0].split(".")
+    if not 2 <= len(parts) <= 3 or not all(part.isdigit() and len(part) < 6 for part in parts):
+        raise RequestError(f"nccl={text!r}: must look like 2.27.7")
+    return tuple(int(part) for part in parts)
+
+
+def export(advice: Recommendation, form: str) -> str:
+    """The advice as another tool's input."""
+    if form == "env":
+        return render_env(advice.settings)
+    if form == "shell":
+        return render_shell(advice.settings)
+    if form == "k8s":
+        return render_k8s(advice.settings)
+    try:
+        return exports.export(advice, form)
+    except exports.ExportError as error:
+        raise RequestError(str(error)) from None

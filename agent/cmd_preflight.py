@@ -1,0 +1,183 @@
+"""The verbs preflight and launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent import pages, terminal
+from agent.advise import Request
+from agent.gate import EXIT_FAILED, EXIT_PASS, GateError
+from agent.hosts import host_option, root_option
+from agent.output import Progress, console, render
+from agent.report import Report, junit, write_atomic, write_folder
+
+FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
+
+model_options = (
+    click.option("--model", default=None, help="Known model name or config.json; default with --fly: a tiny Llama."),
+    click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True),
+    click.option("--sequence-length", default=None, type=click.IntRange(1, 10_000_000)),
+    click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000)),
+    click.option("--ranks", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU, 2 without GPUs."),
+    click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The job's YAML."),
+    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a line of the job's YAML."),
+)
+
+
+def with_model_options(command: Any) -> Any:
+    """Add the options that name model and run."""
+    for option in reversed(model_options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@host_option
+@root_option
+@click.option("--fly", is_flag=True, help="Measure, then launch a small fine-tune as recommended, and compare. Makes load.")
+@click.option("--measure", is_flag=True, help="Measure collectives with real ranks. Makes load.")
+@with_model_options
+@click.option("--require", multiple=True, metavar="CHECK", help="A check that must be measured: rdma.*; else exit code 5.")
+@click.option("--skip", multiple=True, metavar="CHECK", help="A check to leave out.")
+@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn", "unknown"]), show_default=True)
+@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job.")
+@click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+              help="Folder for report.json, report.html, report.md, junit.xml. Default with --fly: reports/.")  # fmt: skip
+@click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
+              help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
+@click.option("--list-checks", is_flag=True, help="Name every check and stop.")
+@click.option("--all", "everything", is_flag=True, help="Show passed and unknown checks too.")
+@click.option("--force", is_flag=True, help="Measure although GPUs are in use by others.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet: bool, **given: Any) -> None:
+    """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown."""
+    if list_checks:
+        from agent.codes import ALL_CODES
+
+        click.echo("\n".join(ALL_CODES))
+        return
+    targets = [_target(form) for form in forms] or [("table", None)]
+    from agent.preflight import run
+
+    folder: Path | None = given.pop("folder") or (Path("reports") if given["fly"] else None)
+    try:
+        report = run(_options(given, folder), Progress(quiet=quiet))
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
+    for form, path in targets:
+        _write(report, form, path, everything)
+    if folder is not None:
+        try:
+            written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
+        except OSError as error:
+            raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
+        click.echo(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
+    sys.exit(report.verdict.exit_code)
+
+
+def _options(given: dict[str, Any], folder: Path | None) -> Any:
+    from agent.preflight import Options
+
+    request = Request(
+        hosts=given["hosts"], root=given["root"], model=given.pop("model"), method=given.pop("method"),
+        sequence_length=given.pop("sequence_length") or 2048, global_batch=given.pop("global_batch"),
+    )  # fmt: skip
+    timeout = given.pop("timeout")
+    return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **given)
+
+
+def _target(form: str) -> tuple[str, Path | None]:
+    name, _, file = form.partition("=")
+    if name not in FORMATS:
+        raise click.UsageError(f"-o {form}: the format must be one of {', '.join(FORMATS)}")
+    return name, Path(file) if file else None
+
+
+def _write(report: Report, form: str, path: Path | None, everything: bool) -> None:
+    if form == "table" and path is None:
+        terminal.report(console(), report, everything=everything)
+        return
+    text = {
+        "json": lambda: render(report, "json"),
+        "yaml": lambda: render(report, "yaml"),
+        "junit": lambda: junit(report),
+        "github": lambda: github(report),
+        "markdown": lambda: pages.report_markdown(report),
+        "table": lambda: pages.report_markdown(report),
+    }[form]()
+    if path is None:
+        click.echo(text, nl=False)
+        if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
+            with Path(summary).open("a", encoding="utf-8") as stream:
+                stream.write(pages.report_markdown(report))
+        return
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise click.ClickException(f"-o {form}={path}: {error.strerror}") from None
+
+
+def github(report: Report) -> str:
+    """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
+    levels = {"fail": "error", "warn": "warning"}
+    lines = []
+    for check in report.checks:
+        level = "error" if check.required and check.status == "unknown" else levels.get(check.status)
+        if level:
+            title = _escape(f"{check.id} {check.subject}".strip(), attribute=True)
+            lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
+    return "".join(lines)
+
+
+def _escape(text: str, *, attribute: bool = False) -> str:
+    """As the runner wants it: a line break would end the command."""
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
+
+
+@click.command()
+@host_option
+@root_option
+@with_model_options
+@click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
+              type=click.Path(file_okay=False, path_type=Path), help="Where the job writes.")  # fmt: skip
+@click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Seconds.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
+    """Launch the fine-tune on this host with the recommended environment and layout."""
+    from agent import launch as launcher
+    from agent.benchmark import flight_request
+    from agent.flight import compare, read
+    from agent.hosts import snapshots
+
+    request = flight_request(given)
+    from agent.advise import answer
+
+    advice = answer(request, snapshots(given["hosts"], root=given["root"]), ranks=given["ranks"])
+    if dry_run:
+        click.echo(render(launcher.plan_document(advice), "yaml"), nl=False)
+        words = launcher.command(folder / "plan.json", given["config"], advice.chosen.layout.world_size, given["overrides"])  # type: ignore[union-attr]
+        click.echo("# " + " ".join(words))
+        return
+    progress = Progress()
+    progress.step(f"launch: {advice.chosen.layout.family}" if advice.chosen else "launch")
+    try:
+        done = launcher.fly(
+            advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
+            on_line=progress.note,
+        )  # fmt: skip
+    except launcher.LaunchError as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        progress.done()
+    if done.exit_code != 0:
+        click.echo("\n".join(done.last_lines), err=True)
+        click.echo(f"the job ended with exit code {done.exit_code}; whole log: {done.output}", err=True)
+        sys.exit(EXIT_FAILED)
+    terminal.comparison(console(), compare(advice.chosen.forecast if advice.chosen else None, read(folder / "flight.json")))
+    sys.exit(EXIT_PASS)

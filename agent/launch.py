@@ -1,0 +1,133 @@
+"""Launches the fine-tune job on this host through torchrun, with the recommendation inside.
+
+The job learns its layout from plan.json and leaves flight.json (docs/finetune.md). Its process tree dies with this
+process, and ends within its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.report import document, write_atomic
+from collectives import processes
+from planner.advice import Recommendation
+
+RUN_VARIABLE = "TOPOFLIGHT_RUN"
+GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
+
+
+class LaunchError(Exception):
+    """The job cannot be started, or ended badly; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A job that ended."""
+
+    exit_code: int
+    seconds: float
+    output: Path
+    last_lines: tuple[str, ...]
+
+
+def plan_document(advice: Recommendation) -> dict[str, object]:
+    """What plan.json holds: layout, forecast and environment of the chosen layout."""
+    if advice.chosen is None:
+        raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
+    forecast = advice.chosen.forecast
+    return {
+        "schema_version": 1,
+        "layout": document(advice.chosen.layout),
+        "forecast": document(forecast),
+        "environment": {setting.name: setting.value for setting in advice.settings},
+    }
+
+
+def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:
+    """The torchrun line of one host."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words += ["-m", "finetune.train", "--plan", str(plan)]
+    if config is not None:
+        words += ["--config", str(config)]
+    return [*words, *overrides]
+
+
+def fly(
+    advice: Recommendation,
+    output: Path,
+    *,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    timeout_seconds: float,
+    on_line: Callable[[str], None] = lambda _line: None,
+) -> Launched:
+    """Run the job to its end on this host; raises LaunchError where it cannot start or does not end in time."""
+    output.mkdir(parents=True, exist_ok=True)
+    plan = write_atomic(output / "plan.json", json.dumps(plan_document(advice), indent=1) + "\n")
+    layout = advice.chosen.layout if advice.chosen else None
+    assert layout is not None  # noqa: S101 - plan_document has refused otherwise
+    words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
+    return run(words, environment(advice), output, timeout_seconds, on_line)
+
+
+def environment(advice: Recommendation) -> dict[str, str]:
+    """This process's environment with the recommended settings on top."""
+    settings = {setting.name: setting.value for setting in advice.settings}
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **settings}
+
+
+def run(
+    words: Sequence[str], variables: Mapping[str, str], output: Path, timeout_seconds: float, on_line: Callable[[str], None]
+) -> Launched:
+    """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    log = output / "job.log"
+    with log.open("wb") as stream:
+        process = processes.start(words, {**variables, RUN_VARIABLE: mark}, stream)
+        last: deque[str] = deque(maxlen=12)
+        try:
+            with _followed(log, last, on_line):
+                process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"the job did not end within {timeout_seconds:.0f} s and was ended; see {log}") from None
+        finally:
+            processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
+    return Launched(exit_code=process.returncode, seconds=time.monotonic() - started, output=log, last_lines=tuple(last))
+
+
+@contextlib.contextmanager
+def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> Iterator[None]:
+    """Hand every line of a growing file to `on_line` until the block is left."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        with log.open(encoding="utf-8", errors="replace") as stream:
+            while True:
+                line = stream.readline()
+                if line:
+                    last.append(line.rstrip())
+                    on_line(line.rstrip())
+                elif ended.wait(0.2):
+                    for rest in stream:
+                        last.append(rest.rstrip())
+                    return
+
+    thread = threading.Thread(target=follow, name="job log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=5)

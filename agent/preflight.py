@@ -1,0 +1,147 @@
+"""One preflight from scan to comparison. Each stage feeds the next; what a stage could not do becomes a note."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agent import benchmark, flight, launch, measured
+from agent.advise import Request, answer
+from agent.flight import Comparison
+from agent.gate import Check, FailOn, judge, select
+from agent.hosts import snapshots as read_snapshots
+from agent.output import Progress
+from agent.report import Report
+from agent.version import VERSION
+from agent.view import look
+from collectives.bench import run as run_bench
+from collectives.lock import BusyError
+from collectives.results import BenchResult
+from planner.advice import Recommendation
+from planner.calibration import Calibration
+from probes.api import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one preflight does."""
+
+    hosts: tuple[Path, ...] = ()
+    root: str = "/"
+    measure: bool = False
+    fly: bool = False
+    ranks: int | None = None
+    request: Request = field(default_factory=Request)
+    require: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    fail_on: FailOn = "fail"
+    timeout_seconds: float = 600.0
+    bench_seconds: float = 20.0
+    output: Path = Path("reports")
+    force: bool = False
+    overrides: tuple[str, ...] = ()
+    config: Path | None = None
+
+
+def run(options: Options, progress: Progress) -> Report:
+    """Scan, build, measure, recommend, fly, compare, judge."""
+    started, clock = time.time(), time.monotonic()
+    progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
+    found = read_snapshots(options.hosts, root=options.root)
+    notes: list[str] = []
+    extra: list[Check] = []
+
+    result, calibration = _measure(options, found, progress, notes)
+    view = look(found, bench=result)
+    if result is None:
+        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
+
+    progress.step("recommend: environment and layout")
+    advice = _recommend(options, found, result, calibration)
+
+    record: dict[str, Any] | None = None
+    comparisons: tuple[Comparison, ...] = ()
+    if options.fly and not options.hosts:
+        record, comparisons, why = _fly(options, advice, progress)
+        extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
+    else:
+        extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
+    progress.done()
+
+    checks = select((*view.checks, *extra), require=options.require, skip=options.skip)
+    return Report(
+        started_at_seconds=started,
+        seconds=time.monotonic() - clock,
+        topoflight_version=VERSION,
+        snapshots=found,
+        topologies=view.topologies,
+        checks=checks,
+        verdict=judge(checks, fail_on=options.fail_on),
+        bench=result,
+        recommendation=advice,
+        flight=record,
+        comparisons=comparisons,
+        notes=tuple(notes),
+    )
+
+
+def _measure(
+    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str]
+) -> tuple[BenchResult | None, Calibration | None]:
+    """All-gather and reduce-scatter with real ranks, then the rate of this host's GEMMs where there is to be a flight."""
+    if not (options.measure or options.fly):
+        return None, None
+    if options.hosts:
+        notes.append("not measured: recorded hosts cannot be measured")
+        return None, None
+    ranks = options.ranks or benchmark.default_ranks(found)
+    spec = benchmark.preflight_spec(found, ranks, options.bench_seconds, force=options.force)
+    progress.step(f"measure: all_gather and reduce_scatter with {ranks} ranks")
+    try:
+        result = run_bench(spec, benchmark.watch(progress))
+    except BusyError as error:
+        notes.append(f"not measured: {error}")
+        return None, None
+    if not options.fly:
+        return result, None
+    model = options.request.model or benchmark.EMBEDDED_MODEL
+    progress.step(f"measure: GEMMs and a layer of {model}")
+    try:
+        length = options.request.sequence_length
+        return result, benchmark.calibration(model, sequence_length=length, budget_seconds=30.0, ranks=ranks)
+    except (RuntimeError, ValueError) as error:
+        notes.append(f"not calibrated: {error}")
+        return result, None
+
+
+def _recommend(
+    options: Options, found: Sequence[Snapshot], result: BenchResult | None, calibration: Calibration | None
+) -> Recommendation:
+    request = options.request
+    if options.fly and request.model is None:
+        request = replace(request, **benchmark.EMBEDDED_REQUEST)
+    verified = tuple(m for m in result.measurements if m.verified) if result else ()
+    return answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
+
+
+def _fly(
+    options: Options, advice: Recommendation, progress: Progress
+) -> tuple[dict[str, Any] | None, tuple[Comparison, ...], str]:
+    """Launch the job with exactly the recommended environment and layout, and compare."""
+    progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
+    output = options.output / "flight"
+    try:
+        done = launch.fly(
+            advice, output, config=options.config, overrides=options.overrides,
+            timeout_seconds=options.timeout_seconds, on_line=progress.note,
+        )  # fmt: skip
+        if done.exit_code != 0:
+            tail = " | ".join(done.last_lines[-3:])
+            return None, (), f"the job ended with exit code {done.exit_code}: {tail} (whole log: {done.output})"
+        record = flight.read(output / "flight.json")
+    except (launch.LaunchError, flight.FlightError, OSError) as error:
+        return None, (), str(error)
+    return record, flight.compare(advice.chosen.forecast if advice.chosen else None, record), ""
