@@ -1,0 +1,203 @@
+"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from planner.advice import Forecast, Interval, Part, RankedLayout
+from planner.hardware import GIB, GIGA
+from planner.layout import Layout
+from planner.links import Links, Speed
+from planner.search import Candidate
+from planner.steptime import Job, StepParts, step_parts, strides
+
+# Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
+# (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
+SIGMA_DERIVED = 0.16
+SIGMA_CALIBRATED = 0.08
+SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
+SIGMA_LINK_ASSUMED = 0.5
+SIGMA_MEMORY = 0.06
+Z80 = 1.2816
+
+COMMUNICATION = (
+    "tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send",
+)  # fmt: skip
+_WORDS = {
+    "gemm": "matrix multiplications",
+    "attention": "attention",
+    "elementwise": "norms, activations and the loss over HBM",
+    "recompute": "recomputed activations",
+    "host": "the host starting kernels",
+    "tensor_parallel": "tensor-parallel all-reduces",
+    "context_parallel": "context-parallel key/value exchange",
+    "expert_parallel": "expert all-to-alls",
+    "gather": "gathering sharded weights",
+    "reduce": "reducing gradients",
+    "pipeline_send": "pipeline sends",
+    "bubble": "the pipeline bubble",
+    "optimizer": "the optimizer",
+    "offload": "offloading to the host",
+}
+_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host")
+
+
+def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
+    """The link that one part of the traffic crosses."""
+    cp, shard, replicate, pp = strides(layout)
+    if part == "tensor_parallel":
+        return links.crosses(layout.tp, 1)
+    if part == "context_parallel":
+        return links.crosses(layout.cp, cp)
+    if part == "expert_parallel":
+        return links.crosses(layout.ep, layout.tp)
+    if part == "gather":
+        return links.crosses(layout.dp_shard, shard)
+    if part == "reduce":
+        if layout.dp_replicate > 1 and layout.dp_shard > 1:
+            return links.crosses(layout.dp_replicate, replicate)
+        return links.crosses(layout.data_parallel, shard)
+    if part == "pipeline_send":
+        return links.crosses(2, pp)
+    return None
+
+
+def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
+    """Uncertainty of log step time: that of the compute, and of links nobody measured by their share."""
+    derived = SIGMA_CALIBRATED if calibrated else SIGMA_DERIVED
+    base = SIGMA_ASSUMED if job.rates.how == "assumed" else derived
+    variance = base**2
+    total = parts.total
+    for name in COMMUNICATION:
+        seconds = getattr(parts, name)
+        link = link_of(job.links, layout, name)
+        if seconds and link and link.how == "assumed":
+            variance += (SIGMA_LINK_ASSUMED * seconds / total) ** 2
+    return math.sqrt(variance)
+
+
+def interval(mid: float, sigma: float) -> Interval:
+    """80 % around the best guess, as a factor to each side."""
+    factor = math.exp(Z80 * sigma)
+    return Interval(low=mid / factor, mid=mid, high=mid * factor)
+
+
+def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
+    """What the step's time goes to, in one sentence."""
+    total = parts.total
+    by_name = parts._asdict()
+    compute = sum(by_name[name] for name in _COMPUTE)
+    communication = parts.communication
+    largest = max(by_name, key=lambda name: by_name[name])
+    share = by_name[largest] / total
+    if compute >= 0.6 * total:
+        return f"compute-bound: {_WORDS[largest]} take {share:.0%} of the step"
+    if communication >= 0.4 * total:
+        worst = max(COMMUNICATION, key=lambda name: by_name[name])
+        link = link_of(links, layout, worst)
+        over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
+        return f"communication-bound: {_WORDS[worst]}{over} takes {by_name[worst] / total:.0%} of the step"
+    return f"{_WORDS[largest]} takes {share:.0%} of the step"
+
+
+def forecast_of(
+    job: Job, candidate: Candidate, capacity: float | None, *, calibrated: bool, scale: float, memory_scale: float = 1.0
+) -> Forecast:
+    """The forecast with every part spelled out."""
+    layout, parts, memory = candidate.layout, candidate.parts, candidate.memory
+    time_parts = []
+    for name, seconds in parts._asdict().items():
+        if seconds <= 0:
+            continue
+        link = link_of(job.links, layout, name) if name in COMMUNICATION else None
+        time_parts.append(Part(name=name, value=seconds * scale, detail=f"{_WORDS[name]}; exposed, over {link}" if link
+                               else _WORDS[name]))  # fmt: skip
+    memory_parts = tuple(
+        Part(name=name, value=value * memory_scale, detail=f"{value * memory_scale / GIB:.2f} GiB")
+        for name, value in memory._asdict().items()
+        if value > 0
+    )
+    tokens = layout.global_batch * job.sequence
+    sigma = sigma_of(job, layout, parts, calibrated=calibrated)
+    used = {
+        str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))
+    }
+    return Forecast(
+        step_seconds=interval(candidate.seconds, sigma),
+        memory_bytes=interval(memory.total * memory_scale, SIGMA_MEMORY if job.rates.how != "assumed" else 0.25),
+        time_parts=tuple(time_parts),
+        memory_parts=memory_parts,
+        dominant=dominant_words(parts, job.links, layout),
+        tokens_per_second=tokens / candidate.seconds,
+        capacity_bytes=capacity,
+        inputs=(*job.rates.inputs, *sorted(used)),
+    )
+
+
+def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
+    """What the runner-up loses against the winner."""
+    slower = other.seconds / winner.seconds - 1.0
+    deltas = {n: getattr(other.parts, n) - getattr(winner.parts, n) for n in other.parts._fields}
+    worst = max(deltas, key=lambda n: deltas[n])
+    if deltas[worst] <= 0.005 * winner.seconds:
+        more = other.memory.total - winner.memory.total
+        if slower < 0:
+            return f"as fast within the forecast's error; {more / GIB:+.2f} GiB per rank"
+        return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
+    link = link_of(job.links, other.layout, worst) if worst in COMMUNICATION else None
+    over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
+    return f"{slower:.1%} slower: {deltas[worst]:.3g} s more for {_WORDS[worst]}{over}"
+
+
+def helps_most(job: Job, winner: Candidate, fits: float | None) -> tuple[str, ...]:
+    """What would shorten the run for the same tokens, biggest gain first, each computed by the same model."""
+    layout, base = winner.layout, winner.parts.total
+    per_sequence = base / layout.global_batch
+    ideas: list[tuple[float, str]] = []
+    double = replace(layout, micro_batch=layout.micro_batch * 2)
+    gain = 1.0 - step_parts(job, double).total / double.global_batch / per_sequence
+    if fits is None or fits > 0:
+        ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
+                            "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
+    network = job.links.network
+    if network is not None and winner.parts.communication > 0:
+        faster = replace(job.links, network=replace(network, bytes_per_second=network.bytes_per_second * 4))
+        quick = replace(job, links=faster, _layers={}, _heads={})
+        parts = step_parts(quick, layout)
+        gain = 1.0 - parts.total / base
+        bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
+        name = "RDMA" if network.link in ("TCP", "network") else "a network"
+        text = (
+            f"{name} of {network.bytes_per_second * 4 / GIGA:.3g} GB/s per node instead of {network.link} at "
+            f"{network.bytes_per_second / GIGA:.3g}: {gain:.0%} less time{bound}"
+        )
+        ideas.append((gain, text))
+    if (
+        job.links.island_size < job.links.ranks_per_node
+        and winner.parts.communication > 0
+        and job.rates.device != "CPU"
+    ):
+        quick = replace(
+            job, links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)), _layers={},
+            _heads={},
+        )  # fmt: skip
+        gain = 1.0 - step_parts(quick, layout).total / base
+        ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
+    if layout.checkpointing != "none":
+        lighter = step_parts(job, replace(layout, checkpointing="none"))
+        gain = 1.0 - lighter.total / base
+        ideas.append((gain, f"memory enough to do without recomputation: {gain:.0%} less time"))
+    if winner.parts.bubble > 0:
+        more = replace(layout, gradient_accumulation=layout.gradient_accumulation * 2)
+        gain = 1.0 - step_parts(job, more).total / more.global_batch / per_sequence
+        ideas.append((gain, f"twice the micro-batches per step: {gain:.0%} less time for the same tokens, by a smaller "
+                            "pipeline bubble"))  # fmt: skip
+    ideas.sort(key=lambda idea: -idea[0])
+    return tuple(text for gain, text in ideas if gain >= 0.02)
+
+
+def ranked(job: Job, candidate: Candidate, forecast: Forecast, winner: Candidate | None) -> RankedLayout:
+    """A candidate as advice."""
+    why = why_not(job, winner, candidate) if winner is not None else ""
+    return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)

@@ -1,0 +1,200 @@
+"""Models: from a Hugging Face config.json or a known name to a `ModelSpec`.
+
+Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma2, GPT-2 and Mixtral classes.
+Shapes of the known names are those of the config.json files on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.specs import ModelSpec
+
+_MAX_CONFIG_BYTES = 1 << 20
+_FAMILIES = {
+    "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma": "gemma",
+    "gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "qwen2_moe": "qwen2_moe", "phi3": "phi3",
+}  # fmt: skip
+_MOE = {"mixtral", "qwen3_moe", "qwen2_moe"}
+
+
+class ModelError(ValueError):
+    """A model that cannot be understood; the message names the key and what is allowed."""
+
+
+def _row(
+    name: str, family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any
+) -> ModelSpec:
+    more.setdefault("head_dim", hidden // heads)
+    return ModelSpec(
+        name=name, family=family, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab,
+        **more,
+    )  # fmt: skip
+
+
+_QWEN2: dict[str, Any] = {"attention_bias": True, "max_positions": 32768}
+_QWEN3: dict[str, Any] = {"head_dim": 128, "max_positions": 40960}
+_GPT2: dict[str, Any] = {"tied_embeddings": True, "gated_mlp": False, "attention_bias": True, "max_positions": 1024}
+_L31: dict[str, Any] = {"max_positions": 131072}
+
+KNOWN: tuple[ModelSpec, ...] = (
+    # A Llama of 8 M weights that trains on a CPU in seconds: the shape the embedded fine-tune makes by itself.
+    _row("tiny-llama", "llama", 4, 256, 8, 4, 688, 2048, max_positions=2048, tied_embeddings=False),
+    _row("Llama-2-7B", "llama", 32, 4096, 32, 32, 11008, 32000, max_positions=4096),
+    _row("Llama-2-13B", "llama", 40, 5120, 40, 40, 13824, 32000, max_positions=4096),
+    _row("Llama-2-70B", "llama", 80, 8192, 64, 8, 28672, 32000, max_positions=4096),
+    _row("Llama-3-8B", "llama", 32, 4096, 32, 8, 14336, 128256, max_positions=8192),
+    _row("Llama-3-70B", "llama", 80, 8192, 64, 8, 28672, 128256, max_positions=8192),
+    _row("Llama-3.1-8B", "llama", 32, 4096, 32, 8, 14336, 128256, **_L31),
+    _row("Llama-3.1-70B", "llama", 80, 8192, 64, 8, 28672, 128256, **_L31),
+    _row("Llama-3.3-70B", "llama", 80, 8192, 64, 8, 28672, 128256, **_L31),
+    _row("Llama-3.1-405B", "llama", 126, 16384, 128, 8, 53248, 128256, **_L31),
+    _row("Llama-3.2-1B", "llama", 16, 2048, 32, 8, 8192, 128256, tied_embeddings=True, **_L31),
+    _row("Llama-3.2-3B", "llama", 28, 3072, 24, 8, 8192, 128256, tied_embeddings=True, **_L31),
+    _row("Mistral-7B", "mistral", 32, 4096, 32, 8, 14336, 32768, max_positions=32768),
+    _row("Mistral-Nemo-12B", "mistral", 40, 5120, 32, 8, 14336, 131072, head_dim=128, max_positions=131072),
+    _row("Qwen2.5-0.5B", "qwen2", 24, 896, 14, 2, 4864, 151936, tied_embeddings=True, **_QWEN2),
+    _row("Qwen2.5-1.5B", "qwen2", 28, 1536, 12, 2, 8960, 151936, tied_embeddings=True, **_QWEN2),
+    _row("Qwen2.5-3B", "qwen2", 36, 2048, 16, 2, 11008, 151936, tied_embeddings=True, **_QWEN2),
+    _row("Qwen2.5-7B", "qwen2", 28, 3584, 28, 4, 18944, 152064, **_QWEN2),
+    _row("Qwen2.5-14B", "qwen2", 48, 5120, 40, 8, 13824, 152064, **_QWEN2),
+    _row("Qwen2.5-32B", "qwen2", 64, 5120, 40, 8, 27648, 152064, **_QWEN2),
+    _row("Qwen2.5-72B", "qwen2", 80, 8192, 64, 8, 29568, 152064, **_QWEN2),
+    _row("Qwen3-0.6B", "qwen3", 28, 1024, 16, 8, 3072, 151936, tied_embeddings=True, **_QWEN3),
+    _row("Qwen3-1.7B", "qwen3", 28, 2048, 16, 8, 6144, 151936, tied_embeddings=True, **_QWEN3),
+    _row("Qwen3-4B", "qwen3", 36, 2560, 32, 8, 9728, 151936, tied_embeddings=True, **_QWEN3),
+    _row("Qwen3-8B", "qwen3", 36, 4096, 32, 8, 12288, 151936, **_QWEN3),
+    _row("Qwen3-14B", "qwen3", 40, 5120, 40, 8, 17408, 151936, **_QWEN3),
+    _row("Qwen3-32B", "qwen3", 64, 5120, 64, 8, 25600, 151936, **_QWEN3),
+    _row("Qwen3-30B-A3B", "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, experts=128, experts_per_token=8,
+         expert_ffn=768, **_QWEN3),
+    _row("Gemma-2-2B", "gemma2", 26, 2304, 8, 4, 9216, 256000, head_dim=256, tied_embeddings=True,
+         sliding_window=4096, max_positions=8192),
+    _row("Gemma-2-9B", "gemma2", 42, 3584, 16, 8, 14336, 256000, head_dim=256, tied_embeddings=True,
+         sliding_window=4096, max_positions=8192),
+    _row("Gemma-2-27B", "gemma2", 46, 4608, 32, 16, 36864, 256000, head_dim=128, tied_embeddings=True,
+         sliding_window=4096, max_positions=8192),
+    _row("GPT-2", "gpt2", 12, 768, 12, 12, 3072, 50257, **_GPT2),
+    _row("GPT-2-medium", "gpt2", 24, 1024, 16, 16, 4096, 50257, **_GPT2),
+    _row("GPT-2-large", "gpt2", 36, 1280, 20, 20, 5120, 50257, **_GPT2),
+    _row("GPT-2-xl", "gpt2", 48, 1600, 25, 25, 6400, 50257, **_GPT2),
+    _row("Mixtral-8x7B", "mixtral", 32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2, expert_ffn=14336,
+         max_positions=32768),
+    _row("Mixtral-8x22B", "mixtral", 56, 6144, 48, 8, 16384, 32768, experts=8, experts_per_token=2, expert_ffn=16384,
+         max_positions=65536),
+)  # fmt: skip
+
+
+def _key(name: str) -> str:
+    """Fold what people vary: the hub's owner, case, "Meta-", "-Instruct", "-hf", "-v0.3"."""
+    text = name.strip().lower().rsplit("/", 1)[-1]
+    text = re.sub(r"^meta-", "", text)
+    text = re.sub(r"-(instruct|chat|it|hf|base|pt)\b", "", text)
+    text = re.sub(r"-v0\.\d$", "", text)
+    text = re.sub(r"^llama(\d)", r"llama-\1", text)
+    return re.sub(r"[\s_-]+", "", text)
+
+
+_BY_KEY = {_key(spec.name): spec for spec in KNOWN}
+_BY_KEY.update({"tiny": _BY_KEY["tinyllama"], "mistralnemo": _BY_KEY["mistralnemo12b"]})
+
+
+def known_names() -> tuple[str, ...]:
+    """Names that `model_named` answers for."""
+    return tuple(spec.name for spec in KNOWN)
+
+
+def model_named(name: str) -> ModelSpec:
+    """The shape of a model by its usual name, with or without the hub's owner."""
+    spec = _BY_KEY.get(_key(name))
+    if spec is not None:
+        return spec
+    near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.5)
+    hint = f"; nearest: {', '.join(_BY_KEY[k].name for k in near)}" if near else ""
+    raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
+
+
+def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"config.json: {name}={value!r}: must be a whole number of at least 1")
+        if value > 10**8:
+            raise ModelError(f"config.json: {name}={value}: larger than any model has (100 million at most)")
+        return value
+    if default is None:
+        raise ModelError(f"config.json: {names[0]} is missing" + (f" (also tried {', '.join(names[1:])})"
+                                                                    if names[1:] else ""))  # fmt: skip
+    return default
+
+
+def model_from_config(config: Mapping[str, Any], name: str | None = None) -> ModelSpec:
+    """The shape a Hugging Face config.json describes."""
+    if not isinstance(config, Mapping):
+        raise ModelError("config.json: must be a JSON object")
+    if isinstance(config.get("text_config"), Mapping) and "hidden_size" not in config:
+        config = {**config["text_config"]}  # multi-modal wrappers keep the language model here
+    kind = str(config.get("model_type", "")).lower()
+    family = _FAMILIES.get(kind)
+    if family is None:
+        raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_FAMILIES))}")
+    hidden = _whole(config, ("hidden_size", "n_embd"))
+    heads = _whole(config, ("num_attention_heads", "n_head"))
+    head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    kv_heads = _whole(config, ("num_key_value_heads",), default=heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    ffn = _whole(config, ("intermediate_size", "n_inner"), default=4 * hidden if family == "gpt2" else None)
+    experts = _whole(config, ("num_local_experts", "num_experts"), default=1) if family in _MOE else 0
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
+        window = None
+    tied = config.get("tie_word_embeddings")
+    return ModelSpec(
+        name=name or str(config.get("_name_or_path") or kind),
+        family=family,
+        layers=_whole(config, ("num_hidden_layers", "n_layer")),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=_whole(config, ("vocab_size",)),
+        tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2"},
+        gated_mlp=family != "gpt2",
+        attention_bias=bool(config.get("attention_bias", family in {"gpt2", "qwen2"})),
+        experts=experts,
+        experts_per_token=_whole(config, ("num_experts_per_tok",), default=2) if experts else 0,
+        expert_ffn=_whole(config, ("moe_intermediate_size",), default=ffn) if experts else 0,
+        max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=1 << 20)
+        if any(config.get(k) is not None for k in ("max_position_embeddings", "n_positions"))
+        else None,
+        sliding_window=window if isinstance(window, int) and not isinstance(window, bool) else None,
+    )
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """A known name, a config.json, or a folder that holds one."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        return model_named(name_or_path)
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ModelError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes: not a config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    return model_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)

@@ -1,0 +1,236 @@
+"""The one function that answers: environment, layout, forecast, what was turned down, for one job on one cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collectives.results import Measurement
+from collectives.transport import Evidence
+from planner import nccl_env
+from planner.advice import Note, RankedLayout, Recommendation
+from planner.calibration import Calibration, apply_calibration
+from planner.compute import Rates, cpu_rates, gpu_rates
+from planner.explain import forecast_of, helps_most, ranked
+from planner.hardware import GIB, gpu_named
+from planner.layout import Layout, Precision
+from planner.links import Links, links_of
+from planner.memory import memory_parts
+from planner.rules import Question, first_broken
+from planner.search import Candidate, Found, search
+from planner.specs import ModelSpec, TrainSpec
+from planner.stacks import engine_named
+from planner.steptime import Job, step_parts
+from probes.api import Snapshot
+from probes.hostinfo import HostinfoFacts
+from topology.graph import ClusterTopology
+
+_RUNNERS_UP = 4
+_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "fp8")
+# A fine-tune's customary global batch, and a pre-training run's tokens per step, where the user named none.
+_DEFAULT_FINETUNE_BATCH = 64
+_DEFAULT_TOKENS_PER_STEP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Everything a forecast needs, gathered from the facts."""
+
+    job: Job
+    question: Question
+    world: int
+    global_batch: int
+    precision: Precision
+    capacity: float | None
+    unknowns: tuple[str, ...]
+    calibrated: bool
+    scale: float
+
+
+def _rates(
+    cluster: ClusterTopology, snapshots: Sequence[Snapshot], train: TrainSpec, ranks_per_node: int, precision: str,
+    unknowns: list[str],
+) -> Rates:  # fmt: skip
+    node = cluster.nodes[0]
+    stack = engine_named(train.engine)
+    if node.gpus:
+        gpu = gpu_named(node.gpus[0].model)
+        if gpu is not None:
+            return gpu_rates(gpu, train, stack, precision)
+        unknowns.append(f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an A100's; calibrate")
+        fallback = gpu_named("A100")
+        if fallback is None:
+            raise LookupError("the table of GPUs lost its A100")
+        rates = gpu_rates(fallback, train, stack, precision)
+        memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
+        return Rates(
+            gemm=rates.gemm, attention=rates.attention, hbm=rates.hbm, memory_bytes=memory,
+            launch_seconds=rates.launch_seconds, how="assumed", device=node.gpus[0].model or "unknown GPU",
+            inputs=(f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed",),
+        )  # fmt: skip
+    host = snapshots[0].facts(HostinfoFacts) if snapshots else None
+    cores = (host.cores if host else None) or node.cpu_count
+    if cores is None:
+        unknowns.append("CPU cores unknown: one per rank assumed")
+    memory = float(host.memory_bytes) / ranks_per_node if host and host.memory_bytes else None
+    return cpu_rates((cores or ranks_per_node) / ranks_per_node, memory)
+
+
+def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
+    if not cluster.nodes[0].gpus:
+        return None
+    first = cluster.nodes[0].gpus[0]
+    known = gpu_named(first.model)
+    return first.compute_capability or (known.compute_capability if known else None)
+
+
+def _batch(train: TrainSpec, world: int, unknowns: list[str]) -> int:
+    if train.global_batch is not None:
+        if train.global_batch < 1:
+            raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
+        return train.global_batch
+    wanted = _DEFAULT_FINETUNE_BATCH
+    if train.method == "full" and world > _DEFAULT_FINETUNE_BATCH // 2:
+        wanted = max(1, _DEFAULT_TOKENS_PER_STEP // train.sequence_length)
+    batch = max(1, math.ceil(wanted / world)) * world
+    unknowns.append(f"global batch not given: {batch} sequences assumed (a multiple of the {world} ranks)")
+    return batch
+
+
+def plan(
+    cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
+    measurements: Sequence[Measurement] = (), calibration: Calibration | None = None, *,
+    ranks_per_node: int | None = None, links: Links | None = None,
+) -> Planned:  # fmt: skip
+    """Gather the numbers; `links` overrides the bandwidths (what-if)."""
+    if not cluster.nodes:
+        raise ValueError("cluster has no nodes")
+    if train.sequence_length < 1:
+        raise ValueError(f"sequence_length={train.sequence_length}: must be at least 1")
+    unknowns: list[str] = []
+    has_gpu = bool(cluster.nodes[0].gpus)
+    stack = engine_named(train.engine)
+    links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
+    world = links.ranks_per_node * links.nodes
+    if train.precision not in _PRECISIONS:
+        raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
+    precision: Precision = next(p for p in _PRECISIONS if p == train.precision)
+    if not has_gpu and precision != "fp32":
+        unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
+        precision = "fp32"
+    rates = _rates(cluster, snapshots, train, links.ranks_per_node, precision, unknowns)
+    scale, calibrated = 1.0, False
+    if calibration is not None:
+        rates = apply_calibration(calibration, rates, train, stack)
+        calibrated = rates.how == "measured"
+        if calibration.step_scale and calibration.engine == train.engine:
+            scale, calibrated = calibration.step_scale, True
+    capacity = rates.memory_bytes
+    if has_gpu:
+        sizes = [g.memory_bytes for node in cluster.nodes for g in node.gpus if g.memory_bytes]
+        capacity = float(min(sizes)) if sizes else capacity
+    if capacity is None:
+        unknowns.append("device memory unknown: nothing was rejected for its memory")
+    unknowns.extend(
+        f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
+        for speed in (links.node, links.network)
+        if speed is not None and speed.how == "assumed" and world > 1
+    )
+    return Planned(
+        job=Job(model=model, train=train, links=links, rates=rates, stack=stack),
+        question=Question(
+            model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,
+            compute_capability=_capability(cluster),
+        ),
+        world=world,
+        global_batch=_batch(train, world, unknowns),
+        precision=precision,
+        capacity=capacity,
+        unknowns=tuple(dict.fromkeys(unknowns)),
+        calibrated=calibrated,
+        scale=scale,
+    )  # fmt: skip
+
+
+def search_planned(planned: Planned) -> Found:
+    """Run the search on gathered numbers."""
+    return search(
+        planned.question, planned.job, world=planned.world, global_batch=planned.global_batch,
+        precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
+    )  # fmt: skip
+
+
+def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
+    """Forecast one given layout, whether or not it would be chosen; `why` names the first rule it breaks."""
+    parts = step_parts(planned.job, layout)
+    memory = memory_parts(
+        planned.question.model, planned.question.train, layout, planned.question.stack,
+        on_cpu=not planned.question.has_gpu,
+    )  # fmt: skip
+    candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
+    broken = first_broken(planned.question, layout)
+    return RankedLayout(
+        layout=layout,
+        forecast=forecast_of(planned.job, candidate, planned.capacity, calibrated=planned.calibrated,
+                             scale=planned.scale),
+        why=f"breaks {broken[0]}: {broken[1]}" if broken else "",
+    )  # fmt: skip
+
+
+def recommend(
+    cluster: ClusterTopology,
+    snapshots: Sequence[Snapshot],
+    model: ModelSpec,
+    train: TrainSpec,
+    measurements: Sequence[Measurement] = (),
+    calibration: Calibration | None = None,
+    nccl_version: tuple[int, int, int] | None = None,
+    evidence: Evidence | None = None,
+    *,
+    ranks_per_node: int | None = None,
+    links: Links | None = None,
+) -> Recommendation:
+    """Answer for one job on one cluster."""
+    planned = plan(
+        cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links
+    )
+    found = search_planned(planned)
+    env = nccl_env.settings(
+        snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1, evidence=evidence
+    )
+    chosen = None
+    runners: list[RankedLayout] = []
+    helps: tuple[str, ...] = ()
+    unknowns = list(planned.unknowns)
+    for candidate in found.best[: 1 + _RUNNERS_UP]:
+        forecast = forecast_of(
+            planned.job, candidate, planned.capacity, calibrated=planned.calibrated, scale=planned.scale
+        )
+        if chosen is None:
+            chosen = ranked(planned.job, candidate, forecast, None)
+            room = planned.capacity - forecast.memory_bytes.high if planned.capacity else None
+            helps = helps_most(planned.job, candidate, room)
+        else:
+            runners.append(ranked(planned.job, candidate, forecast, found.best[0]))
+    if chosen is None:
+        unknowns.append("no layout of this engine fits: see the rejected families for the nearest")
+    elif planned.capacity and chosen.forecast.memory_bytes.high > 0.85 * planned.capacity:
+        unknowns.append(
+            f"memory is tight: up to {chosen.forecast.memory_bytes.high / GIB:.1f} of {planned.capacity / GIB:.1f} GiB"
+        )
+    notes = list(env.notes)
+    notes.append(Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit"))
+    return Recommendation(
+        settings=tuple(env.settings),
+        notes=tuple(notes),
+        needs=tuple(env.needs),
+        backend="nccl" if planned.question.has_gpu else "gloo",
+        model=model,
+        train=train,
+        chosen=chosen,
+        runners_up=tuple(runners),
+        rejected=tuple(found.rejected),
+        helps_most=helps,
+        unknowns=tuple(unknowns),
+    )

@@ -1,0 +1,200 @@
+"""Hard rules of a layout: each has a name, and answers with the reason it forbids a layout, or None.
+
+A rule here is arithmetic or a limit of an engine, never a preference: preferences are the forecast's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.hardware import GIGA
+from planner.layout import Layout
+from planner.links import Links
+from planner.specs import ModelSpec, TrainSpec
+from planner.stacks import Stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a rule may look at."""
+
+    model: ModelSpec
+    train: TrainSpec
+    links: Links
+    stack: Stack
+    has_gpu: bool = True
+    compute_capability: tuple[int, int] | None = None
+
+
+Rule = Callable[[Question, Layout], str | None]
+
+
+def heads_divide(q: Question, at: Layout) -> str | None:
+    """Tensor parallelism gives each rank whole attention heads."""
+    if q.model.heads % at.tp:
+        return f"{q.model.heads} attention heads do not divide by TP={at.tp}"
+    return None
+
+
+def kv_heads_divide(q: Question, at: Layout) -> str | None:
+    """Key and value heads are split too; Megatron copies them where there are too few."""
+    if q.model.kv_heads % at.tp and not (q.stack.name == "megatron" and at.tp % q.model.kv_heads == 0):
+        return f"{q.model.kv_heads} key/value heads do not divide by TP={at.tp}"
+    return None
+
+
+def ffn_divides(q: Question, at: Layout) -> str | None:
+    """The MLP's columns are split evenly."""
+    width = q.model.expert_ffn if q.model.experts else q.model.ffn
+    if width % at.tp:
+        return f"MLP width {width} does not divide by TP={at.tp}"
+    return None
+
+
+def tp_inside_island(q: Question, at: Layout) -> str | None:
+    """Tensor parallelism waits for its links several times per layer: it stays where NVLink reaches."""
+    if at.tp <= q.links.island_size:
+        return None
+    slow = q.links.crosses(at.tp, 1)
+    if at.tp > q.links.ranks_per_node and q.links.network is not None:
+        return f"TP={at.tp} crosses the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
+    if not q.has_gpu and at.tp <= q.links.ranks_per_node:
+        return None  # host memory is the only link there is
+    if q.links.island_size == 1:
+        return f"TP={at.tp} without NVLink: crosses the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link}"
+    return f"TP={at.tp} leaves the NVLink island of {q.links.island_size} GPUs"
+
+
+def enough_layers(q: Question, at: Layout) -> str | None:
+    """Each pipeline chunk holds a layer at least."""
+    if at.pp * at.virtual_stages > q.model.layers:
+        return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {q.model.layers}"
+    return None
+
+
+def chunks_divide(q: Question, at: Layout) -> str | None:
+    """Interleaving needs equal chunks, and micro-batches in multiples of the stages."""
+    if at.virtual_stages > 1 and q.model.layers % (at.pp * at.virtual_stages):
+        return f"{q.model.layers} layers do not divide into {at.pp} x {at.virtual_stages} chunks"
+    if at.virtual_stages > 1 and at.gradient_accumulation % at.pp:
+        return f"{at.gradient_accumulation} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
+    return None
+
+
+def enough_micro_batches(_q: Question, at: Layout) -> str | None:
+    """A pipeline with fewer micro-batches than stages idles by design, and torch's 1F1B schedule refuses it."""
+    if at.pp > 1 and at.gradient_accumulation < at.pp:
+        return f"{at.gradient_accumulation} micro-batches for PP={at.pp} stages"
+    return None
+
+
+def stages_sum(q: Question, at: Layout) -> str | None:
+    """Uneven stages hold every layer once."""
+    if at.stage_layers and sum(at.stage_layers) != q.model.layers:
+        return f"stage_layers add up to {sum(at.stage_layers)}, the model has {q.model.layers} layers"
+    return None
+
+
+def sequence_divides(q: Question, at: Layout) -> str | None:
+    """Ring attention cuts the sequence in 2 x CP equal pieces."""
+    if at.cp > 1 and q.train.sequence_length % (2 * at.cp):
+        return f"sequence length {q.train.sequence_length} does not divide by 2 x CP={at.cp}"
+    return None
+
+
+def experts_divide(q: Question, at: Layout) -> str | None:
+    """Expert parallelism gives each rank whole experts."""
+    if at.ep == 1:
+        return None
+    if not q.model.experts:
+        return f"EP={at.ep}: {q.model.name} has no experts"
+    if q.model.experts % at.ep:
+        return f"{q.model.experts} experts do not divide by EP={at.ep}"
+    if (at.data_parallel * at.cp) % at.ep:
+        return f"EP={at.ep} does not divide the {at.data_parallel * at.cp} data and context parallel ranks"
+    return None
+
+
+def batch_divides(q: Question, at: Layout) -> str | None:
+    """The global batch splits evenly over the data-parallel ranks."""
+    wanted = q.train.global_batch
+    if wanted is not None and at.global_batch != wanted:
+        return f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks is not the batch of {wanted}"
+    return None
+
+
+def positions_reach(q: Question, _at: Layout) -> str | None:
+    """A learned position table ends."""
+    if q.model.family == "gpt2" and q.model.max_positions and q.train.sequence_length > q.model.max_positions:
+        return f"sequence length {q.train.sequence_length} is beyond the model's {q.model.max_positions} positions"
+    return None
+
+
+def precision_exists(q: Question, at: Layout) -> str | None:
+    """The GPU has the number format."""
+    cc = q.compute_capability
+    if at.precision == "fp8" and cc is not None and cc < (8, 9):
+        return f"fp8 needs compute capability 8.9, the GPU has {cc[0]}.{cc[1]}"
+    return None
+
+
+def engine_runs(q: Question, at: Layout) -> str | None:
+    """What the chosen engine can really do."""
+    can, name = q.stack.can, q.stack.name
+    for word, used in (("tp", at.tp > 1), ("pp", at.pp > 1), ("cp", at.cp > 1), ("ep", at.ep > 1)):
+        if used and word not in can:
+            return f"{name} has no {word.upper()}"
+    if at.sequence_parallel and "sp" not in can:
+        return f"{name} has no sequence parallelism"
+    sharded = at.dp_shard > 1 and at.sharding != "ddp"
+    hybrid = at.sharding == "zero3" and at.dp_shard > 1 and at.dp_replicate > 1
+    if sharded and at.sharding not in can:
+        return f"{name} has no {at.sharding}"
+    if hybrid and "hsdp" not in can:
+        return f"{name} has no HSDP"
+    if at.data_parallel > 1 and not sharded and "ddp" not in can:
+        return f"{name} has no DDP"
+    axes = [w for w, used in (("tp", at.tp > 1), ("pp", at.pp > 1), ("dp", at.data_parallel > 1)) if used]
+    if len(axes) > 1 and "+".join(axes) not in q.stack.together:
+        return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
+    if name == "topoflight" and (at.tp > 1 or at.pp > 1) and (hybrid or (at.data_parallel > 1 and not sharded)):
+        return "topoflight combines TP and PP with FSDP only, not with DDP or HSDP"
+    if at.checkpointing not in q.stack.checkpointing:
+        return f"{name} has no {at.checkpointing} checkpointing"
+    if at.offload != "none" and not q.stack.offload:
+        return f"{name} has no offload"
+    if at.precision == "fp8" and not q.stack.fp8:
+        return f"{name} has no fp8"
+    return None
+
+
+def method_runs(q: Question, at: Layout) -> str | None:
+    """LoRA and QLoRA where the engine has them; quantised weights need a GPU and whole matrices."""
+    if q.train.method not in q.stack.methods:
+        return f"{q.stack.name} has no {q.train.method}"
+    if q.train.method == "qlora":
+        if not q.has_gpu:
+            return "QLoRA's 4-bit kernels need a GPU"
+        if at.tp > 1 or at.pp > 1 or at.cp > 1:
+            return "QLoRA's 4-bit blocks do not split over TP, PP or CP"
+    return None
+
+
+RULES: tuple[tuple[str, Rule], ...] = tuple(
+    (rule.__name__.replace("_", "-"), rule)
+    for rule in (
+        heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide,
+        enough_micro_batches, stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach,
+        precision_exists, engine_runs, method_runs,
+    )
+)  # fmt: skip
+
+
+def first_broken(question: Question, layout: Layout) -> tuple[str, str] | None:
+    """Name and reason of the first rule a layout breaks."""
+    for name, rule in RULES:
+        reason = rule(question, layout)
+        if reason is not None:
+            return name, reason
+    return None

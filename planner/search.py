@@ -1,0 +1,242 @@
+"""The search: every layout the rules allow, forecast, and the best of each family.
+
+The degrees are enumerated, not sampled. Two prunings keep it fast and change no answer: memory is forecast before
+time, and of the checkpointing choices only the lightest that fits is timed (more recomputation is never faster).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from planner.advice import Rejected
+from planner.hardware import GIB
+from planner.layout import Checkpointing, Layout, Precision, Sharding
+from planner.memory import DEFAULT_MEMORY, MemoryConstants, MemoryParts, memory_parts
+from planner.rules import Question, first_broken
+from planner.steptime import Job, StepParts, step_parts
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+_MAX_PP = 64
+TIE = 1.02  # two forecasts this near are equal: the one that leaves more memory free is taken
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: Layout
+    parts: StepParts
+    memory: MemoryParts
+    seconds: float  # of the step
+
+    @property
+    def tokens_per_second_per_sequence(self) -> float:
+        """Sequences per second: what ranks layouts whose batches differ."""
+        return self.layout.global_batch / self.seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """All that the search saw."""
+
+    best: list[Candidate] = field(default_factory=list)  # best of each family, fastest first
+    rejected: list[Rejected] = field(default_factory=list)
+    tried: int = 0
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0] if n <= 4096 else [
+        d for d in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 42, 48, 56, 60,
+                    63, 64) if n % d == 0
+    ]  # fmt: skip
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+
+
+def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
+    """Sharding, dp_shard, dp_replicate, reshard_after_forward."""
+    can = question.stack.can
+    if dp == 1:
+        yield "zero3" if "zero3" in can else "ddp", 1, 1, True
+        return
+    if "ddp" in can:
+        yield "ddp", 1, dp, True
+    for zero in ("zero1", "zero2"):
+        if zero in can:
+            yield zero, dp, 1, True
+    if "zero3" in can:
+        yield "zero3", dp, 1, True
+        if question.stack.reshard:
+            yield "zero3", dp, 1, False
+    if "hsdp" in can:
+        group = max(2, in_node)
+        while group < dp:
+            if dp % group == 0:
+                yield "zero3", group, dp // group, True
+                if question.stack.reshard and group == in_node:
+                    yield "zero3", group, dp // group, False
+            group *= 2 if group * 2 <= 4 * in_node else 4
+
+
+def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
+    yield 1
+    if pp == 1 or not question.stack.interleaved or question.model.layers % pp or micro_batches % pp:
+        return
+    chunks = question.model.layers // pp
+    for v in _divisors(chunks):
+        if 1 < v <= 16:
+            yield v
+
+
+def _stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Uneven stages: the last has one layer less where they do not divide, as it also holds the head."""
+    if layers % pp == 0:
+        return ()
+    low, extra = divmod(layers, pp)
+    return tuple(low + (1 if i < extra else 0) for i in range(pp))
+
+
+def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
+    """(tp, pp, cp, ep) that the rules allow; what they forbid is noted once per degree."""
+    seen: set[str] = set()
+
+    def refuse(what: str, layout: Layout) -> bool:
+        broken = first_broken(question, layout)
+        # Batch and micro-batch questions are asked later, with real numbers.
+        if broken is None or broken[0] in ("batch-divides", "enough-micro-batches"):
+            return False
+        if what not in seen:
+            seen.add(what)
+            found.rejected.append(Rejected(what=what, rule=broken[0], reason=broken[1]))
+        return True
+
+    model, per_node = question.model, question.links.ranks_per_node
+    for tp in _powers(min(world, 2 * per_node)):
+        if world % tp:
+            continue
+        if tp > 1 and refuse(f"TP={tp}", Layout(world_size=tp, tp=tp)):
+            continue
+        for pp in _divisors(world // tp):
+            if pp > min(_MAX_PP, model.layers):
+                break
+            if pp > 1 and refuse("PP", Layout(world_size=pp, pp=pp, gradient_accumulation=pp)):
+                break
+            long = question.train.sequence_length >= 16384
+            for cp in _powers(world // (tp * pp)) if long else (1, 2):
+                if (world // (tp * pp)) % cp or cp > max(8, question.train.sequence_length // 4096):
+                    continue
+                if cp > 1 and refuse("CP", Layout(world_size=cp, cp=cp)):
+                    break
+                if cp > 1 and not long:
+                    break  # the traffic of keys and values pays off on long sequences only
+                dp = world // (tp * pp * cp)
+                for ep in _powers(min(model.experts or 1, dp * cp)):
+                    if ep > 1 and refuse("EP", Layout(world_size=dp * cp, dp_shard=dp, cp=cp, ep=ep)):
+                        break
+                    yield tp, pp, cp, ep
+
+
+def _key(layout: Layout) -> str:
+    kind = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}[layout.sharding]
+    if layout.data_parallel == 1:
+        kind = "no data parallelism"
+    elif layout.sharding == "zero3" and layout.dp_shard == 1:
+        kind = "DDP"
+    elif layout.sharding == "zero3" and layout.dp_replicate > 1:
+        kind = "HSDP"
+    return f"PP={layout.pp} TP={layout.tp}" + (f" CP={layout.cp}" if layout.cp > 1 else "") + (
+        f" EP={layout.ep}" if layout.ep > 1 else ""
+    ) + f" {kind}"  # fmt: skip
+
+
+def search(
+    question: Question, job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
+    memory_constants: MemoryConstants = DEFAULT_MEMORY, scale: float = 1.0, memory_scale: float = 1.0,
+) -> Found:  # fmt: skip
+    """Forecast every allowed layout; `scale` is the calibration's factor on time."""
+    found = Found()
+    best: dict[str, Candidate] = {}
+    fastest: dict[str, float] = {}
+    over: dict[str, float] = {}
+    train, stack = question.train, question.stack
+    fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else stack.fused_cross_entropy
+    budget = capacity * memory_constants.safe_share if capacity else None
+    on_cpu = not question.has_gpu
+    for tp, pp, cp, ep in _degrees(question, world, found):
+        dp = world // (tp * pp * cp)
+        if global_batch % dp:
+            over.setdefault(f"batch {dp}", 0.0)
+            continue
+        per_rank = global_batch // dp
+        in_node = max(1, question.links.ranks_per_node // (tp * cp))
+        for sharding, shard, replicate_degree, reshard in _shardings(question, dp, in_node):
+            for micro in _MICRO_BATCHES:
+                if micro > per_rank or per_rank % micro:
+                    continue
+                accumulation = per_rank // micro
+                if pp > 1 and accumulation < pp:
+                    break
+                for virtual in _virtuals(question, pp, accumulation):
+                    base = Layout(
+                        world_size=world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
+                        sharding=sharding, reshard_after_forward=reshard,
+                        sequence_parallel=tp > 1 and "sp" in stack.can,
+                        schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
+                        stage_layers=_stages(question.model.layers, pp), micro_batch=micro,
+                        gradient_accumulation=accumulation, precision=precision, fused_cross_entropy=fused,
+                        compile=stack.compile,
+                    )  # fmt: skip
+                    if first_broken(question, base) is not None:
+                        continue
+                    found.tried += 1
+                    picked = _fitting(question, base, budget, memory_constants, memory_scale, on_cpu=on_cpu)
+                    key = _key(base)
+                    if isinstance(picked, float):
+                        over[key] = min(over.get(key, picked), picked)
+                        continue
+                    layout, memory = picked
+                    parts = step_parts(job, layout)
+                    seconds = parts.total * scale
+                    fastest[key] = min(seconds, fastest.get(key, seconds))
+                    held = best.get(key)
+                    if (
+                        held is None
+                        or seconds < held.seconds / TIE
+                        or (seconds <= TIE * fastest[key] and memory.total < held.memory.total)
+                    ):
+                        best[key] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds)
+    for key, excess in over.items():
+        if key.startswith("batch "):
+            reason = f"global batch {global_batch} does not divide by {key[6:]}"
+            found.rejected.append(Rejected(what=f"{key[6:]} data-parallel ranks", rule="batch-divides", reason=reason))
+        elif key not in best:
+            found.rejected.append(Rejected(what=key, rule="memory-fits", reason=f"{excess / GIB:.1f} GiB over"))
+    found.best = sorted(best.values(), key=lambda c: c.seconds)
+    if found.best:
+        near = [c for c in found.best if c.seconds <= TIE * found.best[0].seconds]
+        winner = min(near, key=lambda c: c.memory.total)
+        found.best.remove(winner)
+        found.best.insert(0, winner)
+    return found
+
+
+def _fitting(
+    question: Question, base: Layout, budget: float | None, constants: MemoryConstants, memory_scale: float,
+    *, on_cpu: bool,
+) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
+    """The lightest checkpointing that fits, or by how many bytes even the heaviest misses."""
+    least = float("inf")
+    choices: tuple[Checkpointing, ...] = ("none", "selective", "full")
+    for choice in choices:
+        if choice not in question.stack.checkpointing:
+            continue
+        layout = base if choice == "none" else replace(base, checkpointing=choice)
+        memory = memory_parts(question.model, question.train, layout, question.stack, constants, on_cpu=on_cpu)
+        total = memory.total * memory_scale
+        if budget is None or total <= budget:
+            return layout, memory
+        least = min(least, total - budget)
+    return least

@@ -1,0 +1,88 @@
+"""Training stacks: what each one can run, and the traits of its kernels that the forecast needs.
+
+Capabilities: documentation and source of each project (torchtitan ParallelDims, accelerate ParallelismConfig,
+DeepSpeed ZeRO, Megatron-LM arguments). Traits are properties of the code, never fitted to one published table.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
+States = Literal["megatron", "fsdp_fp32", "pure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One training stack."""
+
+    name: str
+    pattern: str = ""  # of the framework's name in published tables
+    fused: bool = False  # norms, activations, rope and bias fused (Transformer Engine, compile, Megatron's own kernels)
+    attention: AttentionKernel = "flash2"
+    tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
+    dp_overlap: bool = True  # gradient reduction runs under the backward pass
+    gradient_bytes: int = 2  # of what data parallelism reduces
+    reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
+    states: States = "megatron"
+    logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
+    can: frozenset[str] = frozenset({"ddp", "zero3", "hsdp", "tp", "pp", "cp", "ep", "zero1", "zero2", "sp"})
+    methods: frozenset[str] = frozenset({"full", "lora", "qlora"})
+    checkpointing: tuple[str, ...] = ("none", "selective", "full")
+    fused_cross_entropy: bool = True
+    compile: bool = False
+    offload: bool = False
+    fp8: bool = False
+    interleaved: bool = True
+    together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
+    reshard: bool = True  # can keep the gathered weights between forward and backward
+
+
+TOPOFLIGHT = Stack(
+    name="topoflight",
+    attention="flash2",
+    states="fsdp_fp32",
+    reduce_every_micro_batch=False,
+    can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp"}),
+    checkpointing=("none", "full"),
+    fused_cross_entropy=True,
+    compile=False,
+    together=frozenset({"tp+dp", "pp+dp"}),
+)
+
+STACKS: tuple[Stack, ...] = (
+    TOPOFLIGHT,
+    Stack(name="trl", pattern=r"trl|accelerate|hf peft|transformers|axolotl|llama.?factory|swift", states="fsdp_fp32",
+          can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}), together=frozenset({"tp+dp"}),
+          checkpointing=("none", "full"), interleaved=False, logits_bytes=24.0),
+    Stack(name="deepspeed", pattern=r"deepspeed", states="megatron", reduce_every_micro_batch=True,
+          can=frozenset({"ddp", "zero1", "zero2", "zero3"}), together=frozenset(), checkpointing=("none", "full"),
+          offload=True, interleaved=False, reshard=False, logits_bytes=24.0),
+    Stack(name="torchtitan", pattern=r"torchtitan", fused=True, states="fsdp_fp32", tp_overlap=True, compile=True,
+          can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,
+          methods=frozenset({"full", "lora"})),
+    Stack(name="megatron", pattern=r"megatron|nemo|mcore", fused=True, states="megatron", tp_overlap=True, fp8=True,
+          attention="flash3", gradient_bytes=4, logits_bytes=8.0,
+          can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}), methods=frozenset({"full", "lora"})),
+)  # fmt: skip
+
+ENGINES: tuple[str, ...] = tuple(stack.name for stack in STACKS)
+
+
+def engine_named(name: str) -> Stack:
+    """The stack of a `TrainSpec.engine`; an unknown name is an error that lists the known ones."""
+    for stack in STACKS:
+        if stack.name == name:
+            return stack
+    raise ValueError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
+
+
+def stack_matching(framework: str) -> Stack | None:
+    """The stack a published table's framework name means."""
+    text = framework.lower()
+    for stack in STACKS:
+        if stack.pattern and re.search(stack.pattern, text):
+            return stack
+    return None

@@ -1,0 +1,249 @@
+"""Seconds of one optimizer step, by part, for one layout.
+
+Composition: per micro-batch the layers of the fullest stage, tensor-parallel traffic, gathered weights under the
+compute; then the pipeline's bubble (p - 1)/v, the gradient reduction that the last backward pass cannot hide, and the
+optimizer. Specification of the traffic: arXiv 1910.02054 (ZeRO), 2304.11277 (FSDP), 2104.04473 (pipeline), 2205.05198
+(sequence parallelism, recomputation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from planner.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
+from planner.layout import Layout
+from planner.links import Links
+from planner.specs import ModelSpec, TrainSpec
+from planner.stacks import Stack
+from planner.weights import trained_weights, weights
+
+
+class StepParts(NamedTuple):
+    """Seconds of one optimizer step by what they are spent on; communication counts only where it is exposed."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    host: float = 0.0  # the GPU waits for kernels to be started
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    gather: float = 0.0  # FSDP / ZeRO-3 weights
+    reduce: float = 0.0  # gradients
+    pipeline_send: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(self)
+
+    @property
+    def communication(self) -> float:
+        """All exposed communication."""
+        return (
+            self.tensor_parallel + self.context_parallel + self.expert_parallel + self.gather + self.reduce
+            + self.pipeline_send
+        )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One model, run and cluster; layer costs are cached over the layouts tried."""
+
+    model: ModelSpec
+    train: TrainSpec
+    links: Links
+    rates: Rates
+    stack: Stack
+    constants: Constants = DEFAULT
+    host_bytes_per_second: float = 20e9  # one rank's link to host memory (PCIe Gen4 x16 as NCCL plans it: 24 GB/s)
+    host_adam_bytes_per_second: float = 50e9  # DRAM traffic of one rank's CPU optimizer
+    _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
+    _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def sequence(self) -> float:
+        """Tokens per sequence that are computed: padded, or packed to the full length."""
+        if self.train.mean_tokens is not None and not self.train.packing:
+            return self.train.mean_tokens
+        return float(self.train.sequence_length)
+
+    def layer(self, layout: Layout, tokens: float) -> LayerCost:
+        """Cached `layer_cost`."""
+        key = (tokens, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, layout.compile)
+        cost = self._layers.get(key)
+        if cost is None:
+            cost = self._layers[key] = layer_cost(
+                self.model, tokens, self.sequence, layout.tp, layout.sequence_parallel, self.rates, self.stack,
+                ep=layout.ep, lora=self.train.method != "full", compiled=layout.compile,
+                constants=self.constants,
+            )  # fmt: skip
+        return cost
+
+    def head(self, layout: Layout, tokens: float) -> tuple[float, float]:
+        """Cached `head_cost`."""
+        key = (tokens, layout.tp, layout.fused_cross_entropy)
+        cost = self._heads.get(key)
+        if cost is None:
+            cost = self._heads[key] = head_cost(
+                self.model, tokens, layout.tp, self.rates, fused=layout.fused_cross_entropy, constants=self.constants
+            )
+        return cost
+
+
+def _overlap(first: float, second: float, loss: float) -> float:
+    """Seconds of two things that run at once and share the machine."""
+    return max(first, second) + loss * min(first, second)
+
+
+def strides(layout: Layout) -> tuple[int, int, int, int]:
+    """Rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; tp's is 1."""
+    cp = layout.tp
+    shard = cp * layout.cp
+    replicate = shard * layout.dp_shard
+    return cp, shard, replicate, replicate * layout.dp_replicate
+
+
+def step_parts(job: Job, layout: Layout) -> StepParts:
+    """Forecast one layout."""
+    model, train, stack, links, k = job.model, job.train, job.stack, job.links, job.constants
+    count = weights(model)
+    full = train.method == "full"
+    tokens = layout.micro_batch * job.sequence / layout.cp
+    micro_batches = layout.gradient_accumulation
+    stages = layout.pp * layout.virtual_stages
+    per_rank = model.layers / layout.pp
+    if layout.stage_layers:
+        per_rank = float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
+    elif model.layers % layout.pp:
+        per_rank = float(-(-model.layers // layout.pp))
+
+    cost = job.layer(layout, tokens)
+    forward_layer = cost.gemm + cost.attention + cost.elementwise
+    gemm_back = 2.0 if full else 1.0  # frozen weights get no gradient
+    backward_layer = cost.gemm * gemm_back + cost.attention * 2.5 + cost.elementwise * 2.0
+    recompute_layer = forward_layer if layout.checkpointing == "full" else 0.0
+    if layout.checkpointing == "selective":
+        recompute_layer = cost.attention
+    host_layer = max(0.0, cost.host - forward_layer) + max(0.0, 1.7 * cost.host - backward_layer)
+    if layout.checkpointing == "full":
+        host_layer += max(0.0, cost.host - forward_layer)
+
+    head_gemm, head_loss = job.head(layout, tokens)
+    head = head_gemm * (2.0 + (1.0 if full else 0.0)) + head_loss
+
+    # Tensor parallelism: an all-reduce (or its two halves) after attention and after the MLP, forward and backward.
+    tp_layer = 0.0
+    if layout.tp > 1:
+        rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
+        exposed = 1.0 - k.tp_hidden if stack.tp_overlap and layout.sequence_parallel else 1.0
+        tp_layer = rounds * exposed * links.all_reduce_seconds(2.0 * tokens * model.hidden, layout.tp, 1)
+    cp_stride, shard_stride, replicate_stride, pp_stride = strides(layout)
+    cp_layer = 0.0
+    if layout.cp > 1:
+        kv = 2.0 * 2.0 * tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
+        ring = links.ring_seconds(kv, layout.cp, cp_stride)
+        cp_layer = max(0.0, ring - cost.attention) + max(0.0, 2.0 * ring - 2.5 * cost.attention) + 0.3 * ring
+    ep_layer = 0.0
+    if layout.ep > 1:
+        sent = 2.0 * tokens * model.experts_per_token * model.hidden
+        ep_layer = 4.0 * links.all_to_all_seconds(sent, layout.ep, layout.tp)
+
+    # One micro-batch on the fullest stage, forward and backward.
+    forward = per_rank * (forward_layer + tp_layer / 2.0 + cp_layer / 3.0 + ep_layer / 2.0)
+    backward = per_rank * (
+        backward_layer + recompute_layer + tp_layer / 2.0 + cp_layer * 2.0 / 3.0 + ep_layer / 2.0 + host_layer
+    )
+    last_stage = head if layout.pp == 1 else max(0.0, head - 0.0)
+    backward += last_stage
+    compute_micro = forward + backward
+
+    local = (count.total / (layout.tp * layout.pp)) if layout.pp == 1 else (
+        (count.layers * count.layer / layout.pp + max(count.embedding, count.head)) / layout.tp
+    )  # fmt: skip
+    gather = reduce = 0.0
+    if layout.sharding == "zero3" and layout.dp_shard > 1:
+        gather_once = links.ring_seconds(2.0 * local, layout.dp_shard, shard_stride, per_rank + 1.0)
+        scatter = gather_once if full else 0.0
+        if stack.gradient_bytes == 4 and full:
+            scatter *= 2.0
+        gathers_per_step = micro_batches if (layout.reshard_after_forward or layout.pp == 1) else 1
+        first = gather_once / max(1.0, per_rank)
+        ahead = _overlap(forward, gather_once, k.overlap_loss) - forward + first
+        behind_traffic = (gather_once if layout.reshard_after_forward else 0.0) + scatter
+        behind = _overlap(backward, behind_traffic, k.overlap_loss) - backward + scatter / max(1.0, per_rank)
+        if layout.reshard_after_forward or layout.pp == 1:
+            gather = gathers_per_step * (ahead + behind)
+        else:
+            gather = ahead + behind
+        if layout.dp_replicate > 1:
+            across = links.all_reduce_seconds(
+                stack.gradient_bytes * trained_weights(model, train) / (layout.tp * layout.pp * layout.dp_shard),
+                layout.dp_replicate, replicate_stride,
+            )  # fmt: skip
+            reduce = _overlap(backward, across, k.overlap_loss) - backward + across / max(1.0, per_rank)
+    elif layout.data_parallel > 1:
+        trained = local if full else trained_weights(model, train) / (layout.tp * layout.pp)
+        group, stride = layout.data_parallel, shard_stride
+        one_way = links.ring_seconds(stack.gradient_bytes * trained, group, stride, per_rank)
+        back_way = one_way
+        if layout.sharding in ("zero1", "zero2"):
+            back_way = links.ring_seconds(2.0 * trained, group, stride, per_rank)  # updated half-precision weights
+        traffic = one_way + back_way
+        if stack.dp_overlap:
+            last_bucket = traffic / max(2.0, per_rank)
+            if not layout.pp > 1 and full:  # the embedding's gradient comes last and is one bucket
+                last_bucket = max(last_bucket, traffic * count.embedding / count.total)
+            reduce = _overlap(backward, traffic - last_bucket, k.overlap_loss) - backward + last_bucket
+        else:
+            reduce = traffic
+        if stack.reduce_every_micro_batch and layout.sharding == "zero2":
+            reduce *= micro_batches
+
+    gathered_micro = gather / micro_batches
+    bubble = send = 0.0
+    if layout.pp > 1:
+        bubble = (layout.pp - 1) / layout.virtual_stages * (compute_micro - last_stage + gathered_micro)
+        if layout.schedule == "gpipe" and layout.checkpointing == "none":
+            bubble *= 1.0
+        message = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+        one = links.send_seconds(message, pp_stride)
+        # Each boundary: activations forward, gradients back; sends run under the compute of other micro-batches,
+        # but a stage waits for its neighbour once per chunk.
+        send = 2.0 * one * (layout.pp - 1) + 0.5 * one * layout.virtual_stages * micro_batches
+    trained_here = (local if full else trained_weights(model, train) / (layout.tp * layout.pp)) / (
+        layout.dp_shard if layout.sharding != "ddp" else 1
+    )
+    if layout.sharding in ("zero1", "zero2") and layout.dp_shard == 1:
+        trained_here /= layout.dp_replicate
+    optimizer = k.optimizer_bytes * trained_here / job.rates.hbm
+    offload = 0.0
+    if layout.offload != "none":
+        optimizer = 0.0
+        offload = 28.0 * trained_here / job.host_adam_bytes_per_second
+        offload += (2.0 + 4.0) * trained_here / job.host_bytes_per_second
+        if layout.offload == "all":
+            offload += 2.0 * 2.0 * local / layout.dp_shard * micro_batches / job.host_bytes_per_second
+    _ = stages
+    m, layers = micro_batches, per_rank
+    return StepParts(
+        gemm=m * (layers * cost.gemm * (1.0 + gemm_back) + head_gemm * (2.0 + (1.0 if full else 0.0))),
+        attention=m * layers * cost.attention * 3.5,
+        elementwise=m * (layers * cost.elementwise * 3.0 + head_loss),
+        recompute=m * layers * recompute_layer,
+        host=m * layers * host_layer,
+        tensor_parallel=m * layers * tp_layer,
+        context_parallel=m * layers * cp_layer,
+        expert_parallel=m * layers * ep_layer,
+        gather=gather,
+        reduce=reduce,
+        pipeline_send=send,
+        bubble=bubble,
+        optimizer=optimizer,
+        offload=offload,
+    )

@@ -1,0 +1,86 @@
+"""Models: known names, config.json files, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.models import ModelError, known_names, load_model, model_from_config, model_named
+from planner.specs import TrainSpec
+from planner.weights import lora_weights, weights
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+# Totals as the model cards on the Hugging Face hub state them.
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
+        ("openai-community/gpt2", 124_439_808),
+        ("google/gemma-2-9b-it", 9_241_705_984),
+    ],
+)
+def test_known_names_have_the_published_number_of_weights(name: str, total: int) -> None:
+    """The count is exact, so FLOPs and bytes start from the truth."""
+    assert weights(model_named(name)).total == total
+
+
+def test_lora_counts_the_adapters_of_the_article() -> None:
+    """Llama-3.1-8B with r=16 on all seven projections trains 41.9 M weights (PEFT prints 41,943,040)."""
+    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
+
+
+def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
+    """A folder with a config.json answers like the known name."""
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    spec = load_model(str(folder))
+    assert spec.name == "my-llama"
+    assert weights(spec).total == weights(model_named("Llama-3.1-8B")).total
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "bert"}, "model_type='bert'"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers='32'"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads 5"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"hidden_size": 4095}, "4095"),
+    ],
+)
+def test_broken_configs_name_the_key(change: dict[str, object], says: str) -> None:
+    """The message names the key and its value."""
+    with pytest.raises(ModelError, match=says):
+        model_from_config({**LLAMA, **change})
+
+
+def test_unknown_name_offers_the_nearest() -> None:
+    """A typing mistake is answered with the nearest names."""
+    with pytest.raises(ModelError, match=r"Llama-3\.1-8B"):
+        model_named("Llama-3.1-8C")
+    assert "Qwen3-8B" in known_names()
+
+
+def test_a_folder_without_json_is_an_error(tmp_path: Path) -> None:
+    """Garbage is refused with the file's name."""
+    (tmp_path / "config.json").write_text("{nope")
+    with pytest.raises(ModelError, match=r"config\.json: not JSON"):
+        load_model(str(tmp_path))
