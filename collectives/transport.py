@@ -59,4 +59,12 @@ class Evidence:
     nodes: int | None = None
     pxn: bool | None = None
     lines_read: int = 0
+    undirected: ChannelCount = field(default_factory=ChannelCount)  # NET channels whose "[send]" was cut away
+    torn_lines: int = 0  # NET channel lines cut before their tag could be read: in no count
+    gdrdma_fraction: float | None = None  # of all NET channels counted, 0..1
+    devices: dict[str, ChannelCount] = field(default_factory=dict)  # "IB/0": NET channels over one device
+    notes: tuple[LogProblem, ...] = ()  # seen, but no fault: hand-set variables on a proven wire, unknown warnings
+    gdr_paths: tuple[str, ...] = ()  # "enabled, PXB within PXB" decoded by version; capability, not proof
+    nvls: bool | None = None  # NVLink SHARP multicast announced
+    hosts: int | None = None  # distinct hosts that wrote NCCL lines
     schema_version: int = SCHEMA_VERSION

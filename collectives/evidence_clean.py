@@ -1,0 +1,60 @@
+"""What launchers, terminals and pagers do to a log line, undone.
+
+Surface: physical lines of any training log, as bytes. Undone here: colours (ECMA-48 SGR), HTML and JSON escapes,
+progress bars that share a line by carriage return, many messages in one JSON string.
+"""
+
+from __future__ import annotations
+
+import re
+
+# A line longer than this is cut: no NCCL message is near it, and memory must stay flat on a file without newlines.
+MAX_LINE_BYTES = 16_384
+
+# The escape character itself, as caret notation, as JSON and Python write it, or lost altogether.
+_COLOUR = re.compile(rb"(?:\x1b|\^\[|\\u001[bB]|\\x1[bB]|\\033|\\e)?\[(?:[0-9]{1,3}(?:;[0-9]{1,3})*)?m")
+_COLOUR_MARKS = (b"[0m", b"^[[", b"\\u001", b"\\x1", b"\\033")
+_OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+# One of these stands in every line that can matter, also in lines that lost their prefix.
+MARKERS = (
+    b"NCCL",
+    b"via ",
+    b"NET/",
+    b"/GDR",
+    b"GPU Direct",
+    b"ibv_",
+    b"IBV_WC",
+    b"Duplicate GPU",
+    b"/dev/shm/nccl",
+    b"P2P is disabled",
+    b"P2P/",
+    b"nNodes",
+    b"fi_getinfo",
+    b"no socket interface",
+)
+
+
+def matters(line: bytes) -> bool:
+    """Whether the line can hold anything of NCCL's."""
+    if b"NCCL" in line or b"via " in line:
+        return True
+    return any(marker in line for marker in MARKERS)
+
+
+def clean(line: bytes) -> list[bytes]:
+    """The logical lines of one physical line, without colours and escapes."""
+    if b"\x1b" in line:
+        line = _OTHER_ESCAPE.sub(b"", _COLOUR.sub(b"", line))
+    elif any(mark in line for mark in _COLOUR_MARKS):
+        line = _COLOUR.sub(b"", line)
+    if b"&" in line:
+        line = line.replace(b"&gt;", b">").replace(b"&lt;", b"<").replace(b"&quot;", b'"').replace(b"&amp;", b"&")
+    if b"\\" in line:
+        line = line.replace(b"\\u003e", b">").replace(b"\\u003c", b"<").replace(b"\\r", b"").replace(b"\\n", b"\n")
+    if b"\x00" in line:
+        line = line.replace(b"\x00", b"")
+    line = line.rstrip(b"\r\n")
+    if b"\r" in line or b"\n" in line:
+        return [part for part in re.split(rb"[\r\n]+", line) if part]
+    return [line]

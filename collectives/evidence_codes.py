@@ -1,0 +1,237 @@
+"""Every problem the reader of NCCL logs can name: what it means, and the first thing to do.
+
+Surface: the vocabulary of ``LogProblem.code``; docs/evidence.md holds the same table. ``fail`` means that the log
+proves a fault or a slow path between nodes, ``warn`` that something deserves a look, ``info`` that it is by design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """One code."""
+
+    severity: str  # "info", "warn", "fail"
+    message: str
+    action: str
+    gdr: bool = False  # says only that GPUDirect RDMA is missing: a gate that does not ask for it passes
+
+
+def _fail(message: str, action: str, *, gdr: bool = False) -> Meaning:
+    return Meaning(severity="fail", message=message, action=action, gdr=gdr)
+
+
+def _warn(message: str, action: str) -> Meaning:
+    return Meaning(severity="warn", message=message, action=action)
+
+
+def _info(message: str, action: str) -> Meaning:
+    return Meaning(severity="info", message=message, action=action)
+
+
+CODES: dict[str, Meaning] = {
+    # --- what the channels show
+    "no_transport_evidence": _warn(
+        "no channel line and no failure: the log proves nothing about the wire",
+        "run a collective with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,P2P,SHM; with NCCL 2.22 or "
+        "later set NCCL_RUNTIME_CONNECT=0 or read the log after the first collective",
+    ),
+    "no_inter_node_evidence": _warn(
+        "several nodes, but no channel line between nodes",
+        "collect the logs of all ranks after the first collective that crosses nodes",
+    ),
+    "torn_channel_lines": _warn(
+        "channel lines were cut before their tag: GPUDirect RDMA cannot be read from them",
+        "write one file per process with NCCL_DEBUG_FILE=/path/%h.%p",
+    ),
+    "ib_without_gdrdma": _fail(
+        "InfiniBand or RoCE channels without GPUDirect RDMA: data is staged through host memory",
+        "load nvidia_peermem or use a DMA-BUF capable kernel and driver; check the GPU-NIC path "
+        "(PXB or nearer) and ACS",
+        gdr=True,
+    ),
+    "efa_without_gdrdma": _fail(
+        "EFA channels without GPUDirect RDMA; expected only on instances without it (p3dn, g5, g6, p5.4xlarge)",
+        "on p4d, p5 and p6 check the EFA kernel module, libfabric and the aws-ofi-nccl version",
+        gdr=True,
+    ),
+    "net_without_gdrdma": _fail(
+        "network channels without GPUDirect RDMA",
+        "check whether this network plugin and this GPU support it, and that peermem or DMA-BUF is at hand",
+        gdr=True,
+    ),
+    "gdr_partial": _fail(
+        "only part of the network channels use GPUDirect RDMA",
+        "compare GPU-NIC paths and drivers of the devices and hosts that lack it",
+        gdr=True,
+    ),
+    "gdr_read_disabled_pre_ampere": _info(
+        "GPUDirect RDMA on receive and not on send: NCCL's default before Ampere without NVLink",
+        "nothing; NCCL_NET_GDR_READ=1 tries it on send, measure before keeping it",
+    ),
+    "gdr_read_disabled_by_env": _warn(
+        "GPUDirect RDMA on receive and not on send, and NCCL_NET_GDR_READ is set",
+        "unset NCCL_NET_GDR_READ",
+    ),
+    "gdr_disabled_by_env": _fail(
+        "NCCL_NET_GDR_LEVEL or NCCL_IB_CUDA_SUPPORT turns GPUDirect RDMA off", "unset it", gdr=True
+    ),
+    "gdr_distance_too_far": _warn(
+        "NCCL found every GPU-NIC pair too far apart for GPUDirect RDMA",
+        "check the placement of GPUs and NICs on PCIe switches (in a VM: the topology file)",
+    ),
+    "peermem_missing": _fail(
+        "NCCL's test for GPUDirect RDMA failed on the HCA: no peer memory module and no DMA-BUF",
+        "modprobe nvidia-peermem (nv_peer_mem on old drivers), or use the open kernel modules with Linux 5.12 or later",
+        gdr=True,
+    ),
+    "socket_fallback": _fail(
+        "TCP sockets between nodes",
+        "find why no RDMA network was chosen: devices in the container, the plugin, memlock, NCCL_IB_DISABLE, NCCL_NET",
+        gdr=True,
+    ),
+    "mixed_networks": _fail(
+        "ranks chose different networks", "give every node the same devices, plugin and environment"
+    ),
+    "net_within_node": _warn(
+        "ranks of one node talk through the network",
+        "check NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and NCCL_HOSTID",
+    ),
+    "shm_across_pairs": _warn(
+        "some GPU pairs of a node talk through host memory: they bound every ring",
+        "keep groups within NVLink pairs or one PCIe switch; nvidia-smi topo -m shows them",
+    ),
+    "p2p_level_limited_by_env": _warn(
+        "NCCL_P2P_LEVEL keeps GPU pairs from P2P: they go through host memory", "unset NCCL_P2P_LEVEL and measure"
+    ),
+    "p2p_disabled_by_env": _warn("NCCL_P2P_DISABLE=1: all pairs of a node go through host memory", "unset it"),
+    "p2p_disabled_by_driver": _warn(
+        "the driver refuses P2P between GPUs that are connected",
+        "check ACS and the virtual machine's PCIe topology; consumer GPUs have no P2P",
+    ),
+    "p2p_disabled_nvlink": _fail(
+        "P2P is disabled between GPUs joined by NVLink",
+        "check the fabric manager, nvidia-smi nvlink -s, and restart the driver",
+    ),
+    "mixed_link_layers": _warn("InfiniBand and RoCE devices together", "name the devices of one fabric in NCCL_IB_HCA"),
+    "dead_port": _warn(
+        "an expected RDMA port is not among the ports NCCL uses: NCCL lists active ports only",
+        "check the port's state, cable and switch; then the device in the container",
+    ),
+    "pxn_disabled_plugin": _info("the network plugin is too old for PXN", "update the plugin"),
+    # --- environment
+    "hand_tuned_env": _warn(
+        "hand-set tuning variables and no proof of what they did", "unset them, measure, and keep only what pays"
+    ),
+    "ib_disabled_by_env": _fail("NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE", gdr=True),
+    "socket_forced_by_env": _fail("NCCL_NET=Socket is set", "unset NCCL_NET", gdr=True),
+    "unknown_level_value": _warn(
+        "a path level that NCCL does not know: it is ignored",
+        "use LOC, NVL, NVB, C2C, PIX, PXB, P2C, PXN, PHB or SYS in capitals",
+    ),
+    "invalid_env_value": _warn("a variable whose value NCCL could not read", "correct the value"),
+    "docker_interface_used": _warn(
+        "NCCL chose a container bridge, loopback or virtual-machine bridge for its sockets",
+        "set NCCL_SOCKET_IFNAME to the interface that reaches the peers",
+    ),
+    # --- devices and plugins
+    "no_ib_device": _warn(
+        "NCCL found no RDMA device", "give the container /dev/infiniband and the device; check ibv_devinfo there"
+    ),
+    "ibv_open_device_failed": _fail(
+        "RDMA devices are visible and cannot be opened",
+        "mount /dev/infiniband into the container (device plugin) and check its permissions",
+    ),
+    "libibverbs_missing": _fail("libibverbs could not be loaded", "install rdma-core's libibverbs in the image"),
+    "efa_plugin_init_failed": _fail(
+        "the aws-ofi-nccl plugin failed to initialise: NCCL falls back or fails",
+        "check that the pod asks for vpc.amazonaws.com/efa, and the plugin and libfabric versions",
+    ),
+    "no_efa_provider": _fail(
+        "libfabric offers no EFA provider", "check fi_info -p efa in the container and the EFA devices it was given"
+    ),
+    "network_not_found": _fail(
+        "the network that NCCL_NET asks for did not load", "unset NCCL_NET or install the plugin it names"
+    ),
+    "net_plugin_failed": _fail("no network could be initialised", "look for the first warning of the plugin"),
+    "net_device_count_mismatch": _warn(
+        "ranks see different numbers of network devices", "give every rank the same devices; look for a dead port"
+    ),
+    "topo_file_missing": _warn("the topology file that is asked for cannot be read", "correct NCCL_TOPO_FILE"),
+    "gdr_not_supported_by_gin": _warn("device-initiated networking needs peermem or DMA-BUF", "load nvidia-peermem"),
+    # --- verbs failures
+    "ib_retry_exceeded": _fail(
+        "transport retry exceeded (12): the peer did not answer",
+        "check the remote port, fabric, route and QoS between the two named ends; it is not a local setting",
+    ),
+    "ib_rnr_retry_exceeded": _fail(
+        "receiver-not-ready retry exceeded (13)", "look at the peer: its process was dead or too slow to post receives"
+    ),
+    "ib_local_protection_error": _fail(
+        "local protection error (4): the NIC could not reach the memory",
+        "turn off PCIe ACS (bare metal) or check IOMMU and ATS settings",
+    ),
+    "ib_flush_error": _info("work request flushed (5): follows from an earlier error", "look for the first error"),
+    "ib_remote_access_error": _fail(
+        "remote access or operation error (10, 11)", "look at the peer's log for the first error"
+    ),
+    "ib_completion_error": _fail("a work request failed", "look up the status in the verbs documentation"),
+    "memlock_too_small": _fail(
+        "memory could not be pinned: the locked-memory limit",
+        "raise memlock: docker --ulimit memlock=-1, the container runtime's LimitMEMLOCK, "
+        "Slurm PropagateResourceLimitsExcept=MEMLOCK",
+    ),
+    "ib_reg_mr_failed": _fail(
+        "memory registration failed", "raise memlock if memory is named; else check nvidia-peermem and DMA-BUF"
+    ),
+    "ib_create_qp_failed": _fail("a queue pair or completion queue could not be made", "raise memlock, then QP limits"),
+    "gid_index_invalid": _fail(
+        "the GID index does not lead to the peer",
+        "with NCCL 2.21 or later unset NCCL_IB_GID_INDEX; before, set it to the RoCE v2 entry of show_gids",
+    ),
+    "ib_modify_qp_failed": _fail(
+        "a queue pair could not be connected", "check GID index, subnet and route between the named ends"
+    ),
+    "ib_port_error": _fail("an RDMA port went down while running", "check the cable, transceiver and switch port"),
+    "ib_async_event": _warn("the RDMA device reported an event", "check the device and the kernel log"),
+    # --- start of the job
+    "shm_too_small": _fail(
+        "the shared memory file system (/dev/shm) is too small",
+        "docker --shm-size=1g; in Kubernetes an emptyDir with medium: Memory at /dev/shm",
+    ),
+    "duplicate_gpu": _fail(
+        "two ranks use the same GPU", "use LOCAL_RANK for the device, one process per GPU; check CUDA_VISIBLE_DEVICES"
+    ),
+    "nccl_version_mismatch": _fail("ranks run different NCCL builds", "use one image for all ranks"),
+    "bootstrap_no_interface": _fail(
+        "no usable network interface for the bootstrap", "correct NCCL_SOCKET_IFNAME or NCCL_COMM_ID"
+    ),
+    "no_interface_in_subnet": _fail(
+        "no interface in the subnet of the peer", "correct NCCL_SOCKET_IFNAME on this host; check routes"
+    ),
+    "socket_connect_failed": _fail(
+        "a peer could not be reached by TCP", "check the interface, firewall and route; then whether the peer runs"
+    ),
+    "connection_closed_by_peer": _info(
+        "a peer closed its connection: follows from a failure elsewhere", "look for the rank that failed first"
+    ),
+    "mnnvl_not_working": _fail(
+        "multi-node NVLink is present and does not work", "check IMEX: nvidia-imex-ctl -N, and the IMEX channel device"
+    ),
+    "nvls_bind_failed": _fail(
+        "NVLink SHARP memory could not be bound", "check the fabric manager (nvidia-smi: Fabric State Completed)"
+    ),
+    "no_transport_found": _fail(
+        "NCCL found no transport between two ranks", "allow P2P, SHM or a network again; see the disabled ones"
+    ),
+    "cuda_failure": _fail("a CUDA call failed inside NCCL", "read the CUDA error; often memory, device or driver"),
+    "watchdog_timeout": _fail(
+        "PyTorch's watchdog ended a collective that did not finish", "find the rank that did not enter it"
+    ),
+    "numa_balancing_enabled": _warn("automatic NUMA balancing is on", "sysctl kernel.numa_balancing=0"),
+    "iommu_not_passthrough": _warn("the IOMMU is not in pass-through mode", "boot with iommu=pt"),
+    "benign_teardown_warnings": _info("warnings of NCCL's shutdown, not a fault", "nothing"),
+    "other_warnings": _info("warnings without an entry here", "read them"),
+}

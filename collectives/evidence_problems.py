@@ -1,0 +1,234 @@
+"""Problems of a log: those its messages name, and those that only the whole shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from collectives.evidence_codes import CODES
+from collectives.evidence_reader import Ledger
+from collectives.transport import Evidence, LogProblem, ProofLine
+
+LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})
+_LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
+
+# NVIDIA's user guide, section "Debugging": not to be kept in production (docs/userguide env.rst).
+TUNING = frozenset(
+    {
+        *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL"),
+        *("NCCL_NET_GDR_READ", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_GRAPH_FILE"),
+        *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE"),
+        *("NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_AR_THRESHOLD", "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_P2P_NET_CHUNKSIZE"),
+        *("NCCL_CREATE_THREAD_CONTEXT", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_LL_BUFFSIZE"),
+        *("NCCL_NCHANNELS_PER_NET_PEER", "NCCL_LL128_BUFFSIZE", "NCCL_P2P_PXN_LEVEL", "NCCL_CROSS_NIC_FORCE"),
+    }
+)
+# aws-ofi-nccl calls setenv itself; NCCL then prints these as if the user had set them.
+_SET_BY_OFI = frozenset(
+    {"NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLSTREE_MAX_CHUNKSIZE", "NCCL_PROTO"}
+)
+_FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_warnings")
+_BRIDGES = ("docker", "virbr", "lo")
+
+
+def layers_in_use(ledger: Ledger) -> set[str]:
+    """Link layers of the devices that carry channels; of all that NCCL lists where that cannot be told."""
+    by_index = ledger.facts.port_of_index
+    used = [device for (name, device), row in ledger.devices.items() if row[0] > 0 and name.startswith(("IB", "gIB"))]
+    if used and all(len(by_index.get(device, ())) == 1 for device in used):
+        return set().union(*(by_index[device] for device in used))
+    return set().union(*by_index.values()) if by_index else set()
+
+
+class _Findings:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.found: dict[str, LogProblem] = {}
+
+    def add(self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0) -> None:
+        if code in self.found:
+            return
+        meaning = CODES[code]
+        proof = lines or tuple(self.ledger.code_lines.get(code, ()))
+        self.found[code] = LogProblem(
+            code=code,
+            message=f"{meaning.message}{': ' + detail if detail else ''}",
+            action=meaning.action,
+            severity=meaning.severity,
+            lines=proof,
+            count=count or self.ledger.codes[code] or 1,
+        )
+
+    def proof(self, *starts: str) -> tuple[ProofLine, ...]:
+        rows = [row for fact, rows in self.ledger.proof.items() if fact.startswith(starts) for row in rows]
+        return tuple(sorted(rows, key=lambda row: row.line)[:3])
+
+
+def find(
+    ledger: Ledger, evidence: Evidence, *, ports: Collection[str] | None
+) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
+    """Problems, and notes: what was seen and is no problem here."""
+    found = _Findings(ledger)
+    for code in ledger.codes:
+        found.add(code)
+    notes: list[LogProblem] = []
+    _explain_messages(found, ledger, evidence, notes)
+    _network(found, ledger, evidence)
+    _gdr(found, evidence, ledger)
+    _within_node(found, evidence, ledger)
+    _ports(found, ledger, ports)
+    _environment(found, evidence, notes)
+    _nothing_seen(found, evidence)
+    order = {"fail": 0, "warn": 1, "info": 2}
+    return tuple(sorted(found.found.values(), key=lambda problem: order[problem.severity])), tuple(notes)
+
+
+def _demote(found: _Findings, code: str, notes: list[LogProblem]) -> None:
+    if code in found.found:
+        notes.append(found.found.pop(code))
+
+
+def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, notes: list[LogProblem]) -> None:
+    """Follow-on errors and noise are no problems of their own where the first cause is there."""
+    _demote(found, "other_warnings", notes)
+    if any(problem.severity == "fail" for problem in found.found.values()):
+        for code in _FOLLOW_ON:
+            _demote(found, code, notes)
+    if "Libfabric" in (evidence.inter_node_transport or "") and evidence.transports:
+        # One protocol of the plugin failed and another was chosen.
+        _demote(found, "efa_plugin_init_failed", notes)
+        _demote(found, "no_efa_provider", notes)
+    if "pxn_disabled_plugin" in found.found:
+        _demote(found, "pxn_disabled_plugin", notes)
+    layers = layers_in_use(ledger)
+    if "gid_index_invalid" in found.found and layers == {"IB"}:
+        _demote(found, "gid_index_invalid", notes)
+
+
+def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
+    inter, facts = evidence.inter_node_transport, ledger.facts
+    if inter == "Socket":
+        found.add("socket_fallback", lines=found.proof("NET/Socket", "network Socket"))
+    one_node = facts.nodes == 1
+    if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
+        found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
+    chosen = set(facts.networks)
+    if "Socket" in chosen and len(chosen) > 1 and not one_node:
+        found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
+    if len(layers_in_use(ledger)) > 1:
+        found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
+    suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name.startswith(_BRIDGES)]
+    first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
+    several = inter is not None
+    if several and any(name in suspects for name in first):
+        found.add("docker_interface_used", detail=", ".join(dict.fromkeys(suspects)), lines=found.proof("socket inter"))
+
+
+def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
+    state, inter = evidence.gdrdma, evidence.inter_node_transport or ""
+    env, facts = evidence.environment, ledger.facts
+    carried = [name for name, row in ledger.networks.items() if row[0] > 0] or [evidence.network or ""]
+    if state == "partial":
+        one_way = (
+            evidence.receive.total > 0
+            and evidence.receive.gdrdma == evidence.receive.total
+            and evidence.send.total > 0
+            and evidence.send.gdrdma == 0
+        )
+        if one_way:
+            by_env = env.get("NCCL_NET_GDR_READ") == "0"
+            code = "gdr_read_disabled_by_env" if by_env else "gdr_read_disabled_pre_ampere"
+        else:
+            code = "gdr_partial"
+        lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
+        found.add(code, detail=_part(evidence, lacking), lines=_channel_proof(found))
+    if state == "off" and "Socket" not in carried:
+        is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
+        is_efa = "Libfabric" in inter or any("Libfabric" in name for name in carried)
+        code = "ib_without_gdrdma" if is_ib else "efa_without_gdrdma" if is_efa else "net_without_gdrdma"
+        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
+        if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
+            found.add("gdr_disabled_by_env")
+        elif is_ib and any(not enabled and name != "Socket" for name, enabled in facts.gdr_hca):
+            if not any(enabled for _, enabled in facts.gdr_hca):
+                found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
+        elif facts.gdr_paths and not any(enabled for enabled, _, _ in facts.gdr_paths):
+            found.add("gdr_distance_too_far", detail="; ".join(evidence.gdr_paths[:3]))
+    if evidence.torn_lines and state == "none":
+        found.add("torn_channel_lines", detail=f"{evidence.torn_lines} lines", count=evidence.torn_lines)
+
+
+def _part(evidence: Evidence, lacking: list[str]) -> str:
+    send, receive = evidence.send, evidence.receive
+    text = f"send {send.gdrdma} of {send.total}, receive {receive.gdrdma} of {receive.total} channels"
+    return text + (f"; without on devices {', '.join(lacking[:16])}" if lacking else "")
+
+
+def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:
+    rows = [row for fact, rows in found.ledger.proof.items() if fact.endswith("without GDRDMA") for row in rows[:1]]
+    return tuple(rows[:3])
+
+
+def _within_node(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
+    shm = evidence.transports.get("SHM", 0)
+    peer = sum(n for key, n in evidence.transports.items() if key.startswith("P2P/"))
+    env = evidence.environment
+    if shm and env.get("NCCL_P2P_DISABLE") == "1":
+        found.add("p2p_disabled_by_env", lines=found.proof("transport SHM"))
+    elif shm and "NCCL_P2P_LEVEL" in env:
+        found.add("p2p_level_limited_by_env", detail=env["NCCL_P2P_LEVEL"], lines=found.proof("transport SHM"))
+    elif shm and peer:
+        found.add("shm_across_pairs", detail=f"{shm} of {shm + peer} channels", lines=found.proof("transport SHM"))
+    if ledger.facts.nodes == 1 and any(key.startswith("NET/") for key in evidence.transports):
+        found.add("net_within_node", lines=found.proof("NET/"))
+
+
+def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> None:
+    """A dead port is silent: NCCL lists active ports only. Compare with what should be there, and host with host."""
+    listed = {host.decode("utf-8", "replace"): set(row) for host, row in ledger.facts.ports.items()}
+    missing: list[str] = []
+    if ports is not None:
+        wanted = {port if ":" in port else f"{port}:1" for port in ports}
+        for host, row in (listed or {"": set()}).items():
+            seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
+            missing += [f"{host or 'this host'}: {port}" for port in sorted(wanted - seen)]
+    elif len(listed) > 1:
+        most = max(listed.values(), key=len)
+        for host, row in listed.items():
+            if row < most:
+                missing += [f"{host}: {port}" for port in sorted(most - row)]
+    if missing:
+        shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+        found.add("dead_port", detail=shown, lines=found.proof("RDMA devices in use"), count=len(missing))
+
+
+def _tuned(evidence: Evidence) -> Iterator[str]:
+    ofi = "Libfabric" in (evidence.inter_node_transport or "")
+    for name, value in evidence.environment.items():
+        if name in TUNING and not (ofi and name in _SET_BY_OFI):
+            yield f"{name}={value}"
+
+
+def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
+    env = evidence.environment
+    if env.get("NCCL_IB_DISABLE", "0") not in ("0", "") and evidence.inter_node_transport == "Socket":
+        found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"])
+    if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
+        found.add("socket_forced_by_env")
+    odd = [f"{n}={env[n]}" for n in _LEVEL_NAMES if n in env and env[n] not in LEVELS and not env[n].isdigit()]
+    if odd:
+        found.add("unknown_level_value", detail=", ".join(odd))
+    tuned = tuple(_tuned(evidence))
+    if tuned:
+        found.add("hand_tuned_env", detail=", ".join(tuned[:12]), count=len(tuned))
+        # Where the wire is proven, tuning is a matter for the advice, not a fault of the run.
+        if evidence.transports or evidence.gdrdma != "none" or any(p.severity == "fail" for p in found.found.values()):
+            _demote(found, "hand_tuned_env", notes)
+
+
+def _nothing_seen(found: _Findings, evidence: Evidence) -> None:
+    if any(problem.severity == "fail" for problem in found.found.values()) or evidence.torn_lines:
+        return
+    if not evidence.transports and evidence.gdrdma == "none":
+        found.add("no_transport_evidence")
+    elif evidence.gdrdma == "none" and evidence.inter_node_transport not in (None, "NVLink (MNNVL)"):
+        found.add("no_inter_node_evidence")

@@ -1,0 +1,211 @@
+"""From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
+
+The rules. Channel lines prove. A selected network proves that GPUDirect RDMA is off when it is Socket, and never
+that it is on. "GDR 1" in the summary line proves nothing (it is the initial value). P2P does not prove NVLink.
+No channel line is no evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from collectives import evidence_problems
+from collectives.evidence_reader import Ledger
+from collectives.transport import ChannelCount, Evidence, ProofLine
+
+MAX_PROOF = 64
+
+# PATH_* of src/graph/topo.h / include/graph.h by version; printed as numbers in "distance 4 <= 4".
+_PATHS_220 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "DIS")
+_PATHS_225 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
+_PATHS_226 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
+_PATHS_2273 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
+_PATHS_2275 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")
+
+
+def version_of(ledger: Ledger) -> str | None:
+    """The version as the log prints it; the fuller one where several lines differ in detail."""
+    if ledger.facts.rccl_version:
+        return f"RCCL {ledger.facts.rccl_version}"
+    versions = ledger.facts.versions
+    return max(versions, key=lambda text: ("+" in text, versions[text])) if versions else None
+
+
+def path_names(version: str | None) -> tuple[str, ...] | None:
+    """Names of the path distances in that version; None where it is unknown."""
+    digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
+    if len(digits) < 2 or not (digits[0].isdigit() and digits[1].isdigit()):
+        return None
+    minor, patch = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdigit() else 0
+    if minor <= 20:
+        return _PATHS_220
+    if minor <= 25:
+        return _PATHS_225
+    if minor == 26:
+        return _PATHS_226
+    return _PATHS_2273 if (minor, patch) < (27, 5) else _PATHS_2275
+
+
+def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
+    """The "distance" lines in words: what NCCL thought possible, not what it did."""
+    names = path_names(version)
+
+    def name(distance: int) -> str:
+        return names[distance] if names and distance < len(names) else f"distance {distance}"
+
+    return tuple(
+        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed ({count} lines)"
+        for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
+    )
+
+
+def inter_name(network: str, provider: str | None = None) -> str:
+    """The network between nodes in the words people use for it."""
+    if network.startswith("IBext"):
+        return f"IB (plugin {network})"
+    if network in ("AWS Libfabric", "Libfabric"):
+        fabric = "EFA" if provider is None or provider.startswith("efa") else provider
+        return f"{fabric} ({network})"
+    return network
+
+
+def single_node(ledger: Ledger) -> bool | None:
+    """Whether all ranks sit in one node; None where the log does not say."""
+    if ledger.facts.nodes:
+        return ledger.facts.nodes == 1 and not ledger.facts.mnnvl
+    return False if len(ledger.hosts) > 1 else None
+
+
+def selected_network(ledger: Ledger) -> str | None:
+    """The network NCCL says it uses; the RDMA one if ranks differ."""
+    names = ledger.facts.networks or ledger.facts.assigned
+    if not names:
+        return "IB" if ledger.facts.ib_listed else None
+    return max(names, key=lambda name: (name != "Socket", names[name]))
+
+
+def _inter(ledger: Ledger) -> str | None:
+    provider = ledger.facts.provider
+    names = sorted(ledger.networks, key=lambda name: -ledger.networks[name][0])
+    names = [name for name in names if ledger.networks[name][0] > 0]
+    torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
+    within = single_node(ledger) is True
+    plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in _network_keys(ledger)]
+    joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
+    if any(key.startswith("P2P/MNNVL") for key in ledger.transports):
+        joined.append("NVLink (MNNVL)")
+    if joined:
+        return joined[0] if len(joined) == 1 else "mixed " + " + ".join(joined)
+    single = single_node(ledger)
+    if single is True or ledger.codes["duplicate_gpu"]:
+        return None
+    if single is None and _intra_keys(ledger):
+        return None
+    network = selected_network(ledger)
+    return inter_name(network, provider) if network else "unknown"
+
+
+def _network_keys(ledger: Ledger) -> set[str]:
+    return {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
+
+
+def _intra_keys(ledger: Ledger) -> list[str]:
+    table = {k: n for k, n in ledger.transports.items() if k.startswith(("P2P/", "SHM")) and n > 0}
+    if not table:
+        table = {k: n for k, n in ledger.torn_transports.items() if k.startswith("P2P/") and n > 0}
+    return sorted(table, key=lambda key: (key == "SHM", -table[key]))
+
+
+def _intra(ledger: Ledger) -> str | None:
+    keys = _intra_keys(ledger)
+    if single_node(ledger) is True:
+        keys += [key for key in ledger.transports if key.startswith("NET/") and ledger.transports[key] > 0]
+    if keys:
+        return keys[0] if len(keys) == 1 else "mixed " + " + ".join(keys)
+    if ledger.codes["shm_too_small"]:
+        return "SHM (attempted)"
+    if ledger.codes["duplicate_gpu"] or ledger.codes["p2p_disabled_nvlink"]:
+        return "none (init failed)"
+    if ledger.facts.local_ranks == 1:
+        return None
+    if ledger.facts.local_ranks == 0 and (ledger.networks or ledger.torn_network):
+        return None
+    return "unknown"
+
+
+def _gdrdma(ledger: Ledger, inter: str | None) -> str:
+    total = sum(ledger.channels.values())
+    on = sum(n for (_, gdrdma), n in ledger.channels.items() if gdrdma)
+    # Tags found at the start of lines explain as many channels that seem to lack one.
+    missing = total - on
+    if total and missing and on and missing <= ledger.orphan_tags:
+        return "on"
+    if total:
+        return "on" if on == total else "off" if not on else "partial"
+    if ledger.torn_network:
+        return "off" if inter == "Socket" else "none"
+    if inter == "Socket":
+        return "off"
+    refused = {enabled for (name, enabled) in ledger.facts.gdr_hca if name in ("IB", "IBext")}
+    return "off" if refused == {False} and inter is not None and inter.startswith("IB") else "none"
+
+
+def _direction(ledger: Ledger, direction: str | None) -> ChannelCount:
+    on, off = ledger.channels.get((direction, True), 0), ledger.channels.get((direction, False), 0)
+    return ChannelCount(total=on + off, gdrdma=on)
+
+
+def _link_layer(ledger: Ledger) -> str | None:
+    layers = evidence_problems.layers_in_use(ledger)
+    if not layers:
+        return None
+    return "mixed" if len(layers) > 1 else next(iter(layers))
+
+
+def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
+    lines = [row for rows in ledger.proof.values() for row in rows[:2]]
+    return tuple(sorted(lines, key=lambda row: row.line)[:MAX_PROOF])
+
+
+def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
+    """The verdict over all that was counted."""
+    facts = ledger.facts
+    version = version_of(ledger)
+    inter = _inter(ledger)
+    send, receive, other = (_direction(ledger, name) for name in ("send", "receive", None))
+    total = send.total + receive.total + other.total
+    interfaces = list(facts.sockets or facts.bootstrap)
+    evidence = Evidence(
+        library="rccl" if facts.rccl_version or (version and "+hip" in version) else "nccl",
+        nccl_version=version,
+        inter_node_transport=inter,
+        intra_node_transport=_intra(ledger),
+        gdrdma=_gdrdma(ledger, inter),
+        send=send,
+        receive=receive,
+        undirected=other,
+        transports={key: n for key, n in ledger.transports.most_common() if n > 0},
+        proof=_proof(ledger),
+        environment=dict(facts.environment),
+        network=selected_network(ledger) if facts.networks or facts.assigned else None,
+        hcas=tuple(sorted({f"{port}/{layer}" for row in facts.ports.values() for port, layer in row.items()})),
+        link_layer=_link_layer(ledger),
+        socket_interface=interfaces[0] if interfaces else None,
+        ranks=facts.ranks or None,
+        nodes=facts.nodes or None,
+        pxn=bool(ledger.proxied_sends) if ledger.proxied_sends + ledger.direct_sends else None,
+        lines_read=ledger.lines,
+        torn_lines=ledger.torn_network,
+        gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
+        devices={
+            f"{name}/{device}": ChannelCount(total=row[0], gdrdma=row[1])
+            for (name, device), row in sorted(ledger.devices.items())
+            if row[0] > 0
+        },
+        gdr_paths=gdr_paths(ledger, version),
+        nvls=facts.nvls,
+        hosts=len(ledger.hosts) or None,
+    )
+    problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
+    return replace(evidence, problems=problems, notes=notes)

@@ -1,0 +1,151 @@
+"""INFO messages of NCCL and RCCL that state a fact: version, network, devices, nodes, variables, GPUDirect RDMA.
+
+Surface: NCCL src/init.cc, src/plugin/net.cc, src/transport/net_ib*, src/transport/net_socket.cc, src/graph/paths.cc,
+src/misc/param.cc, versions 2.4 to 2.31; RCCL; aws-ofi-nccl. "Connected all rings, ... GDR 1" is left out on purpose:
+1 is its initial value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+MAX_VALUES = 512
+
+_BUILD = rb"(?:\+(?:cuda|hip|rocm)[\d.]*\d)?"
+_VERSION = re.compile(rb"\bNCCL version (?:: )?v?(\d+\.\d+(?:\.\d+)?(?:[a-z]+\d*)?(?:-\d+)?" + _BUILD + rb")")
+_RCCL_VERSION = re.compile(rb"RCCL version ?:? ?v?(\d+\.\d+(?:\.\d+)?" + _BUILD + rb")")
+_NETWORK = re.compile(rb"Using network ([A-Za-z][\w .+-]{0,40}?)\s*$")
+_ASSIGNED = re.compile(rb"Assigned NET plugin ([A-Za-z][\w .+-]{0,40}?) to comm")
+_NODES = re.compile(rb"nRanks (\d{1,7}) nNodes (\d{1,6}) localRanks (\d{1,5})")
+_RANKS = re.compile(rb"rank \d+ n[rR]anks (\d{1,7})\b")
+_ENVIRONMENT = re.compile(rb"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to (\S.*?)\.?\s*$")
+_IB_USING = re.compile(rb"NET/\w+ : Using(.*?)(?:; ?OOB ([^\s:]+):|$)")
+_PORT = re.compile(
+    rb"(?:\[(\d{1,4})\])?[={ ]*\[?\d{0,4}\]? ?([A-Za-z][\w.+-]*:\d+[\w:.]*)/(IB|RoCE|Ethernet|Eth|iWARP)\b"
+)
+_SOCKETS = re.compile(rb"\[\d+\]([^\s:\[\]]+):")
+_GDR_HCA = re.compile(rb"NET/([\w ]+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA (\d+) '?([^\s']*)")
+_GDR_HCA_24 = re.compile(rb"GPU Direct RDMA (Disabled) for HCA (\d+)")
+_GDR_PATH = re.compile(rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)")
+_BOOTSTRAP = re.compile(rb"Bootstrap ?: Using (?:\[0\])?([^\s:\[\]]+):")
+_PROVIDER = re.compile(rb"Selected [Pp]rovider is ([\w;-]+)")
+_MNNVL = re.compile(rb"MNNVL 1 cliqueId")
+
+
+class Facts:
+    """Facts stated by messages, bounded."""
+
+    def __init__(self) -> None:
+        self.versions: Counter[str] = Counter()
+        self.rccl_version: str | None = None
+        self.networks: Counter[str] = Counter()
+        self.assigned: Counter[str] = Counter()
+        self.ranks = 0
+        self.nodes = 0
+        self.local_ranks = 0
+        self.environment: dict[str, str] = {}
+        self.ports: dict[bytes, dict[str, str]] = {}  # host: port: link layer
+        self.port_of_index: dict[int, set[str]] = {}  # device number: link layers
+        self.no_ib_device = 0
+        self.ib_listed = 0
+        self.sockets: dict[str, None] = {}
+        self.bootstrap: dict[str, None] = {}
+        self.gdr_hca: Counter[tuple[str, bool]] = Counter()  # (network, enabled)
+        self.gdr_paths: Counter[tuple[bool, int, int]] = Counter()  # (enabled, distance, limit)
+        self.provider: str | None = None
+        self.nvls: bool | None = None
+        self.mnnvl = False
+
+    def take(self, message: bytes, host: bytes) -> list[str]:
+        """Facts that the message states, in words; an empty list if none."""
+        said: list[str] = []
+        if b"CCL version" in message:
+            self._version(message, said)
+        if b" set " in message:
+            self._environment(message)
+        if b"NET" in message or b"network" in message:
+            self._network(message, host, said)
+        if b"Bootstrap" in message and (match := _BOOTSTRAP.search(message)) and len(self.bootstrap) < 64:
+            self.bootstrap[match[1].decode("utf-8", "replace")] = None
+        if b"anks " in message:
+            self._ranks(message, said)
+        if b"GPU Direct RDMA" in message:
+            self._gdr(message, said)
+        if b"NVLS multicast support is " in message:
+            self.nvls = (self.nvls or False) or b" is available" in message
+        if b"MNNVL 1" in message and _MNNVL.search(message):
+            self.mnnvl = True
+        return said
+
+    def _version(self, message: bytes, said: list[str]) -> None:
+        if match := _RCCL_VERSION.search(message):
+            self.rccl_version = self.rccl_version or match[1].decode()
+            said.append("RCCL version")
+        elif (match := _VERSION.search(message)) and len(self.versions) < 64:
+            self.versions[match[1].decode()] += 1
+            said.append("NCCL version")
+
+    def _environment(self, message: bytes) -> None:
+        match = _ENVIRONMENT.search(message)
+        if match and (match[1].decode() in self.environment or len(self.environment) < MAX_VALUES):
+            self.environment[match[1].decode()] = match[2][:200].decode("utf-8", "replace")
+
+    def _network(self, message: bytes, host: bytes, said: list[str]) -> None:
+        if match := _NETWORK.search(message):
+            name = match[1].decode()
+            if name in self.networks or len(self.networks) < 64:
+                self.networks[name] += 1
+                said.append(f"network {name} selected")
+        elif (match := _ASSIGNED.search(message)) and len(self.assigned) < 64:
+            self.assigned[match[1].decode()] += 1
+        elif b"NET/IB : No device found" in message:
+            self.no_ib_device += 1
+            said.append("no RDMA device")
+        elif b"NET/Socket : Using" in message:
+            for name in _SOCKETS.findall(message[:2000]):
+                if len(self.sockets) < 64:
+                    self.sockets[name.decode("utf-8", "replace")] = None
+            said.append("socket interfaces")
+        elif (match := _IB_USING.search(message)) and _PORT.search(match[1]):
+            self._ports(match[1], host)
+            said.append("RDMA devices in use")
+        elif match := _PROVIDER.search(message):
+            self.provider = match[1].decode()
+            said.append(f"libfabric provider {self.provider}")
+
+    def _ports(self, text: bytes, host: bytes) -> None:
+        self.ib_listed += 1
+        if host not in self.ports and len(self.ports) >= MAX_VALUES * 8:
+            return
+        row = self.ports.setdefault(host, {})
+        position = -1
+        for index, port, layer in _PORT.findall(text):
+            position = int(index) if index else position + 1
+            kind = "IB" if layer == b"IB" else "RoCE"
+            if len(row) < 128:
+                row[port.decode()] = kind
+                self.port_of_index.setdefault(position, set()).add(kind)
+
+    def _ranks(self, message: bytes, said: list[str]) -> None:
+        if match := _NODES.search(message):
+            self.ranks = max(self.ranks, int(match[1]))
+            self.nodes = max(self.nodes, int(match[2]))
+            self.local_ranks = max(self.local_ranks, int(match[3]))
+            said.append("nodes of the communicator")
+        elif match := _RANKS.search(message):
+            self.ranks = max(self.ranks, int(match[1]))
+
+    def _gdr(self, message: bytes, said: list[str]) -> None:
+        if match := _GDR_HCA.search(message):
+            enabled = match[2] == b"Enabled"
+            if len(self.gdr_hca) < 64:
+                self.gdr_hca[(match[1].decode(), enabled)] += 1
+            said.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
+        elif match := _GDR_PATH.search(message):
+            key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
+            if key in self.gdr_paths or len(self.gdr_paths) < 64:
+                self.gdr_paths[key] += 1
+        elif _GDR_HCA_24.search(message):
+            self.gdr_hca[("IB", False)] += 1
+            said.append("GPUDirect RDMA refused by a device")
