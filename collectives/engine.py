@@ -57,6 +57,7 @@ class RankState:
     joined: bool = False
     last: str | None = None  # "end", "error", "terminated"
     why: str = ""
+    last_at_seconds: float = 0.0  # this host's clock
     view: Event = field(default_factory=dict)
     store_lost: str = ""
 
@@ -176,7 +177,7 @@ class Watch:
         elif kind == "joined":
             state.joined = True
         elif kind in ("end", "error", "terminated"):
-            state.last, state.why = kind, event.get("why", "")
+            state.last, state.why, state.last_at_seconds = kind, event.get("why", ""), event["at_seconds"]
         elif kind == "view":
             state.view = event
         elif kind == "store_lost":
@@ -191,7 +192,8 @@ class Watch:
             return []
         killed = verdict is not None and not verdict.startswith("a rank failed")
         problems = self._silent_ranks() + (self._stuck_ranks(before) if killed else self._dead_ranks(log_tail))
-        problems += [f"{s}: {s.why} (in {s.where})" for s in self.states.values() if s.last == "error"]
+        failed = sorted((s for s in self.states.values() if s.last == "error"), key=lambda s: s.last_at_seconds)
+        problems += [f"{s}: {s.why} (in {s.where})" for s in failed]  # the first one is the likelier cause
         if verdict is not None:
             problems.insert(0, f"{verdict}: all processes of the run were ended")
         if not any(state.joined for state in self.states.values()):

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+KILL_SECONDS = 5.0  # for the kernel to take a killed process down
+POLL_SECONDS = 0.05
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -66,16 +69,33 @@ def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[i
 
     A stopped process acts on SIGKILL only.
     """
-    import psutil
-
     listed = list(processes)
     for process in listed:
         _signal(process, signal.SIGTERM)
-    _, left = psutil.wait_procs(listed, timeout=grace_seconds)
+    left = _wait_gone(listed, grace_seconds)
     for process in left:
         _signal(process, signal.SIGKILL)
-    psutil.wait_procs(left, timeout=5)
+    _wait_gone(left, KILL_SECONDS)
     return [process.pid for process in left]
+
+
+def _wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until all are gone, or only wait to be reaped by their parent; returns those that are not."""
+    deadline = time.monotonic() + seconds
+    left = [process for process in processes if _lives(process)]
+    while left and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        left = [process for process in left if _lives(process)]
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

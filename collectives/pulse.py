@@ -28,7 +28,7 @@ class Journal:
 
     def write(self, event: str, **fields: object) -> None:
         """Append one event."""
-        line = json.dumps({"event": event, **fields}) + "\n"
+        line = json.dumps({"event": event, "at_seconds": time.time(), **fields}) + "\n"
         with self._lock:
             self._file.write(line)
             self._file.flush()
@@ -38,7 +38,7 @@ class Pulse:
     """Beats in the background, and sees whose beat has stopped."""
 
     def __init__(self, journal: Journal, rank: int, world: int, host: str, reports: bool) -> None:
-        self.arrived = 0  # barriers this rank has come to
+        self.arrived = 0  # meetings this rank has come to
         self.where = "joining"
         self._journal, self._rank, self._world, self._host = journal, rank, world, host
         self._reports = reports  # one rank of each host looks at all the others
@@ -51,11 +51,10 @@ class Pulse:
         threading.Thread(target=self._last_word, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def arrive(self, where: str) -> int:
-        """Note that this rank has come to the next barrier; returns how many came before."""
+    def arrive(self, where: str) -> None:
+        """Note that this rank has come to the next meeting."""
         self.where = where
         self.arrived += 1
-        return self.arrived - 1
 
     def _last_word(self) -> None:
         """Die of SIGTERM with a word: a rank that leaves none was killed, and is the one to name."""

@@ -125,6 +125,7 @@ def run_case(me: Rank, case: Case, budget_seconds: float) -> dict[tuple[int, ...
     times = Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
     name = f"{case.op} of {case.bytes} bytes"
     started = time.monotonic()
+    me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
     _iterate(me, op, side, me.plan.warmup, name)
     while True:
         wrong = _verified_round(me, op, side, name)
@@ -154,7 +155,7 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
     """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
     runs, waits = [], []
     for _ in range(count):
-        strike(me.faults, me.pulse.arrive(name))
+        _arrive(me, name)
         if side is None:
             continue
         came = _mark(me)
@@ -165,6 +166,12 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
         waits.append(_between(me, came, began))
         runs.append(_between(me, began, ended))
     return runs or [0.0] * count, waits or [0.0] * count
+
+
+def _arrive(me: Rank, name: str) -> None:
+    """Come to the next meeting, unless a fault keeps this rank from it."""
+    strike(me.faults, me.pulse.arrived)
+    me.pulse.arrive(name)
 
 
 def _meet(me: Rank, side: ops.Side) -> None:
@@ -195,7 +202,7 @@ def _between(me: Rank, first: Any, second: Any) -> float:
 def _verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tuple[int, ...]:
     """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
     me.turn += 1
-    strike(me.faults, me.pulse.arrive(f"verified round of {name}"))
+    _arrive(me, f"verified round of {name}")
     if side is None:
         return ()
     _fill(me, op, side)

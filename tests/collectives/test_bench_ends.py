@@ -1,0 +1,216 @@
+"""Whatever breaks, a benchmark ends, names who it was, and leaves no process, port or lock behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from collectives import bench, lock, processes
+from collectives.plan import FAULT_VARIABLE, RUN_VARIABLE
+
+pytestmark = pytest.mark.ranks
+
+HOST = socket.gethostname()
+
+
+def spec(tmp_path, **changes):
+    settings = {
+        "sizes_bytes": (65536, 131072),
+        "max_iterations": 20,
+        "budget_seconds": 60,
+        "silence_seconds": 5,
+        "startup_seconds": 90,
+        "backend": "gloo",
+        "lock_path": str(tmp_path / "lock"),
+    }
+    return bench.BenchSpec(**{**settings, **changes})
+
+
+def with_fault(tmp_path, fault, **changes):
+    return bench.run(spec(tmp_path, environment={FAULT_VARIABLE: fault}, **changes))
+
+
+def left_behind():
+    """Processes of any run that this test process started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and RUN_VARIABLE in process.environ():
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_ended(found, tmp_path, *words):
+    assert not found.complete
+    told = "\n".join(found.problems)
+    for word in words:
+        assert word in told
+    assert not left_behind()
+    with lock.hold(tmp_path / "lock"):
+        pass
+
+
+def test_a_dead_rank_is_named_with_its_signal(tmp_path):
+    found = with_fault(tmp_path, "rank=1:die@iteration=45")
+    assert_ended(found, tmp_path, f"rank 1 on {HOST}: died without a word", "killed by SIGKILL")
+    assert len(found.measurements) == 1, "what was measured before stays"
+    assert f"rank 0 on {HOST}: died" not in "\n".join(found.problems)
+
+
+def test_a_stopped_rank_is_named_and_killed(tmp_path):
+    found = with_fault(tmp_path, "rank=1:stop@iteration=20")
+    assert_ended(found, tmp_path, "no rank moved for 5 s", f"rank 1 on {HOST}: gave no answer, not even to SIGTERM")
+    assert f"rank 0 on {HOST}: waits in all_gather" in "\n".join(found.problems)
+
+
+def test_a_stalled_rank_is_told_from_those_that_wait_for_it(tmp_path):
+    found = with_fault(tmp_path, "rank=0:stall@iteration=20")
+    assert_ended(
+        found, tmp_path, f"rank 0 on {HOST}: has not come to where the others wait", f"rank 1 on {HOST}: waits"
+    )
+
+
+def test_a_failing_rank_comes_first_among_the_errors(tmp_path):
+    found = with_fault(tmp_path, "rank=1:fail@iteration=20")
+    assert_ended(found, tmp_path, "fault asked for")
+    assert f"rank 1 on {HOST}: RuntimeError: fault asked for" in found.problems[0]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"])
+def test_a_lying_rank_leaves_nothing_verified_and_is_named(tmp_path, op):
+    found = with_fault(tmp_path, "rank=1:lie", ops=(op,), sizes_bytes=(65536,), ranks_per_host=3, max_iterations=10)
+    assert found.measurements and not any(m.verified for m in found.measurements)
+    assert_ended(found, tmp_path, f"{op} of", f"rank 1 on {HOST} gave wrong data")
+    assert "rank 0 on" not in "\n".join(found.problems)
+    assert "rank 2 on" not in "\n".join(found.problems)
+    assert not found.latencies
+
+
+def test_different_versions_are_told(tmp_path):
+    found = with_fault(tmp_path, "rank=1:version", sizes_bytes=(65536,), max_iterations=10)
+    assert any("different versions of torch" in p and "0.0.0 on rank 1" in p for p in found.problems)
+
+
+def test_a_wrong_interface_is_told_with_the_words_of_the_library(tmp_path):
+    found = bench.run(spec(tmp_path, environment={"GLOO_SOCKET_IFNAME": "nosuch0"}))
+    assert_ended(found, tmp_path, f"rank 0 on {HOST}", "nosuch0")
+
+
+def test_a_refused_rendezvous_ends_at_the_start_up_budget(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = bench.run(
+        spec(tmp_path, hosts=2, node_rank=1, rendezvous=f"127.0.0.1:{port}", startup_seconds=8, ranks_per_host=1)
+    )
+    assert_ended(found, tmp_path, "did not join within 8 s", f"rendezvous 127.0.0.1:{port}: Connection refused")
+
+
+def test_a_rendezvous_port_that_is_taken_is_told(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = bench.run(
+            spec(tmp_path, hosts=2, node_rank=0, rendezvous=f"127.0.0.1:{port}", startup_seconds=20, ranks_per_host=1)
+        )
+    assert_ended(found, tmp_path, "EADDRINUSE")
+
+
+def test_the_port_is_free_again_after_a_kill(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = bench.run(
+        spec(tmp_path, hosts=2, node_rank=0, rendezvous=f"127.0.0.1:{port}", startup_seconds=8, ranks_per_host=1)
+    )
+    assert_ended(found, tmp_path, "did not join within 8 s")
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+        again.listen()
+
+
+PARENT = """
+import sys
+from collectives import bench, wire
+import json
+spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10**6, precision=None, budget_seconds=300, backend="gloo",
+                       lock_path=sys.argv[1])
+def told(event):
+    if event["event"] == "progress":
+        print("going", flush=True)
+result = bench.run(spec, on_event=told)
+print(json.dumps(wire.result_to_json(result)), flush=True)
+"""
+
+
+def start_parent(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "lock")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert parent.stdout.readline().strip() == "going"
+    return parent
+
+
+def test_sigterm_ends_the_run_with_a_partial_result(tmp_path):
+    parent = start_parent(tmp_path)
+    parent.terminate()
+    out, _ = parent.communicate(timeout=60)
+    assert parent.returncode == 0
+    assert "stopped by SIGTERM" in out
+    assert not left_behind()
+
+
+def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_path):
+    parent = start_parent(tmp_path)
+    with pytest.raises(lock.BusyError, match=f"pid {parent.pid}"), lock.hold(tmp_path / "lock"):
+        pass
+    ranks = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
+    assert len(ranks) >= 3, "a launcher and two ranks"
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while left_behind() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left_behind()
+    with lock.hold(tmp_path / "lock"):
+        pass
+
+
+FULL_SHM = """
+import json, sys
+from collectives import bench, wire
+spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10, backend="gloo", lock_path=sys.argv[1])
+print(json.dumps(wire.result_to_json(bench.run(spec))))
+"""
+
+
+@pytest.mark.netns
+def test_a_full_shared_memory_is_told(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a mount namespace")
+    small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec "$@"'
+    argv = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", FULL_SHM, str(tmp_path / "lock")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2], check=False)
+    assert "/dev/shm has 0 bytes free" in done.stdout, done.stderr
+
+
+def test_marked_processes_are_found_even_when_their_parent_is_gone():
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, RUN_VARIABLE: "orphan-test"}, check=True)
+    found = processes.marked(RUN_VARIABLE, "orphan-test")
+    assert len(found) == 1
+    assert processes.end_all(found, 5) == []
+    assert not processes.marked(RUN_VARIABLE, "orphan-test")

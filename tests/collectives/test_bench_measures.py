@@ -1,0 +1,106 @@
+"""A benchmark of real ranks: verified, bounded, and read back whole."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from collectives import bench, wire
+from collectives.ops import OPS
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    events = []
+    spec = bench.BenchSpec(
+        ops=tuple(OPS),
+        sizes_bytes=(100_000, 1_000_000),
+        max_iterations=20,
+        budget_seconds=60,
+        startup_seconds=120,
+        lock_path=str(tmp_path_factory.mktemp("lock") / "lock"),
+        backend="gloo",
+        expectations=(bench.Expectation(op="all_gather", busbw_bytes_per_second=1e9, latency_seconds=1e-3),),
+    )
+    return bench.run(spec, on_event=events.append), events
+
+
+def test_every_op_is_measured_and_verified_by_two_ranks(result):
+    found, _ = result
+    assert found.complete, found.problems
+    assert [m.op for m in found.measurements] == [op for op in OPS for _ in range(2)]
+    for m in found.measurements:
+        assert m.verified
+        assert m.ranks == (0, 1) and len(m.hosts) == 2
+        assert 10 <= len(m.iteration_seconds) <= 20
+        assert len(m.rank_median_seconds) == 2
+        assert m.algbw_bytes_per_second == pytest.approx(m.bytes / m.median_seconds)
+        assert m.busbw_bytes_per_second == pytest.approx(m.algbw_bytes_per_second * OPS[m.op].factor(2))
+
+
+def test_sizes_are_those_that_were_run_after_rounding_to_a_grain(result):
+    found, _ = result
+    sizes = {m.op: m.bytes for m in found.measurements[::2]}
+    assert sizes["all_gather"] == 2 * (50_000 // 16) * 16
+    assert sizes["all_reduce"] == 100_000 // 16 * 16
+
+
+def test_versions_and_an_expectation_of_its_own_for_a_small_size(result):
+    found, _ = result
+    assert found.versions["torch"] and found.versions["python"]
+    small, large = [m for m in found.measurements if m.op == "all_gather"]
+    assert small.expected_busbw_bytes_per_second < large.expected_busbw_bytes_per_second < 1e9
+    assert found.measurements[-1].expected_busbw_bytes_per_second is None
+
+
+def test_the_result_comes_back_from_json_as_it_went(result):
+    found, _ = result
+    assert wire.result_from_json(json.loads(json.dumps(wire.result_to_json(found)))) == found
+
+
+def test_progress_is_told_while_it_happens(result):
+    found, events = result
+    kinds = [event["event"] for event in events]
+    assert kinds.count("start") == 2 and kinds.count("end") == 2
+    assert kinds.count("measured") == len(found.measurements)
+    assert "progress" in kinds
+
+
+def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
+    cases = bench.model_cases(fsdp_bucket_bytes=[65536], tp_activation_bytes=[4096], tp_groups=((0, 2), (1, 3)))
+    found = bench.run(
+        bench.BenchSpec(
+            cases=cases, ranks_per_host=4, max_iterations=10, backend="gloo", lock_path=str(tmp_path / "lock")
+        )
+    )
+    assert found.complete, found.problems
+    assert [(m.op, m.ranks) for m in found.measurements] == [
+        ("all_gather", (0, 1, 2, 3)),
+        ("reduce_scatter", (0, 1, 2, 3)),
+        ("all_reduce", (0, 2)),
+        ("all_reduce", (1, 3)),
+    ]
+
+
+def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_path):
+    found = bench.run(
+        bench.BenchSpec(
+            sizes_bytes=tuple(range(1 << 20, 1 << 21, 1 << 16)),
+            budget_seconds=0.2,
+            max_iterations=10_000,
+            precision=None,
+            backend="gloo",
+            lock_path=str(tmp_path / "lock"),
+        )
+    )
+    assert not found.complete
+    assert found.measurements and all(m.verified for m in found.measurements)
+    assert any("time budget of 0.2 s was spent" in problem for problem in found.problems)
+
+
+def test_the_starting_process_imports_no_torch():
+    code = "import sys, collectives.bench, collectives.wire; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
