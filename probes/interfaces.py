@@ -5,7 +5,11 @@ Specification: rtnetlink(7) through pyroute2; the Multus annotation k8s.v1.cni.c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from probes.api import Finding, Metric, Probe, Sample
+from probes.host import Host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,8 @@ class Interface:
     multus_network: str | None = None  # "default/rdmashared-net"
     is_vf: bool | None = None
     errors: dict[str, int] | None = None
+    parent_elsewhere: bool = False  # its lower device, or a veth's other end, is in another network namespace
+    multus_mtu_bytes: int | None = None  # "mtu" of its network-status entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +47,66 @@ class InterfacesFacts:
     nccl_choice: str | None = None  # what NCCL's own order picks with NCCL_SOCKET_IFNAME unset
     network_status_source: str | None = None  # file of the Multus annotation, None where there is none
     source: str = "netlink"  # "netlink" or "sysfs"
+    network_status_error: str | None = None  # why the annotation could not be read
+
+
+def read(host: Host) -> InterfacesFacts:
+    """All interfaces of this network namespace, with their roles."""
+    from probes import interfaces_read
+
+    return interfaces_read.read(host)
+
+
+def check(facts: InterfacesFacts) -> Iterator[Finding]:
+    """Whether NCCL and gloo would talk over the right interface, and whether it is whole."""
+    from probes import interfaces_check
+
+    return interfaces_check.check(facts)
+
+
+def samples(facts: InterfacesFacts) -> Iterator[Sample]:
+    """What node_exporter cannot know: the role, what it stands on, and NCCL's choice."""
+    for interface in facts.interfaces:
+        labels = (
+            interface.name,
+            interface.role,
+            interface.kind or "",
+            interface.parent or "",
+            interface.rdma_device or "",
+            interface.multus_network or "",
+        )
+        yield Sample(metric="interfaces_role_info", value=1, labels=labels)
+    if facts.nccl_choice:
+        yield Sample(metric="interfaces_nccl_choice_info", value=1, labels=(facts.nccl_choice,))
+
+
+PROBE = Probe(
+    name="interfaces",
+    facts=InterfacesFacts,
+    read=read,
+    check=check,
+    samples=samples,
+    codes=(
+        "interfaces.choice.wrong",
+        "interfaces.choice.none",
+        "interfaces.link.down",
+        "interfaces.address.missing",
+        "interfaces.mtu.mismatch",
+        "interfaces.speed.low",
+        "interfaces.network_status.invalid",
+    ),
+    metrics=(
+        Metric(
+            name="interfaces_role_info",
+            help="Role of the network interface and what it stands on.",
+            labels=("device", "role", "kind", "parent", "rdma_device", "network"),
+            kind="info",
+        ),
+        Metric(
+            name="interfaces_nccl_choice_info",
+            help="Interface NCCL takes with NCCL_SOCKET_IFNAME unset.",
+            labels=("device",),
+            kind="info",
+        ),
+    ),
+)

@@ -5,7 +5,11 @@ Specification: getrlimit(2), proc(5), capabilities(7), cgroups(7).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from probes.api import Finding, Metric, Probe, Sample
+from probes.host import Host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +35,59 @@ class LimitsFacts:
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
     overcommit: int | None = None
+    rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
+
+
+def read(host: Host) -> LimitsFacts:
+    """Ask for every limit of this process."""
+    from probes import limits_read
+
+    return limits_read.read(host)
+
+
+def check(facts: LimitsFacts) -> Iterator[Finding]:
+    """Limits a training job would stumble over if it got the same ones."""
+    from probes import limits_check
+
+    return limits_check.check(facts)
+
+
+def samples(facts: LimitsFacts) -> Iterator[Sample]:
+    """The limits as numbers; +Inf is unlimited, nothing is exported where a limit could not be read."""
+    if facts.memlock_known:
+        for bound, value in (("soft", facts.memlock_soft_bytes), ("hard", facts.memlock_hard_bytes)):
+            yield Sample(metric="limits_memlock_bytes", value=float("inf") if value is None else value, labels=(bound,))
+    pairs = (
+        ("limits_ipc_lock", facts.ipc_lock),
+        ("limits_shm_size_bytes", facts.shm_size_bytes),
+        ("limits_shm_free_bytes", facts.shm_free_bytes),
+        ("limits_open_files", facts.nofile_soft),
+    )
+    for metric, number in pairs:
+        if number is not None:
+            yield Sample(metric=metric, value=float(number))
+
+
+PROBE = Probe(
+    name="limits",
+    facts=LimitsFacts,
+    read=read,
+    check=check,
+    samples=samples,
+    codes=(
+        "limits.memlock.low",
+        "limits.memlock.unknown",
+        "limits.shm.small",
+        "limits.shm.full",
+        "limits.shm.unknown",
+        "limits.nofile.low",
+        "limits.numa_policy.denied",
+    ),
+    metrics=(
+        Metric(name="limits_memlock_bytes", help="RLIMIT_MEMLOCK of the agent, +Inf is unlimited.", labels=("bound",)),
+        Metric(name="limits_ipc_lock", help="1 where the agent has CAP_IPC_LOCK and RLIMIT_MEMLOCK does not bind it."),
+        Metric(name="limits_shm_size_bytes", help="Size of /dev/shm as the agent sees it."),
+        Metric(name="limits_shm_free_bytes", help="Free space of /dev/shm as the agent sees it."),
+        Metric(name="limits_open_files", help="Soft RLIMIT_NOFILE of the agent."),
+    ),
+)

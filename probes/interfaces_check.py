@@ -1,0 +1,190 @@
+"""Judges interfaces: would NCCL and gloo talk over the right one, and is that one whole.
+
+Sources: NCCL user guide, NCCL_SOCKET_IFNAME and Troubleshooting ("Networking issues"); gloo binds to the address that
+the host's name resolves to unless GLOO_SOCKET_IFNAME is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from probes.api import Finding, Severity
+from probes.interfaces import Interface, InterfacesFacts
+from probes.interfaces_roles import ON_A_WIRE, usable_by_nccl
+
+NET = "/sys/class/net"
+
+
+def check(facts: InterfacesFacts) -> Iterator[Finding]:
+    """The choice first, then each interface."""
+    if facts.network_status_error:
+        yield Finding(
+            code="interfaces.network_status.invalid",
+            severity=Severity.UNKNOWN,
+            subject="",
+            message=f"The pod's network-status cannot be read: {facts.network_status_error}.",
+            evidence=(str(facts.network_status_source),),
+            remedy="Mount metadata.annotations['k8s.v1.cni.cncf.io/network-status'] as a downward-API volume.",
+        )
+    yield from _choice(facts)
+    for interface in facts.interfaces:
+        yield from _down(interface)
+        yield from _address(interface)
+        yield from _mtu(facts, interface)
+    yield from _siblings(facts)
+
+
+def _fast(interface: Interface) -> tuple[bool, float]:
+    return interface.rdma_device is not None, interface.speed_bytes_per_second or 0.0
+
+
+def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
+    chosen = next((i for i in facts.interfaces if i.name == facts.nccl_choice), None)
+    if chosen is None:
+        if facts.source == "netlink":
+            yield Finding(
+                code="interfaces.choice.none",
+                severity=Severity.FAIL,
+                subject="",
+                message="No interface is up, running and has an address: NCCL and gloo cannot start.",
+                evidence=tuple(
+                    f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses"
+                    for i in facts.interfaces[:16]
+                ),
+                remedy="Bring one interface up with an address that the other nodes reach.",
+            )
+        return
+    others = [i for i in facts.interfaces if usable_by_nccl(i) and i is not chosen and i.role in ("secondary", "host")]
+    better = max(others, key=_fast, default=None)
+    if chosen.role in ("docker", "bridge", "virtual", "loopback") and better is not None:
+        severity, why = Severity.FAIL, f"a {chosen.role} interface that other nodes do not reach"
+    elif better is not None and _is_faster(better, chosen):
+        severity, why = Severity.WARN, f"a {chosen.role} interface{_speed(chosen)}"
+    else:
+        return
+    yield Finding(
+        code="interfaces.choice.wrong",
+        severity=severity,
+        subject=chosen.name,
+        message=(
+            f"NCCL takes {chosen.name} by itself, {why}, while {better.name} ({better.role}{_speed(better)}"
+            f"{', ' + better.rdma_device if better.rdma_device else ''}) is there."
+        ),
+        evidence=tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
+        remedy=f"Set NCCL_SOCKET_IFNAME={better.name} and GLOO_SOCKET_IFNAME={better.name}.",
+    )
+
+
+def _is_faster(better: Interface, chosen: Interface) -> bool:
+    """An overlay against a secondary network with a device of its own, or a slower wire against a faster one."""
+    if chosen.rdma_device:
+        return False
+    if chosen.speed_bytes_per_second and better.speed_bytes_per_second:
+        return better.speed_bytes_per_second > chosen.speed_bytes_per_second
+    return chosen.role == "pod-default" and better.role == "secondary"
+
+
+def _speed(interface: Interface) -> str:
+    rate = interface.speed_bytes_per_second
+    return f", {rate * 8 / 1e9:g} Gb/s" if rate else ""
+
+
+def _matters(interface: Interface) -> bool:
+    return interface.role == "secondary" or interface.rdma_device is not None or interface.multus_network is not None
+
+
+def _down(interface: Interface) -> Iterator[Finding]:
+    if _matters(interface) and (interface.up is False or interface.running is False):
+        yield Finding(
+            code="interfaces.link.down",
+            severity=Severity.WARN,
+            subject=interface.name,
+            message=(
+                f"{interface.name} is {'down' if interface.up is False else 'up without a carrier'}: NCCL leaves it "
+                "out."
+            ),
+            evidence=(f"rtnetlink: {interface.name} up {interface.up}, running {interface.running}",),
+            remedy=f"Bring {interface.name} up and check what it is attached to.",
+        )
+
+
+def _address(interface: Interface) -> Iterator[Finding]:
+    ipv4 = [a for a in interface.addresses if ":" not in a]
+    if interface.role == "secondary" and interface.running and not ipv4:
+        yield Finding(
+            code="interfaces.address.missing",
+            severity=Severity.WARN,
+            subject=interface.name,
+            message=(
+                f"{interface.name} has no IPv4 address: it gives a RoCE port no routable GID, and NCCL cannot name it."
+            ),
+            evidence=(f"rtnetlink: {interface.name}: {', '.join(interface.addresses) or 'no address'}",),
+            remedy="Give the network attachment an ipam section (whereabouts, static) so that the pod gets an address.",
+        )
+
+
+def _mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
+    mtu = interface.mtu_bytes
+    parent = next((i for i in facts.interfaces if i.name == interface.parent), None)
+    expected = None
+    if mtu and interface.multus_mtu_bytes and mtu != interface.multus_mtu_bytes:
+        expected = (interface.multus_mtu_bytes, "network-status")
+    elif (
+        mtu
+        and parent
+        and parent.mtu_bytes
+        and interface.kind in ("macvlan", "ipvlan", "vlan")
+        and mtu < parent.mtu_bytes
+    ):
+        expected = (parent.mtu_bytes, f"its parent {parent.name}")
+    if expected:
+        yield Finding(
+            code="interfaces.mtu.mismatch",
+            severity=Severity.WARN,
+            subject=interface.name,
+            message=f"{interface.name} has an MTU of {mtu}, {expected[1]} one of {expected[0]}.",
+            evidence=(f"rtnetlink: {interface.name} mtu {mtu}", f"{expected[1]}: mtu {expected[0]}"),
+            remedy=f"Set mtu {expected[0]} in the network attachment of {interface.name}.",
+        )
+
+
+def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
+    """Training interfaces of one host that differ in MTU, or in speed although one driver runs them."""
+    members = [
+        i for i in facts.interfaces if i.running and (i.role == "secondary" or (i.rdma_device and i.role == "host"))
+    ]
+    mtus = {i.mtu_bytes for i in members if i.mtu_bytes}
+    if len(mtus) > 1:
+        yield Finding(
+            code="interfaces.mtu.mismatch",
+            severity=Severity.WARN,
+            subject="",
+            message="The training interfaces differ in MTU: "
+            + ", ".join(f"{i.name} {i.mtu_bytes}" for i in members)
+            + ".",
+            evidence=tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in members[:16]),
+            remedy="Set one MTU on all of them, and on the switches between the hosts.",
+        )
+    drivers: dict[str, list[Interface]] = {}
+    wired = [i for i in facts.interfaces if i.running and i.speed_bytes_per_second and i.kind not in ON_A_WIRE]
+    for interface in wired:
+        if interface.driver and (interface.master or interface in members):
+            drivers.setdefault(interface.driver, []).append(interface)
+    for group in drivers.values():
+        best = max(group, key=lambda i: i.speed_bytes_per_second or 0.0)
+        for interface in group:
+            if (interface.speed_bytes_per_second or 0) < (best.speed_bytes_per_second or 0):
+                yield Finding(
+                    code="interfaces.speed.low",
+                    severity=Severity.WARN,
+                    subject=interface.name,
+                    message=(
+                        f"{interface.name} runs{_speed(interface)[1:]}, {best.name} of the same "
+                        f"driver{_speed(best)[1:]}."
+                    ),
+                    evidence=tuple(
+                        f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8 / 1e6:g}"
+                        for i in (interface, best)
+                    ),
+                    remedy=f"Check cable, transceiver and switch port of {interface.name}.",
+                )

@@ -1,0 +1,165 @@
+"""Reads /sys/bus/pci and the host-wide switches of GPUDirect RDMA.
+
+Specification: Linux Documentation/ABI/testing/sysfs-bus-pci, sysfs-kernel-iommu_groups; NCCL user guide,
+Troubleshooting ("GPU Direct"); NCCL src/graph/topo.cc for the place of a virtual topology file.
+"""
+
+from __future__ import annotations
+
+import re
+
+from probes import hostinfo_read, sysfs
+from probes.api import UnavailableError
+from probes.host import Host
+from probes.pci import PciDevice, PciFacts, is_bridge, is_gpu, is_network
+from probes.pci_config import CONFIG_BYTES, Config, parse_config
+
+DEVICES = "/sys/bus/pci/devices"
+GROUPS = "/sys/kernel/iommu_groups"
+DEVICES_MAX = 4096
+NVIDIA = 0x10DE
+NVSWITCH = 0x0680
+PEERMEM = ("/sys/module/nvidia_peermem", "/sys/kernel/mm/memory_peers/nv_mem", "/sys/kernel/mm/memory_peers/nv_mem_nc")
+DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
+TOPOLOGY_FOLDERS = (
+    "/var/run/nvidia-topologyd",  # NCCL's own default: virtualTopology.xml
+    "/opt/microsoft",  # Azure HPC images: ndv4-topo.xml, ndv5-topo.xml
+    "/opt/amazon/ofi-nccl/share/aws-ofi-nccl/xml",  # EFA installer; its plugin sets NCCL_TOPO_FILE itself
+    "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml",
+)
+_ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
+
+
+def read(host: Host) -> PciFacts:
+    """Read the tree and the switches."""
+    try:
+        found = host.list_dir(DEVICES)
+    except OSError as error:
+        raise UnavailableError(f"{DEVICES} cannot be listed: {error.strerror or error}") from error
+    addresses = [name for name in found if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
+    devices = tuple(device for name in addresses if (device := read_device(host, name)) is not None)
+    version = sysfs.text(host, "/proc/driver/nvidia/version")
+    opened = None if version is None else "Open Kernel Module" in version
+    hypervisor = hostinfo_read.virtual_machine(host)
+    return PciFacts(
+        devices=devices,
+        iommu_mode=_iommu_mode(host, devices),
+        peermem_version=next((v for path in PEERMEM if (v := sysfs.text(host, f"{path}/version"))), None),
+        peermem_loaded=any(host.exists(path) for path in PEERMEM) if host.exists("/sys/module") else None,
+        nvidia_open_module=opened,
+        dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
+        virtual_tree=virtual_tree(devices, hypervisor),
+        hypervisor=hypervisor,
+        topology_files=_topology_files(host),
+    )
+
+
+def read_device(host: Host, address: str) -> PciDevice | None:
+    """One device; None where its class is none of ours."""
+    folder = f"{DEVICES}/{address}"
+    code = sysfs.number(host, f"{folder}/class")
+    vendor, device = sysfs.number(host, f"{folder}/vendor"), sysfs.number(host, f"{folder}/device")
+    if code is None or vendor is None or device is None or not (is_bridge(code) or is_gpu(code) or is_network(code)):
+        return None
+    if code >> 8 == NVSWITCH and vendor != NVIDIA:
+        return None  # "other bridge" of a chipset
+    path = (sysfs.target(host, folder) or "").split("/")
+    ancestors = [part for part in path[:-1] if sysfs.BUS_ID.fullmatch(part)]
+    roots = [part for part in path if _ROOT.fullmatch(part)]
+    node = sysfs.number(host, f"{folder}/numa_node")
+    config = _config(host, folder)
+    group = sysfs.target_name(host, f"{folder}/iommu_group")
+    return PciDevice(
+        bus_id=address,
+        class_code=code,
+        vendor_id=vendor,
+        device_id=device,
+        parent=ancestors[-1] if ancestors else None,
+        root=roots[-1] if roots else None,
+        numa_node=node if node is not None and node >= 0 else None,
+        driver=sysfs.target_name(host, f"{folder}/driver"),
+        link_transfers_per_second=_transfers(sysfs.text(host, f"{folder}/current_link_speed")),
+        link_transfers_per_second_max=_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
+        link_width=_width(sysfs.number(host, f"{folder}/current_link_width")),
+        link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
+        acs_source_validation=config.acs_source_validation,
+        relaxed_ordering=config.relaxed_ordering,
+        iommu_group=sysfs.parse_number(group),
+        physical_function=sysfs.target_name(host, f"{folder}/physfn"),
+        sriov_vfs=sysfs.number(host, f"{folder}/sriov_numvfs"),
+        sriov_vfs_max=sysfs.number(host, f"{folder}/sriov_totalvfs"),
+        resizable_bar=config.resizable_bar,
+        rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
+        lost=config.lost,
+    )
+
+
+def _config(host: Host, folder: str) -> Config:
+    try:
+        return parse_config(host.read_bytes(f"{folder}/config", CONFIG_BYTES))
+    except OSError:
+        return Config()
+
+
+def _transfers(value: str | None) -> float | None:
+    """ "16.0 GT/s PCIe" is 16e9; "Unknown" is None."""
+    found = re.match(r"(\d{1,4}(?:\.\d{1,3})?) GT/s", value or "", re.ASCII)
+    return float(found[1]) * 1e9 if found else None
+
+
+def _width(value: int | None) -> int | None:
+    """Lanes; the kernel prints 0 or 255 where there is no link."""
+    return value if value is not None and 1 <= value <= 32 else None
+
+
+def _dmabuf(opened: bool | None, kernel: str) -> bool | None:
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", kernel, re.ASCII)
+    if opened is None or version is None:
+        return None
+    return opened and (int(version[1]), int(version[2])) >= DMABUF_KERNEL
+
+
+def _iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
+    """By the domain type of the groups that hold GPUs and NICs, else by the kernel's command line."""
+    ends = [d for d in devices if not is_bridge(d.class_code)]
+    groups = sorted({d.iommu_group for d in ends if d.iommu_group is not None})
+    types = {kind for group in groups if (kind := sysfs.text(host, f"{GROUPS}/{group}/type"))}
+    if any(kind.startswith("DMA") for kind in types):
+        return "translated"
+    if "identity" in types:
+        return "passthrough"
+    if not groups and not sysfs.names(host, "/sys/class/iommu"):
+        return "off" if host.exists("/sys/class") else None
+    options = (sysfs.text(host, "/proc/cmdline") or "").split()
+    if {"iommu=off", "intel_iommu=off", "amd_iommu=off"} & set(options):
+        return "off"
+    return "passthrough" if {"iommu=pt", "iommu.passthrough=1"} & set(options) else None
+
+
+def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str | None:
+    """Why the tree says nothing of nearness: a hypervisor gave every GPU and NIC a place of its own, or one for all."""
+    ends = [d for d in devices if is_gpu(d.class_code) or is_network(d.class_code)]
+    if hypervisor is None or len(ends) < 2 or any(d.root is None for d in ends):
+        return None
+    parents = {d.bus_id: d.parent for d in devices}
+    roots, deepest = {d.root for d in ends}, max(_depth(d, parents) for d in ends)
+    if len(roots) == 1 and deepest == 0:
+        return f"every device sits on the same root bus ({hypervisor})"
+    if len(roots) == 1 and deepest == 1 and len({d.parent for d in ends}) == len(ends):
+        return f"every device sits behind its own virtual root port ({hypervisor})"
+    if len(roots) == len(ends) and deepest <= 1:
+        return f"every device sits on its own root ({hypervisor})"
+    return None
+
+
+def _depth(device: PciDevice, parents: dict[str, str | None]) -> int:
+    depth, above = 0, device.parent
+    while above is not None and depth < 64:
+        depth, above = depth + 1, parents.get(above)
+    return depth
+
+
+def _topology_files(host: Host) -> tuple[str, ...]:
+    return tuple(
+        f"{folder}/{name}" for folder in TOPOLOGY_FOLDERS for name in sysfs.names(host, folder) if name.endswith(".xml")
+    )

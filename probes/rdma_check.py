@@ -1,0 +1,337 @@
+"""Judges RDMA devices: ports, GIDs, MTU, permissions, and whether memory can really be registered.
+
+Sources: InfiniBand Architecture (port states); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"); NCCL
+src/transport/net_ib (only ACTIVE ports are listed, silently); ibv_reg_mr(3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from probes.api import Finding, Severity
+from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma_gids import ROCE_V2, ipv4_of, nccl_gid_index, rocev2_gid_index
+
+SYSFS = "/sys/class/infiniband"
+ROCE_FULL_MTU_BYTES = 4096
+ROCE_FULL_NETDEV_MTU_BYTES = 4200  # 4096 and RoCE's headers, as NIC vendors round it; 9000 serves as well
+
+# Vendor data sheets: the fastest card of each family, in bytes per second. Slower cards are sold in every family, so
+# a lower rate is a hint and no fault.
+FAMILY_RATES = {
+    "ConnectX-4": 100e9 / 8,
+    "ConnectX-5": 100e9 / 8,
+    "ConnectX-6": 200e9 / 8,
+    "ConnectX-6 Dx": 200e9 / 8,
+    "ConnectX-7": 400e9 / 8,
+    "ConnectX-8": 800e9 / 8,
+    "BlueField-2": 200e9 / 8,
+    "BlueField-3": 400e9 / 8,
+}
+
+DOWN_REMEDIES = {
+    "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
+    "ARMED": "Look at the subnet manager: it has configured the port and not activated it.",
+}
+DOWN_REMEDY = "Check the cable, the transceiver and the switch port, and that the netdev is up."
+
+
+def check(facts: RdmaFacts) -> Iterator[Finding]:
+    """Port by port, device by device, then across devices."""
+    yield from _none_active(facts)
+    for device in facts.devices:
+        for port in device.ports:
+            yield from _down(facts, device, port)
+            if device.kind != "efa" and port.state == "ACTIVE":
+                yield from _width(device, port)
+                yield from _gids(device, port)
+                yield from _mtu(device, port)
+        yield from _permission(device)
+    yield from _rates(facts)
+    yield from _mixed(facts)
+    yield from _memlock(facts)
+    if facts.netns_mode == "shared" and facts.source == "netlink":
+        yield Finding(
+            code="rdma.netns.shared",
+            severity=Severity.INFO,
+            subject="",
+            message=(
+                "RDMA devices are shared between network namespaces: this list may hold devices that are not this "
+                "pod's."
+            ),
+            evidence=("NETLINK_RDMA system: netns shared",),
+        )
+
+
+def _subject(device: RdmaDevice, port: RdmaPort) -> str:
+    return f"{device.name}:{port.port}"
+
+
+def _where(device: RdmaDevice, port: RdmaPort) -> str:
+    return f"{SYSFS}/{device.name}/ports/{port.port}"
+
+
+def _ports(facts: RdmaFacts) -> list[tuple[RdmaDevice, RdmaPort]]:
+    return [(device, port) for device in facts.devices for port in device.ports]
+
+
+def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
+    states = [port.state for _, port in _ports(facts)]
+    if states and None not in states and "ACTIVE" not in states:
+        yield Finding(
+            code="rdma.port.none_active",
+            severity=Severity.FAIL,
+            subject="",
+            message=f"None of {len(states)} RDMA ports is ACTIVE: NCCL falls back to sockets without an error.",
+            evidence=tuple(f"{_where(d, p)}/state: {p.state}" for d, p in _ports(facts)[:16]),
+            remedy=DOWN_REMEDY,
+        )
+
+
+def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    if port.state is None:
+        yield Finding(
+            code="rdma.port.unknown",
+            severity=Severity.UNKNOWN,
+            subject=_subject(device, port),
+            message="The state of the port could not be read.",
+            evidence=(f"{_where(device, port)}/state: not readable",),
+            remedy="Read it with ibstat or `rdma link` as root.",
+        )
+    elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
+        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts))
+        yield Finding(
+            code="rdma.port.down",
+            severity=Severity.WARN,
+            subject=_subject(device, port),
+            message=(
+                f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), {sisters} ports of "
+                "the same "
+                "model are ACTIVE: NCCL leaves it out without a word."
+            ),
+            evidence=(
+                f"{_where(device, port)}/state: {port.state}",
+                f"{_where(device, port)}/phys_state: {port.physical_state}",
+            ),
+            remedy=DOWN_REMEDIES.get(port.state, DOWN_REMEDY),
+        )
+
+
+def _width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    # InfiniBand ports of adapters are four lanes wide; fewer is a link that came up degraded. On Ethernet the lane
+    # count in the rate's text is only how the kernel expresses a speed.
+    if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
+        yield Finding(
+            code="rdma.port.rate",
+            severity=Severity.WARN,
+            subject=_subject(device, port),
+            message=f"The link came up with fewer than four lanes: {port.rate_text}.",
+            evidence=(f"{_where(device, port)}/rate: {port.rate_text}",),
+            remedy="Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
+        )
+    best = FAMILY_RATES.get(device.model or "")
+    if best and port.rate_bytes_per_second and port.rate_bytes_per_second < best:
+        yield Finding(
+            code="rdma.port.family_rate",
+            severity=Severity.INFO,
+            subject=_subject(device, port),
+            message=(
+                f"{_gbps(port.rate_bytes_per_second)}; the fastest {device.model} does {_gbps(best)}: a slower card "
+                "of the "
+                "family, a slower switch port, or a link that trained down."
+            ),
+            evidence=(
+                f"{_where(device, port)}/rate: {port.rate_text}",
+                f"{SYSFS}/{device.name}/board_id: {device.board}",
+            ),
+        )
+
+
+def _rates(facts: RdmaFacts) -> Iterator[Finding]:
+    """A port slower than its sisters: same model, board and link layer."""
+    groups: dict[tuple[str | None, ...], list[tuple[RdmaDevice, RdmaPort]]] = {}
+    for device, port in _ports(facts):
+        if port.state == "ACTIVE" and port.rate_bytes_per_second and device.kind in ("hca", "efa"):
+            groups.setdefault((device.model, device.board, port.link_layer), []).append((device, port))
+    for members in groups.values():
+        best = max(port.rate_bytes_per_second or 0 for _, port in members)
+        for device, port in members:
+            if (port.rate_bytes_per_second or 0) < best:
+                yield Finding(
+                    code="rdma.port.rate",
+                    severity=Severity.WARN,
+                    subject=_subject(device, port),
+                    message=(
+                        f"The port runs at {_gbps(port.rate_bytes_per_second or 0)}, others of the same board at "
+                        f"{_gbps(best)}."
+                    ),
+                    evidence=(f"{_where(device, port)}/rate: {port.rate_text}",),
+                    remedy="Compare cable, transceiver and switch port with those of the faster ports.",
+                )
+
+
+def _gbps(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 8 / 1e9:g} Gb/s"
+
+
+def _gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    if port.link_layer != "Ethernet" or not port.gids_known:
+        return
+    where = f"{_where(device, port)}/gid_attrs/types"
+    listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
+    best, choice = rocev2_gid_index(port), nccl_gid_index(port)
+    if best is None:
+        unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
+        yield Finding(
+            code="rdma.gid.missing_rocev2",
+            severity=Severity.UNKNOWN if unknown else Severity.FAIL,
+            subject=_subject(device, port),
+            message=(
+                "The types of the GIDs could not be read."
+                if unknown
+                else "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and NCCL's connections fail or stay "
+                "in the subnet."
+            ),
+            evidence=listed or (f"{where}: no used entry",),
+            remedy=(
+                "Bring the port's netdev up with an IP address, and set the device's default RoCE mode to v2 "
+                "(cma_roce_mode)."
+            ),
+        )
+        return
+    chosen = next((gid for gid in port.gids if gid.index == choice), None)
+    if chosen is None or chosen.type != ROCE_V2:
+        yield Finding(
+            code="rdma.gid.choice",
+            severity=Severity.WARN,
+            subject=_subject(device, port),
+            message=(
+                f"NCCL takes GID index {choice}, which is {chosen.type if chosen else 'empty'}; RoCE v2 is at index "
+                f"{best}."
+            ),
+            evidence=listed,
+            remedy=(
+                f"Give the port's netdev an IPv4 address, or set NCCL_IB_GID_INDEX={best} where that is not possible."
+            ),
+        )
+    elif not any(ipv4_of(gid) for gid in port.gids):
+        yield Finding(
+            code="rdma.gid.no_ipv4",
+            severity=Severity.WARN,
+            subject=_subject(device, port),
+            message=(
+                "The port has RoCE v2 GIDs of IPv6 only: NCCL looks for IPv4 unless NCCL_IB_ADDR_FAMILY is AF_INET6."
+            ),
+            evidence=listed,
+            remedy="Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node.",
+        )
+
+
+def _mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    if port.link_layer == "Ethernet" and port.active_mtu_bytes and port.active_mtu_bytes < ROCE_FULL_MTU_BYTES:
+        yield Finding(
+            code="rdma.mtu.small",
+            severity=Severity.WARN,
+            subject=_subject(device, port),
+            message=(
+                f"RoCE packets carry {port.active_mtu_bytes} bytes because the netdev's MTU is "
+                f"{port.netdev_mtu_bytes}; "
+                f"{ROCE_FULL_MTU_BYTES} is possible."
+            ),
+            evidence=(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
+            remedy=(
+                f"Set the MTU of {port.netdev} to {ROCE_FULL_NETDEV_MTU_BYTES} or 9000, on every host and switch port "
+                "of this network."
+            ),
+        )
+
+
+def _permission(device: RdmaDevice) -> Iterator[Finding]:
+    if device.uverbs is None:
+        yield Finding(
+            code="rdma.uverbs.missing",
+            severity=Severity.UNKNOWN,
+            subject=device.name,
+            message=(
+                "The device is listed, but this process has no node of it below /dev/infiniband: whether a job can "
+                "use it is unknown."
+            ),
+            evidence=(f"/sys/class/infiniband_verbs/*/ibdev: {device.name}, no such node in /dev/infiniband",),
+            remedy="Request the RDMA resource of the device plugin in the job's pod, or scan where the job runs.",
+        )
+    elif device.uverbs_usable is False:
+        yield Finding(
+            code="rdma.uverbs.permission",
+            severity=Severity.FAIL,
+            subject=device.name,
+            message=f"This user may not open {device.uverbs}: NCCL would fall back to sockets.",
+            evidence=(f"access({device.uverbs}, R_OK | W_OK): denied",),
+            remedy=(
+                f"Give the user read and write access to {device.uverbs} (mode 0666 by rdma-core's udev rules, or the "
+                "device plugin)."
+            ),
+        )
+
+
+def _mixed(facts: RdmaFacts) -> Iterator[Finding]:
+    active = [(d, p) for d, p in _ports(facts) if p.state == "ACTIVE" and p.link_layer]
+    layers = sorted({p.link_layer for _, p in active if p.link_layer})
+    if len(layers) > 1:
+        yield Finding(
+            code="rdma.port.mixed_link_layer",
+            severity=Severity.WARN,
+            subject="",
+            message=f"ACTIVE ports are of {' and '.join(layers)}: NCCL may take both, storage ports included.",
+            evidence=tuple(f"{_where(d, p)}/link_layer: {p.link_layer}" for d, p in active[:16]),
+            remedy="Name the ports for training in NCCL_IB_HCA.",
+        )
+    mtus = {p.netdev_mtu_bytes for _, p in active if p.link_layer == "Ethernet" and p.netdev_mtu_bytes}
+    if len(mtus) > 1:
+        yield Finding(
+            code="rdma.mtu.mismatch",
+            severity=Severity.WARN,
+            subject="",
+            message="The netdevs of the RoCE ports differ in MTU: " + ", ".join(str(m) for m in sorted(mtus)) + ".",
+            evidence=tuple(
+                f"/sys/class/net/{p.netdev}/mtu: {p.netdev_mtu_bytes}" for _, p in active[:16] if p.netdev_mtu_bytes
+            ),
+            remedy="Set the same MTU on every RoCE netdev of the training network.",
+        )
+    versions: dict[str, set[str]] = {}
+    for device in facts.devices:
+        if device.board and device.firmware:
+            versions.setdefault(device.board, set()).add(device.firmware)
+    for board, found in versions.items():
+        if len(found) > 1:
+            yield Finding(
+                code="rdma.firmware.mixed",
+                severity=Severity.INFO,
+                subject=board,
+                message=f"Boards {board} run different firmware: {', '.join(sorted(found))}.",
+                evidence=tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board),
+            )
+
+
+def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
+    proof = facts.memlock_proof
+    if proof is None or proof.failed_bytes is None:
+        return
+    no_memory = "errno 12" in (proof.error or "")  # ENOMEM is how the kernel refuses pages beyond RLIMIT_MEMLOCK
+    yield Finding(
+        code="rdma.memlock.registration",
+        severity=Severity.FAIL if no_memory else Severity.UNKNOWN,
+        subject=proof.device,
+        message=(
+            f"Registering {proof.failed_bytes} bytes failed, {proof.registered_bytes} bytes worked: "
+            + (
+                "the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit."
+                if no_memory
+                else f"{proof.error}."
+            )
+        ),
+        evidence=(f"ibv_reg_mr({proof.device}, {proof.failed_bytes}): {proof.error}",),
+        remedy=(
+            "Set memlock to unlimited for the job (container engine's default_ulimits or --ulimit memlock=-1:-1, "
+            "Slurm, PAM)."
+        ),
+    )
