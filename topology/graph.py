@@ -29,6 +29,41 @@ class PathClass(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NvLinkTarget:
+    """What a GPU's NVLinks end at, as NCCL's XML says it."""
+
+    bus_id: str | None  # of a GPU or an NVSwitch; None where a hypervisor hides it
+    count: int
+    kind: str = "unknown"  # "gpu", "nvswitch", "cpu", "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuNode:
+    """A NUMA node with the CPU facts NCCL plans by."""
+
+    numa_node: int
+    affinity: str | None = None  # hexadecimal groups, as NCCL's XML: "00000000,000fffff"
+    arch: str | None = None  # "x86_64", "arm64", "ppc64"
+    vendor: str | None = None  # "GenuineIntel", "AuthenticAMD"
+    family: int | None = None
+    model: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciNode:
+    """One bridge, switch or endpoint of the PCIe tree that GPUs and NICs hang from."""
+
+    bus_id: str
+    parent: str | None = None  # bus id of the node above; None directly under the CPU
+    numa_node: int | None = None
+    class_code: int | None = None  # 0x060400 bridge, 0x030200 GPU, 0x0200xx/0x0207xx NIC
+    vendor_id: int | None = None
+    device_id: int | None = None
+    link_transfers_per_second: float | None = None  # the most that both ends of the link can do
+    link_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNode:
     """A GPU as the graph needs it."""
 
@@ -46,6 +81,8 @@ class GpuNode:
     nvlink_domain: str | None = None  # fabric clique, where several hosts share NVLink
     c2c: bool | None = None
     usable: bool = True  # False: lost GPU
+    nvlinks: tuple[NvLinkTarget, ...] = ()  # active links by where they end; empty from a text matrix
+    pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +99,8 @@ class NicNode:
     link_layer: str | None = None  # "InfiniBand", "Ethernet"
     active: bool | None = None
     ports: int | None = None
+    nets: tuple[str, ...] = ()  # every device of the same PCIe function, where it is more than `name`
+    pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +176,15 @@ class NodeTopology:
     virtual: str | None = None  # why the PCIe tree cannot be trusted
     source: str = "probes"  # "probes", "nvidia-smi topo -m", "NCCL XML"
     warnings: tuple[str, ...] = ()
+    product: str | None = None  # DMI product name: "p4d.24xlarge"
+    cpus: tuple[CpuNode, ...] = ()
+    pci: tuple[PciNode, ...] = ()  # empty from a text matrix
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def devices(self) -> tuple[GpuNode | NicNode, ...]:
+        """GPUs, then NICs: the order of the matrix."""
+        return (*self.gpus, *self.nics)
 
     def pair(self, a: str, b: str) -> Pair | None:
         """The pair of two names in either order."""

@@ -1,0 +1,227 @@
+"""From one host's snapshot to its topology.
+
+NVML answers for GPU pairs (common ancestor, NVLinks); PCI ancestry in sysfs answers for GPU and NIC, and for
+everything where no vendor tool does. Every pair says which of them it rests on.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from probes.api import Snapshot
+from probes.gpu import Gpu, GpuFacts
+from probes.hostinfo import HostinfoFacts
+from probes.interfaces import InterfacesFacts
+from probes.pci import PciDevice, PciFacts
+from probes.rdma import RdmaFacts
+from topology.build_nics import nics_of
+from topology.complete import complete
+from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair, PathClass, PciNode
+from topology.labels import UNKNOWN, path_class
+from topology.nccl import nvlink_bytes_per_second
+from topology.nvlink import NvLinks, active_targets
+from topology.pcie import PciTree, plan
+from topology.reference import recognise
+
+_NVIDIA = 0x10DE
+_GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controller
+
+
+def build(snapshot: Snapshot) -> NodeTopology:
+    """The node's graph from whatever probes answered; what is missing is unknown or a warning, never guessed."""
+    pci = snapshot.facts(PciFacts)
+    tree = PciTree(pci.devices if pci else ())
+    facts = snapshot.facts(GpuFacts)
+    host = snapshot.facts(HostinfoFacts)
+    warnings: list[str] = []
+    gpus = _gpus(facts, tree, warnings)
+    nics = nics_of(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
+    cpus = _cpus(host)
+    node = complete(
+        NodeTopology(
+            hostname=snapshot.hostname,
+            gpus=gpus,
+            nics=nics,
+            pairs=_pairs(gpus, nics, facts, tree, cpus[0] if cpus else None, warnings),
+            cpu_count=host.threads if host else None,
+            numa_nodes=(len(host.numa) or None) if host else None,
+            virtual=pci.virtual_tree if pci else None,
+            warnings=tuple(warnings),
+            product=host.product if host else None,
+            cpus=cpus,
+            pci=_pci_nodes(tree, gpus, nics),
+        )
+    )
+    return recognise(node)
+
+
+def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:
+    if facts is not None:
+        return tuple(_gpu(gpu, tree) for gpu in facts.gpus)
+    seen = sorted(
+        bus_id
+        for bus_id, device in tree.devices.items()
+        if device.vendor_id == _NVIDIA and device.class_code >> 8 in _GPU_CLASSES
+    )
+    if seen:
+        warnings.append(
+            f"NVML does not answer: {len(seen)} NVIDIA GPUs are known from PCI alone, NVLink and models are unknown"
+        )
+    return tuple(
+        GpuNode(
+            name=f"GPU{index}",
+            index=index,
+            bus_id=bus_id,
+            numa_node=tree.devices[bus_id].numa_node,
+            pcie_bytes_per_second=tree.slot_bytes_per_second(bus_id),
+        )
+        for index, bus_id in enumerate(seen)
+    )
+
+
+def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
+    device = tree.devices.get(gpu.bus_id or "")
+    numa = gpu.numa_node if gpu.numa_node is not None else (device.numa_node if device else None)
+    return GpuNode(
+        name=f"GPU{gpu.index}",
+        index=gpu.index,
+        bus_id=gpu.bus_id,
+        uuid=gpu.uuid,
+        model=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        compute_capability=gpu.compute_capability,
+        numa_node=numa,
+        cpu_affinity=gpu.cpu_affinity,
+        numa_affinity=str(numa) if numa is not None else UNKNOWN,
+        gpu_numa_id=UNKNOWN,
+        nvlink_domain=gpu.fabric_clique if gpu.fabric_state == "completed" else None,
+        c2c=bool(gpu.c2c_links) if gpu.c2c_links is not None else None,
+        usable=gpu.error is None,
+        nvlinks=tuple(
+            NvLinkTarget(bus_id=bus_id, count=count, kind=kind) for (kind, bus_id), count in active_targets(gpu)
+        ),
+        pcie_bytes_per_second=tree.slot_bytes_per_second(gpu.bus_id),
+    )
+
+
+def _pairs(
+    gpus: tuple[GpuNode, ...],
+    nics: tuple[NicNode, ...],
+    facts: GpuFacts | None,
+    tree: PciTree,
+    cpu: CpuNode | None,
+    warnings: list[str],
+) -> tuple[Pair, ...]:
+    links = NvLinks(facts)
+    made = []
+    devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+    for a, b in combinations(devices, 2):
+        if isinstance(a, GpuNode) and isinstance(b, GpuNode):
+            made.append(_gpu_pair(a, b, links, tree, cpu))
+        else:
+            made.append(_nic_pair(a, b, tree, cpu))
+    warnings.extend(links.warnings)
+    return tuple(made)
+
+
+def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNode | None) -> Pair:
+    count, evidence = links.between(a.index, b.index)
+    if count:
+        speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
+        slower = min((speed for speed in speeds if speed is not None), default=None)
+        return Pair(
+            a=a.name,
+            b=b.name,
+            label=f"NV{count}",
+            path=PathClass.NVL,
+            nvlinks=count,
+            bytes_per_second=count * slower if slower is not None and None not in speeds else None,
+            evidence=evidence,
+        )
+    ancestor = links.ancestor(a.index, b.index)
+    if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
+        ancestor = "PIX"
+    label = ancestor or tree.label(a.bus_id, b.bus_id) or UNKNOWN
+    return Pair(
+        a=a.name,
+        b=b.name,
+        label=label,
+        path=path_class(label),
+        bytes_per_second=_plan(a, b, label, tree, cpu),
+        evidence="nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered"),
+    )
+
+
+def _nic_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, tree: PciTree, cpu: CpuNode | None) -> Pair:
+    label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
+    path = path_class(label)
+    if isinstance(a, GpuNode) and a.c2c and label in ("PHB", "NODE"):
+        path = PathClass.P2C  # GPU, C2C, Grace, PCIe, NIC
+    return Pair(
+        a=a.name,
+        b=b.name,
+        label=label,
+        path=path,
+        bytes_per_second=_plan(a, b, label, tree, cpu),
+        evidence="sysfs" if label != UNKNOWN else "not in the PCIe tree",
+    )
+
+
+def _plan(a: GpuNode | NicNode, b: GpuNode | NicNode, label: str, tree: PciTree, cpu: CpuNode | None) -> float | None:
+    if label == UNKNOWN or not a.bus_id or not b.bus_id:
+        return None
+    return plan(tree, a.bus_id, b.bus_id, label, cpu, gpu_to_gpu=isinstance(b, GpuNode))
+
+
+def _cpus(host: HostinfoFacts | None) -> tuple[CpuNode, ...]:
+    if host is None:
+        return ()
+    return tuple(
+        CpuNode(
+            numa_node=numa.node,
+            affinity=cpu_mask(numa.cpus),
+            arch={"aarch64": "arm64", "ppc64le": "ppc64"}.get(host.architecture or "", host.architecture),
+            vendor=host.cpu_vendor,
+            family=host.cpu_family,
+            model=host.cpu_model,
+        )
+        for numa in host.numa
+    )
+
+
+def cpu_mask(cpus: str) -> str | None:
+    """ "0-3,8" as the hexadecimal groups of 32 CPUs that NCCL's XML uses, None where the list is not one."""
+    mask = 0
+    for part in filter(None, cpus.strip().split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or int(last or first) > 65_535:
+            return None
+        mask |= (1 << (int(last or first) + 1)) - (1 << int(first))
+    groups: list[str] = []
+    while mask or not groups:
+        groups.append(f"{mask & 0xFFFFFFFF:08x}")
+        mask >>= 32
+    return ",".join(reversed(groups))
+
+
+def _pci_nodes(tree: PciTree, gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...]) -> tuple[PciNode, ...]:
+    """The part of the tree that GPUs and NICs hang from, parents before children."""
+    wanted: dict[str, None] = {}
+    devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+    for bus_id in (device.bus_id for device in devices):
+        if bus_id and bus_id in tree.devices:
+            wanted.update(dict.fromkeys((*tree.above(bus_id), bus_id)))
+    return tuple(_pci_node(tree.devices[bus_id]) for bus_id in wanted if bus_id in tree.devices)
+
+
+def _pci_node(device: PciDevice) -> PciNode:
+    return PciNode(
+        bus_id=device.bus_id,
+        parent=device.parent,
+        numa_node=device.numa_node,
+        class_code=device.class_code,
+        vendor_id=device.vendor_id,
+        device_id=device.device_id,
+        link_transfers_per_second=device.link_transfers_per_second_max or device.link_transfers_per_second,
+        link_width=device.link_width_max or device.link_width,
+    )

@@ -1,0 +1,170 @@
+"""What follows from the pairs alone: NVLink islands, each GPU's nearest NICs, rails, signs of a virtual machine.
+
+Specification: `nvidia-smi topo -m` labels; NCCL src/graph/search.cc for why the nearest NIC decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from topology.graph import GpuNode, Island, NearestNic, NicNode, Pair, Rail
+from topology.labels import FARTHEST, UNKNOWN, level, nvlinks, path_class, rank
+
+SYS_RANK = rank("SYS")
+
+
+class Pairs:
+    """Pairs by their two names, in either order."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._by_names = {frozenset((pair.a, pair.b)): pair for pair in pairs}
+
+    def get(self, a: str, b: str) -> Pair | None:
+        """The pair, None where nothing is known of it."""
+        return self._by_names.get(frozenset((a, b)))
+
+    def label(self, a: str, b: str) -> str:
+        """The label of the pair, "N/A" where nothing is known of it."""
+        pair = self.get(a, b)
+        return pair.label if pair else UNKNOWN
+
+
+def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
+    """Groups of GPUs joined by NVLink, in matrix order; a GPU without NVLink is in none."""
+    known = Pairs(pairs)
+    left = [gpu.name for gpu in gpus]
+    found = []
+    while left:
+        group = _reach(left[0], left, known)
+        left = [name for name in left if name not in group]
+        if len(group) > 1:
+            found.append(_island(tuple(gpu.name for gpu in gpus if gpu.name in group), known))
+    return tuple(found)
+
+
+def _reach(start: str, names: list[str], known: Pairs) -> set[str]:
+    group, waiting = {start}, [start]
+    while waiting:
+        here = waiting.pop()
+        for name in names:
+            if name not in group and nvlinks(known.label(here, name)):
+                group.add(name)
+                waiting.append(name)
+    return group
+
+
+def _island(gpus: tuple[str, ...], known: Pairs) -> Island:
+    labels = [known.label(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
+    linked = sorted({label for label in labels if nvlinks(label)}, key=nvlinks)
+    return Island(gpus=gpus, all_to_all=all(nvlinks(label) for label in labels), nvlinks_per_pair=tuple(linked))
+
+
+def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
+    """Why the PCIe part of the matrix cannot be trusted, None where it looks like a real machine.
+
+    A hypervisor that hides the tree leaves one answer for every pair that is not NVLink. PHB everywhere, or SYS
+    between GPUs of one NUMA node, is such an answer; NODE everywhere is what one real socket looks like.
+    """
+    known = Pairs(pairs)
+    names = [gpu.name for gpu in gpus]
+    across = [known.label(gpu, nic.name) for gpu in names for nic in nics]
+    among = [known.label(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    seen = {level(label) for label in across + [label for label in among if not nvlinks(label)]} - {UNKNOWN}
+    if len(seen) != 1 or len(gpus) < 2:
+        return None
+    (label,) = seen
+    affinities = {gpu.numa_affinity for gpu in gpus if gpu.numa_affinity and gpu.numa_affinity != UNKNOWN}
+    if label == "PHB" and len(gpus) > 2:
+        return (
+            f"every pair without NVLink is PHB ({_span(affinities)}): a hypervisor hides the PCIe tree, or one "
+            "host bridge carries them all"
+        )
+    if label == "SYS" and len(nics) > 1:
+        return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
+    shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
+    return f"{shared} share a NUMA node and yet are SYS apart: the PCIe tree is hidden" if shared else None
+
+
+def _span(affinities: set[str]) -> str:
+    return f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
+
+
+def _same_numa_but_far(gpus: tuple[GpuNode, ...], known: Pairs) -> str | None:
+    for i, first in enumerate(gpus):
+        for second in gpus[i + 1 :]:
+            same = first.numa_affinity == second.numa_affinity and (first.numa_affinity or "").isdigit()
+            if same and level(known.label(first.name, second.name)) == "SYS":
+                return f"{first.name} and {second.name}"
+    return None
+
+
+def nearest_nic(
+    gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair], virtual: str | None = None
+) -> tuple[NearestNic, ...]:
+    """For each GPU the NICs of the best label, ties kept. NICs whose every port is down do not count."""
+    if not nics:
+        return ()
+    known = Pairs(pairs)
+    undecidable = _undecidable(gpus, nics, known, virtual)
+    return tuple(_nearest(gpu.name, nics, known, undecidable) for gpu in gpus)
+
+
+def _undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
+    seen = {level(known.label(gpu.name, nic.name)) for gpu in gpus for nic in nics}
+    if len(seen) > 1:
+        return ""
+    (label,) = seen or {UNKNOWN}
+    if label == UNKNOWN:
+        return "no path between GPUs and NICs is known"
+    if virtual:
+        return virtual
+    if len(nics) > 1 and label == "SYS":
+        return "every GPU is SYS from every NIC: nothing tells one NIC from another"
+    return ""
+
+
+def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str) -> NearestNic:
+    usable = tuple(nic for nic in nics if nic.active is not False) or nics
+    best = min(rank(known.label(gpu, nic.name)) for nic in usable)
+    tied = tuple(nic.name for nic in usable if rank(known.label(gpu, nic.name)) == best)
+    label = level(known.label(gpu, tied[0]))
+    pair = known.get(gpu, tied[0])
+    down = [nic.name for nic in nics if nic.active is False and rank(known.label(gpu, nic.name)) < best]
+    why = undecidable or (f"{', '.join(down)} would be nearer, but has no active port" if down else "")
+    return NearestNic(
+        gpu=gpu,
+        label=label,
+        path=pair.path if pair else path_class(label),
+        nics=tied,
+        local=best < SYS_RANK,
+        decidable=not undecidable and best < FARTHEST,
+        why=why,
+    )
+
+
+def rails(nearest: tuple[NearestNic, ...]) -> tuple[Rail, ...]:
+    """One rail for each NIC, or bundle of NICs, that a GPU takes; by order where several GPUs tie for several NICs.
+
+    GPUs without a local NIC are in no rail: NCCL sends their data through a neighbour or across the CPU.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for entry in nearest:
+        if entry.local and entry.decidable:
+            groups.setdefault(entry.nics, []).append(entry.gpu)
+    members: dict[tuple[str, ...], list[str]] = {}
+    for nics, gpus in groups.items():
+        for nic_share, gpu_share in _shares(nics, gpus):
+            members.setdefault(nic_share, []).extend(gpu_share)
+    return tuple(Rail(rail=i, nics=nics, gpus=tuple(gpus)) for i, (nics, gpus) in enumerate(members.items()))
+
+
+def _shares(nics: tuple[str, ...], gpus: list[str]) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Deal tied NICs out to the GPUs that tie for them, in order, as evenly as they go."""
+    count = min(len(nics), len(gpus))
+    return [
+        (
+            nics[i * len(nics) // count : (i + 1) * len(nics) // count],
+            gpus[i * len(gpus) // count : (i + 1) * len(gpus) // count],
+        )
+        for i in range(count)
+    ]

@@ -1,0 +1,205 @@
+"""Bandwidth a group of GPUs should reach, derived from the links found with NCCL's planning constants.
+
+Specification: NCCL src/graph/topo.h and search.cc; the ring algorithm moves (n-1)/n of the data over every link, so its
+bus bandwidth is the slowest link of the ring (nccl-tests doc/PERFORMANCE.md). These are plans, not measurements: on
+rings that are known to be healthy, large messages reach 0.88 to 0.98 of them; below about 0.8 at 1 GiB is suspicious.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from topology.derive import Pairs
+from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Rail
+from topology.nccl import GIGA, nvlink_bytes_per_second
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+_LARGEST_RING = 16  # GPUs: the search for a ring through NVLink alone stays small; no node sold has more
+
+SMALL_SIZES = (
+    "holds for messages of about 1 GiB and more: at 64 MiB a healthy 4-node p6-b200 reaches 41 % of its 16 GiB value "
+    "(stas00/ml-engineering network/README)"
+)
+_NVLS = (
+    "all_reduce may exceed this where NVSwitch reduces in the switch (NVLS, compute capability 9.0 and later); "
+    "all_gather and reduce_scatter do not"
+)
+_TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries about half of its bus bandwidth"
+
+
+def gigabytes(value: float | None) -> str:
+    """A bandwidth for people: "370.8 GB/s"."""
+    return "unknown" if value is None else f"{value / GIGA:.4g} GB/s"
+
+
+def node_expectations(node: NodeTopology) -> tuple[Expectation, ...]:
+    """For every NVLink island, for the node, and for every rail."""
+    made: list[Expectation] = []
+    for island in node.islands:
+        value, steps = _island_plan(node, island)
+        made += _for_ops("island", value, steps, island.gpus, node)
+    if len(node.gpus) > 1:
+        value, steps = node_plan(node)
+        made += _for_ops("node", value, steps, tuple(gpu.name for gpu in node.gpus), node)
+    for rail in node.rails:
+        value, steps = _rail_plan(node, rail)
+        made += _for_ops("rail", value, steps, (*rail.nics, *rail.gpus), node)
+    return tuple(made)
+
+
+def _for_ops(
+    scope: str, value: float | None, steps: tuple[str, ...], members: tuple[str, ...], node: NodeTopology
+) -> list[Expectation]:
+    made = []
+    for op in OPS:
+        more = [SMALL_SIZES] if value is not None else []
+        if op == "all_reduce" and value is not None:
+            if scope in ("island", "node") and _has_nvswitch(node.gpus):
+                more.append(_NVLS)
+            if scope in ("rail", "cluster"):
+                more.append(_TWO_NODES)
+        made.append(
+            Expectation(
+                scope=scope,
+                op=op,
+                busbw_bytes_per_second=value,
+                derivation=(*steps, *more),
+                members=members,
+            )
+        )
+    return made
+
+
+def for_cluster(
+    value: float | None, steps: tuple[str, ...], nodes: tuple[NodeTopology, ...]
+) -> tuple[Expectation, ...]:
+    """The expectations of a group over all nodes, given its plan."""
+    return tuple(_for_ops("cluster", value, steps, tuple(node.hostname for node in nodes), nodes[0]))
+
+
+def _has_nvswitch(gpus: Iterable[GpuNode]) -> bool:
+    return any(
+        (gpu.compute_capability or (0, 0)) >= (9, 0) and any(link.kind == "nvswitch" for link in gpu.nvlinks)
+        for gpu in gpus
+    )
+
+
+def _island_plan(node: NodeTopology, island: Island) -> tuple[float | None, tuple[str, ...]]:
+    members = [gpu for gpu in node.gpus if gpu.name in island.gpus]
+    per_link = {nvlink_bytes_per_second(gpu.compute_capability) for gpu in members}
+    if None in per_link or len(per_link) != 1:
+        return None, ("no plan: the compute capability of the GPUs, and so the speed of one NVLink, is not known",)
+    (link,) = per_link
+    known = Pairs(node.pairs)
+    if not island.all_to_all and not _ring(island.gpus, known):
+        return None, ("no plan: no ring of NVLinks passes every GPU of the island once",)
+    counts = {gpu.name: _links_of(gpu, island, known) for gpu in members}
+    slowest = min(counts, key=lambda name: counts[name][0])
+    links, how = counts[slowest]
+    value = links * (link or 0.0)
+    capability = ".".join(map(str, members[0].compute_capability or ()))
+    return value, (
+        f"{slowest} has {links} NVLinks into the island ({how}), the fewest",
+        f"one NVLink carries {gigabytes(link)} each way at compute capability {capability} (NCCL src/graph/topo.h)",
+        f"{links} x {gigabytes(link)} = {gigabytes(value)} per GPU each way: upper bound of a ring",
+    )
+
+
+def _links_of(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
+    """NVLinks of one GPU into its island: the switch's once, direct ones summed over its peers."""
+    peers = [known.get(gpu.name, other) for other in island.gpus if other != gpu.name]
+    counts = [pair.nvlinks for pair in peers if pair]
+    kinds = {link.kind for link in gpu.nvlinks}
+    total = sum(link.count for link in gpu.nvlinks)
+    if "nvswitch" in kinds:
+        return max(counts, default=0), "through NVSwitch, the same links reach every peer"
+    if "gpu" in kinds or len(counts) == 1:
+        return sum(counts), "direct links, summed over its peers"
+    if total:
+        return min(total, sum(counts)), "far ends hidden, never more than the GPU has"
+    # A text matrix: no GPU up to Blackwell has more than 18 links, and direct links of one GPU share them.
+    if len(set(counts)) == 1 and sum(counts) > 18:
+        return counts[0], "more than 18 in sum, so through NVSwitch"
+    return sum(counts), "direct links, summed over its peers"
+
+
+def _ring(gpus: tuple[str, ...], known: Pairs) -> bool:
+    """Whether NVLinks alone close a ring through all."""
+    if len(gpus) <= 2:
+        return True
+    if len(gpus) > _LARGEST_RING:
+        return False
+
+    def linked(a: str, b: str) -> bool:
+        pair = known.get(a, b)
+        return bool(pair and pair.nvlinks)
+
+    def walk(path: list[str], left: set[str]) -> bool:
+        if not left:
+            return linked(path[-1], path[0])
+        return any(walk([*path, name], left - {name}) for name in sorted(left) if linked(path[-1], name))
+
+    return walk([gpus[0]], set(gpus[1:]))
+
+
+def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
+    """Bus bandwidth of a ring through every GPU of the node, and how it comes about."""
+    names = tuple(gpu.name for gpu in node.gpus)
+    if len(names) < 2:
+        return None, ("no plan: a single GPU sends nothing inside the node",)
+    whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
+    if whole:
+        return _island_plan(node, whole)
+    pair = _weakest_needed(names, Pairs(node.pairs))
+    if pair is None:
+        return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
+    a, b, label, value = pair
+    return value, (
+        f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
+        f"the best ring still crosses {label} ({a} to {b}): {gigabytes(value)} each way "
+        "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
+        "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
+    )
+
+
+def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str, float] | None:
+    """The slowest edge of the maximum spanning tree: no ring can avoid one as slow as that."""
+    reached, weakest = {names[0]}, None
+    while len(reached) < len(names):
+        best: tuple[str, str, str, float] | None = None
+        for a in reached:
+            for b in names:
+                pair = known.get(a, b) if b not in reached else None
+                value = pair.bytes_per_second if pair else None
+                if pair and value is not None and (best is None or value > best[3]):
+                    best = (pair.a, pair.b, pair.label, value)
+        if best is None:
+            return None
+        reached.update(best[:2])
+        if weakest is None or best[3] < weakest[3]:
+            weakest = best
+    return weakest
+
+
+def usable_rate(nic: NicNode) -> float | None:
+    """What a NIC carries: its active ports' rate, bounded by its PCIe slot. None where the rate is unknown."""
+    if nic.active is False:
+        return 0.0
+    if nic.rate_bytes_per_second is None:
+        return None
+    return min(nic.rate_bytes_per_second, nic.pcie_bytes_per_second or nic.rate_bytes_per_second)
+
+
+def _rail_plan(node: NodeTopology, rail: Rail) -> tuple[float | None, tuple[str, ...]]:
+    rates = []
+    steps = []
+    for nic in (nic for nic in node.nics if nic.name in rail.nics):
+        rate = usable_rate(nic)
+        if rate is None:
+            return None, (f"no plan: the rate of {nic.name} is not known",)
+        rates.append(rate)
+        steps.append(
+            f"{nic.name}: active ports {gigabytes(nic.rate_bytes_per_second)}, "
+            f"PCIe slot {gigabytes(nic.pcie_bytes_per_second)}: {gigabytes(rate)}"
+        )
+    return sum(rates), (*steps, f"rail {rail.rail}: {gigabytes(sum(rates))} from one node to the next, each way")

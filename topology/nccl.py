@@ -1,0 +1,67 @@
+"""NCCL's planning constants: what its topology search believes a link carries, one direction, payload.
+
+Specification: NCCL 2.30 src/graph/topo.h and topo.cc (ncclTopoNVLinkBw, the PCIe speed table, CPU to CPU bandwidths).
+They lie below line rate on purpose: NVLink 4 is 25 GB/s on the wire and 20.6 in the plan.
+"""
+
+from __future__ import annotations
+
+GIGA = 1e9
+
+# SM<xx>_NVLINK_BW in topo.h; the first row whose capability is reached counts, SM 8.6 alone is apart.
+_NVLINK = ((100, 40.1), (90, 20.6), (80, 20.0), (70, 20.0), (60, 18.0))
+_NVLINK_SM86 = 12.0
+
+# kvDictPciGen in topo.cc: 100 Mb/s per lane, by GT/s.
+_PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5, 15))
+_PCIE_DIVISOR = 80.0  # lanes x table / 80 is GB/s
+PCIE_FALLBACK_BYTES_PER_SECOND = 12.0 * GIGA  # PCI_BW
+
+NET_FALLBACK_BYTES_PER_SECOND = 1.25 * GIGA  # net speed unknown: 10 Gb/s
+INTEL_P2P_OVERHEAD = 6 / 5  # INTEL_P2P_OVERHEAD: GPU to GPU through an Intel CPU
+
+_AMD_CPU = 16.0
+_ARM_CPU = 6.0
+_POWER9_CPU = 32.0
+_ZHAOXIN_CPU = 6.0
+_INTEL_BEFORE_SKYLAKE = 6.0
+_INTEL_BY_MODEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))  # Emerald Rapids, Sapphire Rapids, Skylake
+
+
+def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float | None:
+    """One NVLink, one direction, None where the capability is unknown or has no NVLink constant."""
+    if compute_capability is None:
+        return None
+    sm = compute_capability[0] * 10 + compute_capability[1]
+    if sm == 86:
+        return _NVLINK_SM86 * GIGA
+    return next((value * GIGA for least, value in _NVLINK if sm >= least), None)
+
+
+def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None) -> float | None:
+    """A PCIe link by its speed and lanes, None where either is unknown."""
+    if not transfers_per_second or not width:
+        return None
+    gigatransfers = transfers_per_second / GIGA
+    # 2 % below the nominal speed still is that generation: sysfs prints "8.0" and "7.99".
+    lane = next((value for speed, value in _PCIE_LANE if gigatransfers >= speed * 0.98), _PCIE_LANE[-1][1])
+    return width * lane / _PCIE_DIVISOR * GIGA
+
+
+def cpu_bytes_per_second(
+    vendor: str | None, family: int | None, model: int | None, arch: str | None = None
+) -> float | None:
+    """Between two CPUs (or NUMA nodes) of one host, None where the CPU is unknown."""
+    if vendor == "AuthenticAMD":
+        return _AMD_CPU * GIGA
+    if vendor == "GenuineIntel":
+        if family != 6 or model is None:
+            return _INTEL_BEFORE_SKYLAKE * GIGA
+        return next((value * GIGA for least, value in _INTEL_BY_MODEL if model >= least), _INTEL_BEFORE_SKYLAKE * GIGA)
+    if vendor in ("CentaurHauls", "  Shanghai  "):
+        return _ZHAOXIN_CPU * GIGA
+    if arch in ("aarch64", "arm64") or vendor == "ARM":
+        return _ARM_CPU * GIGA
+    if arch in ("ppc64", "ppc64le"):
+        return _POWER9_CPU * GIGA
+    return None

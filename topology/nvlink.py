@@ -1,0 +1,87 @@
+"""How many NVLinks join two GPUs, from what NVML says of each GPU's links.
+
+Specification: NVML nvmlDeviceGetNvLinkState, nvmlDeviceGetNvLinkRemotePciInfo, nvmlDeviceGetP2PStatus. A link ends at a
+GPU, at an NVSwitch (then it reaches every GPU of the switch) or, in a virtual machine, at an end that is hidden.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from probes.gpu import Gpu, GpuFacts, GpuPair
+
+
+def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
+    """((kind, bus id), count) of the ends of a GPU's active links, in order of first appearance."""
+    ends = Counter((link.remote_kind or "unknown", link.remote_bus_id) for link in gpu.nvlinks if link.active)
+    return tuple(ends.items())
+
+
+class NvLinks:
+    """NVLink counts of every pair; collects what looks wrong in `warnings`."""
+
+    def __init__(self, facts: GpuFacts | None) -> None:
+        self._gpus = {gpu.index: gpu for gpu in facts.gpus} if facts else {}
+        self._pairs = {(pair.a, pair.b): pair for pair in facts.pairs} if facts else {}
+        self.warnings: list[str] = []
+
+    def _pair(self, a: int, b: int) -> GpuPair | None:
+        return self._pairs.get((min(a, b), max(a, b)))
+
+    def ancestor(self, a: int, b: int) -> str | None:
+        """NVML's common ancestor of two GPUs in nvidia-smi's words, None where NVML does not say."""
+        pair = self._pair(a, b)
+        return pair.ancestor if pair else None
+
+    def between(self, a: int, b: int) -> tuple[int, str]:
+        """(links that work both ways, what that rests on)."""
+        first, second = self._gpus.get(a), self._gpus.get(b)
+        if first is None or second is None:
+            return 0, ""
+        direct = _direct(first, second), _direct(second, first)
+        if any(direct):
+            return self._lower(a, b, *direct), "nvml: remote ends of the links"
+        switched = _ending_at(first, "nvswitch"), _ending_at(second, "nvswitch")
+        if all(switched):
+            return self._lower(a, b, *switched), "nvml: links to NVSwitch"
+        hidden = _ending_at(first, None), _ending_at(second, None)
+        if all(hidden):
+            return self._hidden(a, b, *hidden)
+        return 0, ""
+
+    def _lower(self, a: int, b: int, first: int, second: int) -> int:
+        if first != second:
+            self.warnings.append(
+                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower count works both ways"
+            )
+        return min(first, second)
+
+    def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
+        """A hypervisor hides where links end: the P2P status says whether these two are joined by them."""
+        if not self._joined(a, b):
+            return 0, ""
+        peers = [other for other in self._gpus if other != a and self._joined(a, other)]
+        if len(peers) == len(self._gpus) - 1 or len(peers) == 1:
+            how = "a switch, or all links to the one peer"
+            return self._lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
+        share = min(first, second) // len(peers)
+        self.warnings.append(
+            f"GPU{a} to GPU{b}: far ends of the NVLinks are hidden and GPU{a} has {len(peers)} peers: "
+            f"the count of {share} is an even share, not a reading"
+        )
+        return share, "nvml: far ends hidden, even share of the links"
+
+    def _joined(self, a: int, b: int) -> bool:
+        pair = self._pair(a, b)
+        if pair and pair.p2p_nvlink is not None:
+            return pair.p2p_nvlink == "ok"
+        first, second = self._gpus[a], self._gpus[b]
+        return first.fabric_clique is not None and first.fabric_clique == second.fabric_clique
+
+
+def _direct(gpu: Gpu, other: Gpu) -> int:
+    return sum(1 for link in gpu.nvlinks if link.active and link.remote_bus_id and link.remote_bus_id == other.bus_id)
+
+
+def _ending_at(gpu: Gpu, kind: str | None) -> int:
+    return sum(1 for link in gpu.nvlinks if link.active and link.remote_kind == kind)

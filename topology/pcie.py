@@ -1,0 +1,98 @@
+"""Path labels and planning bandwidth from PCI ancestry alone, with no vendor tool.
+
+Specification: the legend of `nvidia-smi topo -m`; NVML nvmlGpuTopologyLevel_t;
+PCI Express Base Specification 1.3 (a switch is an upstream port with downstream ports below it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from probes.pci import PciDevice
+from topology.graph import CpuNode
+from topology.nccl import INTEL_P2P_OVERHEAD, cpu_bytes_per_second, pcie_bytes_per_second
+
+_DEEPEST = 64  # bridges above a device; the specification's 256 buses cannot nest deeper in practice
+
+
+class PciTree:
+    """Devices by bus id, and the bridges above each."""
+
+    def __init__(self, devices: Iterable[PciDevice]) -> None:
+        self.devices = {device.bus_id: device for device in devices}
+
+    def above(self, bus_id: str) -> tuple[str, ...]:
+        """Bridges from the root port down to the device's own port."""
+        chain: list[str] = []
+        device = self.devices.get(bus_id)
+        while device and device.parent and device.parent not in chain and len(chain) < _DEEPEST:
+            chain.append(device.parent)
+            device = self.devices.get(device.parent)
+        return tuple(reversed(chain))
+
+    def label(self, first: str | None, second: str | None) -> str | None:
+        """nvidia-smi's word for the path between two devices, None where one is not in the tree."""
+        if not first or not second:
+            return None
+        a, b = self.devices.get(first), self.devices.get(second)
+        if a is None or b is None:
+            return None
+        above_a, above_b = self.above(first), self.above(second)
+        if above_a[:1] and above_a[:1] == above_b[:1]:
+            return _below_one_root_port(above_a, above_b)
+        if a.root is not None and a.root == b.root:
+            return "PHB"
+        if a.numa_node is None or b.numa_node is None:
+            # One memory node at most is known: two host bridges are NODE apart where no other node exists.
+            nodes = {device.numa_node for device in self.devices.values()} - {None}
+            return "NODE" if not nodes else "SYS"
+        return "NODE" if a.numa_node == b.numa_node else "SYS"
+
+    def slot_bytes_per_second(self, bus_id: str | None) -> float | None:
+        """NCCL's plan of the device's own link: the most that device and port can do together, as NCCL reads it."""
+        device = self.devices.get(bus_id or "")
+        if device is None:
+            return None
+        speed, width = _most(device)
+        port = self.devices.get(device.parent or "")
+        if port is not None:
+            port_speed, port_width = _most(port)
+            speed = min(filter(None, (speed, port_speed)), default=None)
+            width = min(filter(None, (width, port_width)), default=None)
+        return pcie_bytes_per_second(speed, width)
+
+    def path_bytes_per_second(self, first: str, second: str) -> float | None:
+        """The narrowest planned PCIe link between two devices, None where an end is unknown."""
+        above = [*self.above(first), first], [*self.above(second), second]
+        common = sum(1 for a, b in zip(*above, strict=False) if a == b)
+        links = [self.slot_bytes_per_second(bus_id) for chain in above for bus_id in chain[common:]]
+        ends = self.slot_bytes_per_second(first), self.slot_bytes_per_second(second)
+        return None if None in ends else min(link for link in links if link is not None)
+
+
+def _most(device: PciDevice) -> tuple[float | None, int | None]:
+    """A link's best speed and width, or what it runs at where the best is not readable (a virtual function)."""
+    return (
+        device.link_transfers_per_second_max or device.link_transfers_per_second,
+        device.link_width_max or device.link_width,
+    )
+
+
+def _below_one_root_port(above_a: tuple[str, ...], above_b: tuple[str, ...]) -> str:
+    """PIX where one switch at most is crossed: each device has one port of its own below the common bridge."""
+    common = sum(1 for a, b in zip(above_a, above_b, strict=False) if a == b)
+    own = len(above_a) - common, len(above_b) - common
+    return "PIX" if max(own) <= 1 else "PXB"
+
+
+def plan(tree: PciTree, a: str, b: str, label: str, cpu: CpuNode | None, *, gpu_to_gpu: bool) -> float | None:
+    """What NCCL plans for a pair without NVLink: the narrowest PCIe link, and the CPUs where they are crossed."""
+    value = tree.path_bytes_per_second(a, b)
+    if value is None:
+        return None
+    if gpu_to_gpu and label in ("PHB", "NODE", "SYS") and cpu and cpu.vendor == "GenuineIntel":
+        value /= INTEL_P2P_OVERHEAD
+    if label != "SYS":
+        return value
+    between = cpu_bytes_per_second(cpu.vendor, cpu.family, cpu.model, cpu.arch) if cpu else None
+    return min(value, between) if between is not None else None

@@ -1,0 +1,182 @@
+"""A topology in the forms people want it: JSON document, Graphviz DOT, SVG, NCCL XML, matrix text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from topology.derive import Pairs
+from topology.graph import ClusterTopology, Expectation, NearestNic, NodeTopology, Pair
+from topology.labels import nvlinks
+from topology.matrix import columns
+from topology.matrix import render as matrix
+from topology.reference import departures
+from topology.svg import COLOURS, colour, svg
+from topology.xml import write as xml
+
+__all__ = ["COLOURS", "cluster_document", "dot", "json_document", "matrix", "svg", "xml"]
+
+Json = dict[str, Any]
+
+
+def json_document(node: NodeTopology) -> Json:
+    """The node as plain JSON values. Names are stable: a frozen surface for scripts."""
+    labels = columns(node)
+    return {
+        "schema_version": node.schema_version,
+        "hostname": node.hostname,
+        "source": node.source,
+        "sku": node.sku,
+        "product": node.product,
+        "virtual": node.virtual,
+        "cpu_count": node.cpu_count,
+        "numa_nodes": node.numa_nodes,
+        "gpus": [
+            {
+                "name": gpu.name,
+                "index": gpu.index,
+                "bus_id": gpu.bus_id,
+                "uuid": gpu.uuid,
+                "model": gpu.model,
+                "memory_bytes": gpu.memory_bytes,
+                "compute_capability": list(gpu.compute_capability) if gpu.compute_capability else None,
+                "numa_node": gpu.numa_node,
+                "cpu_affinity": gpu.cpu_affinity,
+                "numa_affinity": gpu.numa_affinity,
+                "gpu_numa_id": gpu.gpu_numa_id,
+                "nvlink_domain": gpu.nvlink_domain,
+                "c2c": gpu.c2c,
+                "usable": gpu.usable,
+            }
+            for gpu in node.gpus
+        ],
+        "nics": [
+            {
+                "name": nic.name,
+                "label": labels[nic.name],
+                "kind": nic.kind,
+                "bus_id": nic.bus_id,
+                "netdev": nic.netdev,
+                "nets": list(nic.nets) or [nic.name],
+                "numa_node": nic.numa_node,
+                "rate_bytes_per_second": nic.rate_bytes_per_second,
+                "pcie_bytes_per_second": nic.pcie_bytes_per_second,
+                "link_layer": nic.link_layer,
+                "active": nic.active,
+                "ports": nic.ports,
+            }
+            for nic in node.nics
+        ],
+        "pairs_by_class": _by_class(node),
+        "pairs": [_pair(pair) for pair in node.pairs],
+        "islands": [
+            {
+                "gpus": list(island.gpus),
+                "all_to_all": island.all_to_all,
+                "nvlinks_per_pair": list(island.nvlinks_per_pair),
+            }
+            for island in node.islands
+        ],
+        "nearest_nic": {near.gpu: _nearest(near, node, labels) for near in node.nearest_nic} or None,
+        "rails": [{"rail": rail.rail, "nics": list(rail.nics), "gpus": list(rail.gpus)} for rail in node.rails],
+        "expectations": [_expectation(expectation) for expectation in node.expectations],
+        "departures_from_reference": list(departures(node)),
+        "warnings": list(node.warnings),
+    }
+
+
+def _by_class(node: NodeTopology) -> dict[str, dict[str, int]]:
+    """Pairs counted by nvidia-smi's label, apart for GPU-GPU, GPU-NIC and NIC-NIC."""
+    gpus = {gpu.name for gpu in node.gpus}
+    counts: dict[str, Counter[str]] = {"gpu_gpu": Counter(), "gpu_nic": Counter(), "nic_nic": Counter()}
+    for pair in node.pairs:
+        kind = ("nic_nic", "gpu_nic", "gpu_gpu")[(pair.a in gpus) + (pair.b in gpus)]
+        counts[kind][pair.label] += 1
+    return {kind: dict(counter) for kind, counter in counts.items()}
+
+
+def _pair(pair: Pair) -> Json:
+    return {
+        "a": pair.a,
+        "b": pair.b,
+        "label": pair.label,
+        "class": pair.path.name if pair.path is not None else None,
+        "nvlinks": pair.nvlinks,
+        "bytes_per_second": pair.bytes_per_second,
+        "evidence": pair.evidence,
+    }
+
+
+def _nearest(near: NearestNic, node: NodeTopology, labels: dict[str, str]) -> Json:
+    gpu = next(gpu for gpu in node.gpus if gpu.name == near.gpu)
+    return {
+        "label": near.label,
+        "class": near.path.name if near.path is not None else None,
+        "nics": [labels[name] for name in near.nics],
+        "names": list(near.nics),
+        "local": near.local,
+        "decidable": near.decidable,
+        "why": near.why,
+        "gpu_bus_id": gpu.bus_id,
+        "nic_bus_ids": [nic.bus_id for nic in node.nics if nic.name in near.nics],
+    }
+
+
+def _expectation(expectation: Expectation) -> Json:
+    return {
+        "scope": expectation.scope,
+        "op": expectation.op,
+        "busbw_bytes_per_second": expectation.busbw_bytes_per_second,
+        "members": list(expectation.members),
+        "derivation": list(expectation.derivation),
+    }
+
+
+def cluster_document(cluster: ClusterTopology) -> Json:
+    """The cluster as plain JSON values, its nodes included."""
+    return {
+        "schema_version": cluster.schema_version,
+        "world_size": cluster.world_size,
+        "inter_node_bytes_per_second": cluster.inter_node_bytes_per_second,
+        "inter_node_transport": cluster.inter_node_transport,
+        "expectations": [_expectation(expectation) for expectation in cluster.expectations],
+        "warnings": list(cluster.warnings),
+        "nodes": [json_document(node) for node in cluster.nodes],
+    }
+
+
+def dot(node: NodeTopology) -> str:
+    """Graphviz: NUMA nodes as clusters, NVLink between GPUs, each GPU to its nearest NICs."""
+    lines = [f"graph {_quote(node.hostname)} {{", "  graph [rankdir=TB]; node [shape=box, style=rounded];"]
+    numas = sorted({device.numa_node for device in node.devices}, key=lambda n: (n is None, n or 0))
+    for numa in numas:
+        title = f"NUMA {numa}" if numa is not None else "NUMA unknown"
+        lines.append(f"  subgraph {_quote(f'cluster {title}')} {{ label={_quote(title)};")
+        lines += [
+            f"    {_quote(gpu.name)} [label={_quote(_caption(gpu.name, gpu.model))}];"
+            for gpu in node.gpus
+            if gpu.numa_node == numa
+        ]
+        lines += [
+            f"    {_quote(nic.name)} [shape=ellipse, label={_quote(_caption(nic.name, nic.netdev))}];"
+            for nic in node.nics
+            if nic.numa_node == numa
+        ]
+        lines.append("  }")
+    known = Pairs(node.pairs)
+    edges = [(pair.a, pair.b, pair.label) for pair in node.pairs if nvlinks(pair.label)]
+    edges += [(near.gpu, nic, known.label(near.gpu, nic)) for near in node.nearest_nic for nic in near.nics]
+    lines += [
+        f"  {_quote(a)} -- {_quote(b)} [label={_quote(label)}, color={_quote(colour(label))}];" for a, b, label in edges
+    ]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _caption(name: str, more: str | None) -> str:
+    return f"{name}\n{more}" if more and more != name else name
+
+
+def _quote(text: str) -> str:
+    """A DOT string; a line break stays one, everything else that could end the string is escaped."""
+    clean = text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
+    return f'"{clean}"'
