@@ -147,9 +147,7 @@ def answer(
         raise RequestError(str(error)) from None
 
 
-def environment_only(
-    request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]
-) -> Recommendation:
+def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
     """The NCCL environment alone, where no model was named."""
     found = nccl_env.settings(
         snapshots, cluster, nccl_version=version(request.nccl_version), multi_node=len(cluster.nodes) > 1 or None

@@ -21,7 +21,12 @@ from topology.cluster import join
 
 # The job's own default (finetune/default.yaml): a Llama small enough for any host, on data that the job makes.
 EMBEDDED_MODEL = "tiny-llama"
-EMBEDDED_REQUEST: dict[str, Any] = {"model": EMBEDDED_MODEL, "method": "lora", "sequence_length": 128, "global_batch": 16}
+EMBEDDED_REQUEST: dict[str, Any] = {
+    "model": EMBEDDED_MODEL,
+    "method": "lora",
+    "sequence_length": 128,
+    "global_batch": 16,
+}
 
 
 def default_ranks(found: Sequence[Snapshot]) -> int:
@@ -111,7 +116,9 @@ def calibration(model: str, *, sequence_length: int, budget_seconds: float, rank
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no answer within {budget_seconds + 120:.0f} s") from None
     if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")
+        raise RuntimeError(
+            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        )
     return parse_calibration(json.loads(done.stdout))
 
 

@@ -20,13 +20,21 @@ from collectives.results import BenchResult
 
 @click.command()
 @click.option("--op", "ops", multiple=True, help="Collective; repeat for several. Default: all_gather, reduce_scatter.")
-@click.option("--ranks", default=None, type=click.IntRange(1, 1024), help="Ranks on this host. Default: one per GPU, else 2.")
+@click.option(
+    "--ranks", default=None, type=click.IntRange(1, 1024), help="Ranks on this host. Default: one per GPU, else 2."
+)
 @click.option("--min-bytes", default=65536, show_default=True, type=click.IntRange(1))
 @click.option("--max-bytes", default=16 << 20, show_default=True, type=click.IntRange(1))
-@click.option("--size", "sizes", multiple=True, type=click.IntRange(1), help="Exact sizes in bytes, in place of the sweep.")
+@click.option(
+    "--size", "sizes", multiple=True, type=click.IntRange(1), help="Exact sizes in bytes, in place of the sweep."
+)
 @click.option("--precision", default="5%", show_default=True, help="Stop a size when its interval is this tight.")
-@click.option("--budget", default=60.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for all sizes.")
-@click.option("--nodes", "hosts", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Hosts that run this line.")
+@click.option(
+    "--budget", default=60.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for all sizes."
+)
+@click.option(
+    "--nodes", "hosts", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Hosts that run this line."
+)
 @click.option("--rendezvous", default=None, metavar="HOST:PORT", help="Where several hosts meet.")
 @click.option("--like", "model", default=None, help="Replay one training step's communication of this model.")
 @click.option("--layout", default=None, help="With --like: dp_replicate=1,dp_shard=2,tp=1,pp=1")
@@ -73,7 +81,9 @@ def _bench_exit(result: BenchResult) -> int:
 
 @click.command()
 @click.argument("source", metavar="FILE|-", default="-")
-@click.option("--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead.")
+@click.option(
+    "--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead."
+)
 @click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn"]), show_default=True)
 @format_option
 def evidence(source: str, ports: tuple[str, ...], fail_on: str, form: str) -> None:
@@ -103,7 +113,9 @@ def evidence(source: str, ports: tuple[str, ...], fail_on: str, form: str) -> No
 @click.option("--model", default="tiny-llama", show_default=True, help="Shapes to measure: a known model name.")
 @click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))
 @click.option("--budget", default=90.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds.")
-@click.option("--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would.")
+@click.option(
+    "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
+)
 @click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
 def calibrate(model: str, sequence_length: int, budget: float, ranks: int | None, target: Path | None) -> None:
     """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""

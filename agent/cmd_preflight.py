@@ -39,13 +39,19 @@ def with_model_options(command: Any) -> Any:
 @click.command()
 @host_option
 @root_option
-@click.option("--fly", is_flag=True, help="Measure, then launch a small fine-tune as recommended, and compare. Makes load.")
+@click.option(
+    "--fly", is_flag=True, help="Measure, then launch a small fine-tune as recommended, and compare. Makes load."
+)
 @click.option("--measure", is_flag=True, help="Measure collectives with real ranks. Makes load.")
 @with_model_options
-@click.option("--require", multiple=True, metavar="CHECK", help="A check that must be measured: rdma.*; else exit code 5.")
+@click.option(
+    "--require", multiple=True, metavar="CHECK", help="A check that must be measured: rdma.*; else exit code 5."
+)
 @click.option("--skip", multiple=True, metavar="CHECK", help="A check to leave out.")
 @click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn", "unknown"]), show_default=True)
-@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job.")
+@click.option(
+    "--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job."
+)
 @click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
               help="Folder for report.json, report.html, report.md, junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
@@ -161,7 +167,9 @@ def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
     advice = answer(request, snapshots(given["hosts"], root=given["root"]), ranks=given["ranks"])
     if dry_run:
         click.echo(render(launcher.plan_document(advice), "yaml"), nl=False)
-        words = launcher.command(folder / "plan.json", given["config"], advice.chosen.layout.world_size, given["overrides"])  # type: ignore[union-attr]
+        words = launcher.command(
+            folder / "plan.json", given["config"], advice.chosen.layout.world_size, given["overrides"]
+        )  # type: ignore[union-attr]
         click.echo("# " + " ".join(words))
         return
     progress = Progress()
@@ -179,5 +187,7 @@ def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"the job ended with exit code {done.exit_code}; whole log: {done.output}", err=True)
         sys.exit(EXIT_FAILED)
-    terminal.comparison(console(), compare(advice.chosen.forecast if advice.chosen else None, read(folder / "flight.json")))
+    terminal.comparison(
+        console(), compare(advice.chosen.forecast if advice.chosen else None, read(folder / "flight.json"))
+    )
     sys.exit(EXIT_PASS)

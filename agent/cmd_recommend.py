@@ -95,5 +95,7 @@ def _read(source: str) -> str:
     except OSError as error:
         raise click.ClickException(f"{source}: {error.strerror}") from None
     if len(raw) > _LIMIT_BYTES:
-        raise click.ClickException(f"{source}: larger than {_LIMIT_BYTES} bytes; give the lines that set the environment")
+        raise click.ClickException(
+            f"{source}: larger than {_LIMIT_BYTES} bytes; give the lines that set the environment"
+        )
     return raw.decode("utf-8", errors="replace")

@@ -26,7 +26,9 @@ def sections() -> dict[str, str]:
     parts = re.split(r"^### `([a-z0-9_.]+)`\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     # parts: preamble, code, text, code, text ...; a text ends where the next section of the page begins
     pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return {code: f"{code}\n\n{re.split(r'^## ', text, maxsplit=1, flags=re.MULTILINE)[0].strip()}" for code, text in pairs}
+    return {
+        code: f"{code}\n\n{re.split(r'^## ', text, maxsplit=1, flags=re.MULTILINE)[0].strip()}" for code, text in pairs
+    }
 
 
 def section(code: str) -> str:

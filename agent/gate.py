@@ -120,14 +120,16 @@ def select(
         for name in sorted(names - judged):
             if fnmatchcase(name, pattern) and not any(fnmatchcase(name, skipped) for skipped in skip):
                 judged.add(name)
-                kept.append(Check(id=name, status="unknown", node="", message="not measured in this run", required=True))
+                kept.append(
+                    Check(id=name, status="unknown", node="", message="not measured in this run", required=True)
+                )
     return tuple(kept)
 
 
 def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
     """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning."""
     checks = tuple(checks)
-    counts: dict[str, int] = {status: 0 for status in ORDER}
+    counts: dict[str, int] = dict.fromkeys(ORDER, 0)
     for check in checks:
         counts[check.status] += 1
     required_unknown = [check for check in checks if check.required and check.status == "unknown"]
@@ -148,4 +150,3 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
 def worst_first(checks: Iterable[Check]) -> tuple[Check, ...]:
     """Failures first, then by code and subject."""
     return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.id, check.node, check.subject)))
-

@@ -88,7 +88,11 @@ def environment(advice: Recommendation) -> dict[str, str]:
 
 
 def run(
-    words: Sequence[str], variables: Mapping[str, str], output: Path, timeout_seconds: float, on_line: Callable[[str], None]
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    output: Path,
+    timeout_seconds: float,
+    on_line: Callable[[str], None],
 ) -> Launched:
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     mark = uuid.uuid4().hex
@@ -104,7 +108,9 @@ def run(
             raise LaunchError(f"the job did not end within {timeout_seconds:.0f} s and was ended; see {log}") from None
         finally:
             processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
-    return Launched(exit_code=process.returncode, seconds=time.monotonic() - started, output=log, last_lines=tuple(last))
+    return Launched(
+        exit_code=process.returncode, seconds=time.monotonic() - started, output=log, last_lines=tuple(last)
+    )
 
 
 @contextlib.contextmanager

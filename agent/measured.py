@@ -71,7 +71,9 @@ def _incomplete(result: BenchResult, node: str) -> Check:
 
 
 def _slow_links(result: BenchResult, node: str) -> list[Check]:
-    judged = [m for m in result.measurements if m.verified and m.expected_busbw_bytes_per_second and m.bytes >= LARGE_BYTES]
+    judged = [
+        m for m in result.measurements if m.verified and m.expected_busbw_bytes_per_second and m.bytes >= LARGE_BYTES
+    ]
     if not judged:
         why = "no result of at least 1 GiB with an expectation derived from the links"
         return [Check(id="bench.busbw.low", status="unknown", node=node, message=why)]
@@ -110,7 +112,9 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
     if found is None:
         why = f"the {result.backend} backend leaves no NCCL log to read"
         return list(unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
-    counts = f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
+    counts = (
+        f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
+    )
     lines = tuple(f"line {p.line}: {p.text}" for p in found.proof[:4])
     could = gdrdma_possible(snapshots)
     status = {"on": "pass", "none": "unknown"}.get(found.gdrdma, "fail" if could else "info")
@@ -143,10 +147,14 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     return bool(snapshots)
 
 
-def checks_of_flight(record: dict[str, Any] | None, comparisons: Sequence[Comparison], node: str, why: str) -> tuple[Check, ...]:
+def checks_of_flight(
+    record: dict[str, Any] | None, comparisons: Sequence[Comparison], node: str, why: str
+) -> tuple[Check, ...]:
     """What the flight established; `why` says why there is no record."""
     if record is None:
-        return (Check(id="flight.run.failed", status="fail", node=node, message=why),) + unmeasured(FLIGHT_CODES[1:], why)
+        return (Check(id="flight.run.failed", status="fail", node=node, message=why),) + unmeasured(
+            FLIGHT_CODES[1:], why
+        )
     return (
         Check(id="flight.run.failed", status="pass", node=node, message=f"{record.get('steps', '?')} steps trained"),
         _layout(record, node),
@@ -158,7 +166,9 @@ def checks_of_flight(record: dict[str, Any] | None, comparisons: Sequence[Compar
 def _layout(record: dict[str, Any], node: str) -> Check:
     mismatches = record.get("layout_mismatches")
     if mismatches is None:
-        return Check(id="flight.layout.mismatch", status="unknown", node=node, message="the job did not report its layout")
+        return Check(
+            id="flight.layout.mismatch", status="unknown", node=node, message="the job did not report its layout"
+        )
     if mismatches:
         return Check(id="flight.layout.mismatch", status="fail", node=node, message="asked is not got",
                      evidence=tuple(map(str, mismatches)), remedy="Run the layout with an engine that can.")  # fmt: skip
@@ -178,8 +188,9 @@ def _loss(record: dict[str, Any], node: str) -> Check:
 
 def _compared(line: Comparison, node: str) -> Check:
     code = "forecast.step_time.outside" if line.what == "step time" else "forecast.memory.outside"
-    forecast, measured = units.interval(line.forecast, line.unit), (
-        units.seconds(line.measured) if line.unit == "s" else units.size(line.measured)
+    forecast, measured = (
+        units.interval(line.forecast, line.unit),
+        (units.seconds(line.measured) if line.unit == "s" else units.size(line.measured)),
     )
     message = f"forecast {forecast}, measured {measured}"
     if line.inside is None:

@@ -118,9 +118,17 @@ def _agent_values(view: View) -> Iterator[tuple[str, Values]]:
     if len(view.topologies) == 1:  # of several recordings the matrix has no place for a host label
         node = view.topologies[0]
         yield "link_class", [((p.a, p.b, p.label), 1.0) for p in node.pairs]
-        yield "link_expected_bytes_per_second", [((p.a, p.b), p.bytes_per_second) for p in node.pairs if p.bytes_per_second]
-        yield "expected_busbw_bytes_per_second", list(
-            {(e.op, e.scope): e.busbw_bytes_per_second for e in node.expectations if e.busbw_bytes_per_second}.items()
+        yield (
+            "link_expected_bytes_per_second",
+            [((p.a, p.b), p.bytes_per_second) for p in node.pairs if p.bytes_per_second],
+        )
+        yield (
+            "expected_busbw_bytes_per_second",
+            list(
+                {
+                    (e.op, e.scope): e.busbw_bytes_per_second for e in node.expectations if e.busbw_bytes_per_second
+                }.items()
+            ),
         )
     yield from _bench_values(view)
     yield from _flight_values(view)
@@ -152,11 +160,14 @@ def _bench_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "bench_latency_seconds", [((fit.op,), fit.alpha_seconds) for fit in result.latencies]
     found = result.evidence
     if found is not None:
-        yield "gdrdma_channels_ratio", [
-            ((name,), count.gdrdma / count.total)
-            for name, count in (("send", found.send), ("receive", found.receive))
-            if count.total
-        ]
+        yield (
+            "gdrdma_channels_ratio",
+            [
+                ((name,), count.gdrdma / count.total)
+                for name, count in (("send", found.send), ("receive", found.receive))
+                if count.total
+            ],
+        )
         names = (found.inter_node_transport or "none", found.intra_node_transport or "none", found.gdrdma)
         yield "transport_info", [(names, 1.0)]
 
@@ -171,5 +182,7 @@ def _flight_values(view: View) -> Iterator[tuple[str, Values]]:
     if isinstance(tokens, (int, float)):
         yield "flight_tokens_per_second", [((), float(tokens))]
     forecast = (last.get("forecast") or {}).get("step_seconds") or {}
-    bounds: Values = [((b,), float(forecast[b])) for b in ("low", "mid", "high") if isinstance(forecast.get(b), (int, float))]
+    bounds: Values = [
+        ((b,), float(forecast[b])) for b in ("low", "mid", "high") if isinstance(forecast.get(b), (int, float))
+    ]
     yield "flight_forecast_step_seconds", bounds

@@ -27,7 +27,11 @@ _TEMPLATES = Path(__file__).parent / "templates"
 @cache
 def _environment(*, html: bool) -> Environment:
     made = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     made.filters.update(
         size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=_when,

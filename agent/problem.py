@@ -24,7 +24,9 @@ class ProblemError(Exception):
         self.more = more
 
 
-def response(request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any) -> JSONResponse:
+def response(
+    request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
+) -> JSONResponse:
     """One problem document."""
     body = {
         "type": "about:blank",

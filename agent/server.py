@@ -147,7 +147,9 @@ def _advice(app: FastAPI, state: State) -> None:
         except advise.RequestError as error:
             raise ProblemError(400, str(error)) from None
         if form is not None and form not in advise.FORMATS:
-            raise ProblemError(400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS))
+            raise ProblemError(
+                400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
+            )
         return _answer(request, advice, form)
 
     @app.get("/preflight", tags=["gate"], operation_id="preflight")

@@ -76,7 +76,7 @@ class State:
         while not self._stop.is_set():
             try:
                 self.refresh()
-            except Exception as error:  # noqa: BLE001 - the agent outlives any scan; the error is served and logged
+            except Exception as error:
                 self._error = f"{type(error).__name__}: {error}"
                 log.exception("scan failed")
             self._stop.wait(self._interval)

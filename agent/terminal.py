@@ -96,7 +96,11 @@ def facts_lines(facts: object) -> list[str]:
             for i in facts.interfaces
         ]
     if isinstance(facts, LimitsFacts):
-        soft = "unlimited" if facts.memlock_soft_bytes is None and facts.memlock_known else units.size(facts.memlock_soft_bytes)
+        soft = (
+            "unlimited"
+            if facts.memlock_soft_bytes is None and facts.memlock_known
+            else units.size(facts.memlock_soft_bytes)
+        )
         return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     devices = getattr(facts, "devices", None)
     return [f"{len(devices)} PCI devices" if devices is not None else type(facts).__name__]
@@ -262,7 +266,9 @@ def evidence(out: Console, found: Evidence) -> None:
     rows.add_row("library", f"{found.library} {found.nccl_version or 'version unknown'}")
     rows.add_row("between nodes", escape(found.inter_node_transport or "none seen"))
     rows.add_row("within a node", escape(found.intra_node_transport or "none seen"))
-    counts = f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
+    counts = (
+        f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
+    )
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
     rows.add_row("GPUDirect RDMA", f"{word}: {counts}")
     for name, number in sorted(found.transports.items()):
@@ -270,7 +276,9 @@ def evidence(out: Console, found: Evidence) -> None:
     out.print(rows)
     for problem in found.problems:
         colour = COLOURS.get(problem.severity, "yellow")
-        out.print(f"[{colour}]{problem.severity}[/{colour}] {problem.code} (x{problem.count}): {escape(problem.message)}")
+        out.print(
+            f"[{colour}]{problem.severity}[/{colour}] {problem.code} (x{problem.count}): {escape(problem.message)}"
+        )
         for line in problem.lines[:2]:
             out.print(f"  line {line.line}: {escape(line.text)}", style="dim")
         out.print(f"  → {escape(problem.action)}")

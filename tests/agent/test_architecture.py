@@ -10,7 +10,9 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-ROOMS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+ROOMS = tuple(
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+)
 
 
 def real_arrows() -> set[tuple[str, str]]:
@@ -24,7 +26,9 @@ def real_arrows() -> set[tuple[str, str]]:
                     names = [alias.name for alias in node.names]
                 elif isinstance(node, ast.ImportFrom) and node.level == 0:
                     names = [node.module or ""]
-                arrows |= {(room, n.split(".")[0]) for n in names if n.split(".")[0] in ROOMS and n.split(".")[0] != room}
+                arrows |= {
+                    (room, n.split(".")[0]) for n in names if n.split(".")[0] in ROOMS and n.split(".")[0] != room
+                }
     return arrows
 
 

@@ -1,0 +1,135 @@
+"""One description of a fine-tune job on Kubernetes, from which every job API is rendered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.advice import PodNeed, Recommendation
+
+# RFC 1123 label, as Kubernetes wants names of objects that become part of host names.
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# Extended resource: DNS subdomain / name.
+_RESOURCE = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{1,63}|hugepages-[0-9]+[KMG]i")
+_ENVIRONMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+# The Trainer's webhook refuses these in a TrainJob: it sets them itself (Kubeflow Trainer v2 torch plugin).
+RESERVED_ENVIRONMENT = frozenset(
+    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+)
+
+
+class JobError(ValueError):
+    """A job that cannot be rendered; names the setting, its value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What to launch, and what its pods ask for."""
+
+    name: str
+    image: str
+    nodes: int
+    processes_per_node: int
+    command: tuple[str, ...]  # of one pod: torchrun reads the rest from the job controller's environment
+    namespace: str = "default"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)  # per pod: cpu, memory, nvidia.com/gpu, rdma/..., efa
+    networks: tuple[str, ...] = ()  # Multus: "rdmashared-net" or "namespace/name"
+    shm_bytes: int | None = None
+    ipc_lock: bool = False
+    config_map: str | None = None  # mounted at /etc/config
+    claim: str | None = None  # PersistentVolumeClaim mounted at /mnt/shared
+    queue: str | None = None  # Kueue LocalQueue
+    topology_label: str | None = None  # Kueue topology level that all pods must share
+    service_account: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerate: tuple[str, ...] = ()  # taint keys, any value
+    preflight_image: str | None = None  # runs the gate in an init container
+    preflight_require: tuple[str, ...] = ()
+    resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
+    active_deadline_seconds: int | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("name", "namespace"):
+            value = getattr(self, what)
+            if not _NAME.fullmatch(value):
+                raise JobError(f"{what}={value!r}: must be lower-case letters, digits and '-', 63 at most")
+        for what in ("nodes", "processes_per_node"):
+            if getattr(self, what) < 1:
+                raise JobError(f"{what}={getattr(self, what)}: must be at least 1")
+        for name in self.environment:
+            if not _ENVIRONMENT.fullmatch(name):
+                raise JobError(f"environment {name!r}: not a variable's name")
+            if name in RESERVED_ENVIRONMENT:
+                raise JobError(f"environment {name}: set by the job controller, which refuses it from outside")
+        for name in self.limits:
+            if name not in ("cpu", "memory", "ephemeral-storage") and not _RESOURCE.fullmatch(name):
+                raise JobError(f"resource {name!r}: must be cpu, memory or domain/name")
+
+    @property
+    def qualified_networks(self) -> str:
+        """Value of the annotation k8s.v1.cni.cncf.io/networks."""
+        return ",".join(self.networks)
+
+
+def from_advice(
+    advice: Recommendation,
+    *,
+    name: str,
+    image: str,
+    nodes: int,
+    allocatable: Sequence[str] = (),
+    **settings: object,
+) -> JobSpec:
+    """A job with the recommendation inside: environment, processes per node, and what the pods need.
+
+    `allocatable` names the extended resources that the nodes offer; a need that names a family ("rdma/*: 1") takes
+    the one of that family, and is an error where it is missing or not the only one.
+    """
+    if advice.chosen is None:
+        raise JobError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
+    world = advice.chosen.layout.world_size
+    if world % nodes:
+        raise JobError(f"nodes={nodes}: does not divide the layout's {world} ranks")
+    limits: dict[str, str] = {}
+    networks: list[str] = []
+    shm: int | None = None
+    lock = False
+    for need in advice.needs:
+        if need.name == "resource":
+            resource, _, count = need.value.partition(": ")
+            limits[_named(resource, allocatable)] = count
+        elif need.name == "network":
+            networks.append(need.value)
+        elif need.name == "shm_bytes":
+            shm = int(need.value)
+        elif need.name == "capability":
+            lock = lock or need.value == "IPC_LOCK"
+    if advice.backend == "nccl":
+        limits["nvidia.com/gpu"] = str(world // nodes)
+    given = dict(settings)
+    given.setdefault("command", ("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml",
+                                 "--plan", "/etc/config/plan.json"))  # fmt: skip
+    given["limits"] = {**limits, **dict(given.get("limits") or {})}  # type: ignore[call-overload]
+    return JobSpec(
+        name=name, image=image, nodes=nodes, processes_per_node=world // nodes,
+        environment={s.name: s.value for s in advice.settings}, networks=tuple(dict.fromkeys(networks)),
+        shm_bytes=shm, ipc_lock=lock, **given,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _named(resource: str, allocatable: Sequence[str]) -> str:
+    if not resource.endswith("/*"):
+        return resource
+    family = [name for name in allocatable if name.startswith(resource[:-1])]
+    if len(family) == 1:
+        return family[0]
+    offered = ", ".join(family) if family else "none"
+    raise JobError(f"resource {resource}: the nodes offer {offered}; name the one to use with --resource NAME=COUNT")
+
+
+def unmet(advice: Recommendation) -> tuple[PodNeed, ...]:
+    """Needs that no manifest can meet: the memlock limit comes from the container engine's configuration."""
+    return tuple(need for need in advice.needs if need.name == "memlock")

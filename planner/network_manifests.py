@@ -1,0 +1,216 @@
+"""The cluster's network resources, from what was probed: operators' policies, secondary network, memlock, storage.
+
+Specifications: mellanox.com/v1alpha1 (NVIDIA network operator), k8s.cni.cncf.io/v1 (Multus), nvidia.com/v1 (GPU
+operator), machineconfiguration.openshift.io/v1 with Ignition 3.2 (which has no `contents.inline`: a file's content is
+a `data:` URL), CRI-O crio.conf(5) default_ulimits.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.job import JobError
+from probes.api import Snapshot
+from probes.interfaces import InterfacesFacts
+from probes.rdma import RdmaFacts
+
+Document = dict[str, Any]
+
+# Linux: an interface's name has at most 15 bytes, and no slash or white space.
+_INTERFACE = re.compile(r"[^\s/]{1,15}")
+_RDMA_SHARES = 63  # pods that may share one HCA: the network operator's own example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSpec:
+    """The secondary network to make."""
+
+    interfaces: tuple[str, ...]  # RoCE or IB netdevs of the nodes: ("ens8f0np0",)
+    mtu_bytes: int
+    name: str = "rdmashared-net"
+    namespace: str = "default"
+    resource_name: str = "rdma_shared_device_eth"
+    range: str = "192.168.2.0/24"  # addresses that whereabouts hands out
+    gateway: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.interfaces:
+            raise JobError("interfaces: none; the network needs the name of at least one RDMA netdev of the nodes")
+        for name in self.interfaces:
+            if not _INTERFACE.fullmatch(name):
+                raise JobError(f"interface {name!r}: not the name of a Linux interface")
+        try:
+            ipaddress.ip_network(self.range)
+            if self.gateway:
+                ipaddress.ip_address(self.gateway)
+        except ValueError as error:
+            raise JobError(f"range={self.range!r} gateway={self.gateway!r}: {error}") from None
+
+
+def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpec:
+    """Interfaces and MTU of the active RoCE ports that every one of these nodes has.
+
+    Must be scanned where the nodes' own interfaces are visible (host network): a pod sees only its macvlan.
+    """
+    common: dict[str, int] | None = None
+    for snapshot in snapshots:
+        here = _roce(snapshot)
+        common = (
+            here if common is None else {name: min(mtu, here[name]) for name, mtu in common.items() if name in here}
+        )
+    if not common:
+        raise JobError(
+            "no active RoCE port with a netdev is on every one of these nodes; scan them on the host network"
+        )
+    given = {"interfaces": tuple(sorted(common)), "mtu_bytes": min(common.values()), **settings}
+    return NetworkSpec(**given)
+
+
+def _roce(snapshot: Snapshot) -> dict[str, int]:
+    rdma, links = snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts)
+    mtus = {link.name: link.mtu_bytes for link in links.interfaces} if links else {}
+    found: dict[str, int] = {}
+    for device in rdma.devices if rdma else ():
+        for port in device.ports:
+            if port.state == "ACTIVE" and port.link_layer == "Ethernet" and port.netdev:
+                found[port.netdev] = port.netdev_mtu_bytes or mtus.get(port.netdev) or 1500
+    return found
+
+
+def nic_cluster_policy(spec: NetworkSpec) -> Document:
+    """NVIDIA network operator: driver, IPAM, and the shared RDMA device plugin for the probed interfaces."""
+    config = {
+        "configList": [
+            {
+                "resourceName": spec.resource_name,
+                "rdmaHcaMax": _RDMA_SHARES,
+                "selectors": {"ifNames": list(spec.interfaces)},
+            }
+        ]
+    }
+    return {
+        "apiVersion": "mellanox.com/v1alpha1",
+        "kind": "NicClusterPolicy",
+        "metadata": {"name": "nic-cluster-policy"},  # the operator accepts this name alone
+        "spec": {
+            "nicFeatureDiscovery": {
+                "image": "nic-feature-discovery",
+                "repository": "ghcr.io/mellanox",
+                "version": "v0.0.1",
+            },
+            "nvIpam": {"image": "nvidia-k8s-ipam", "repository": "ghcr.io/mellanox", "version": "v0.2.0"},
+            "rdmaSharedDevicePlugin": {
+                "image": "k8s-rdma-shared-dev-plugin",
+                "repository": "ghcr.io/mellanox",
+                "version": "v1.5.2",
+                "config": json.dumps(config, indent=2),
+            },
+        },
+    }
+
+
+def macvlan_network(spec: NetworkSpec) -> Document:
+    """A macvlan over the first probed interface, made by the network operator."""
+    return {
+        "apiVersion": "mellanox.com/v1alpha1",
+        "kind": "MacvlanNetwork",
+        "metadata": {"name": spec.name},
+        "spec": {
+            "networkNamespace": spec.namespace,
+            "master": spec.interfaces[0],
+            "mode": "bridge",
+            "mtu": spec.mtu_bytes,
+            "ipam": json.dumps(_ipam(spec)),
+        },
+    }
+
+
+def network_attachment(spec: NetworkSpec) -> Document:
+    """The same network as Multus reads it, for clusters without the operator."""
+    config = {
+        "cniVersion": "0.3.1",
+        "name": spec.name,
+        "type": "macvlan",
+        "master": spec.interfaces[0],
+        "mode": "bridge",
+        "mtu": spec.mtu_bytes,
+        "ipam": _ipam(spec),
+    }
+    return {
+        "apiVersion": "k8s.cni.cncf.io/v1",
+        "kind": "NetworkAttachmentDefinition",
+        "metadata": {"name": spec.name, "namespace": spec.namespace},
+        "spec": {"config": json.dumps(config)},
+    }
+
+
+def cluster_policy_rdma() -> Document:
+    """The one setting of the GPU operator's ClusterPolicy that lets NICs reach GPU memory; a patch, to be merged."""
+    return {
+        "apiVersion": "nvidia.com/v1",
+        "kind": "ClusterPolicy",
+        "metadata": {"name": "gpu-cluster-policy"},
+        "spec": {"driver": {"rdma": {"enabled": True}}},
+    }
+
+
+def memlock_machine_config(*, role: str = "worker", memlock: str = "-1:-1") -> Document:
+    """CRI-O's default memlock for every container of a role's nodes; they restart to take it."""
+    if not re.fullmatch(r"-1:-1|[0-9]{1,15}:[0-9]{1,15}", memlock):
+        raise JobError(f"memlock={memlock!r}: must be soft:hard in bytes, or -1:-1")
+    content = f'[crio.runtime]\ndefault_ulimits = [\n  "memlock={memlock}"\n]\n'
+    file = {
+        "path": "/etc/crio/crio.conf.d/10-custom",
+        "mode": 420,
+        "overwrite": True,
+        "contents": {"source": "data:," + urllib.parse.quote(content)},
+    }
+    return {
+        "apiVersion": "machineconfiguration.openshift.io/v1",
+        "kind": "MachineConfig",
+        "metadata": {
+            "name": f"02-{role}-container-runtime",
+            "labels": {"machineconfiguration.openshift.io/role": role},
+        },
+        "spec": {"config": {"ignition": {"version": "3.2.0"}, "storage": {"files": [file]}}},
+    }
+
+
+def shared_claim(
+    *, name: str = "shared", namespace: str = "default", size: str = "500Gi", storage_class: str
+) -> Document:
+    """A claim that every pod of the job may write: model, cache, checkpoints."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": size}},
+            "storageClassName": storage_class,
+        },
+    }
+
+
+def network(spec: NetworkSpec) -> tuple[Document, ...]:
+    """Everything that a cluster needs for RDMA in pods, in the order to apply it."""
+    return (
+        memlock_machine_config(),
+        nic_cluster_policy(spec),
+        cluster_policy_rdma(),
+        macvlan_network(spec),
+        network_attachment(spec),
+    )
+
+
+def _ipam(spec: NetworkSpec) -> dict[str, str]:
+    ipam = {"type": "whereabouts", "range": spec.range}
+    if spec.gateway:
+        ipam["gateway"] = spec.gateway
+    return ipam

@@ -1,0 +1,87 @@
+"""The gate's table of exit codes, and that unknown is never a pass."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from agent.gate import Check, GateError, checks_of_findings, judge, select, worst_first
+from probes.api import Finding, Severity
+
+
+def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Check:
+    return Check(id=name, status=status, node="n", required=required)  # type: ignore[arg-type]
+
+
+# statuses present, a required check unknown, --fail-on -> exit code: every row of docs/exit-codes.md
+TABLE = [
+    ((), False, "fail", 0),
+    (("pass",), False, "fail", 0),
+    (("pass", "info"), False, "unknown", 0),
+    (("warn",), False, "fail", 0),
+    (("warn",), False, "warn", 4),
+    (("warn",), False, "unknown", 4),
+    (("unknown",), False, "fail", 0),
+    (("unknown",), False, "warn", 0),
+    (("unknown",), False, "unknown", 5),
+    (("unknown",), True, "fail", 5),
+    (("unknown", "warn"), True, "warn", 5),
+    (("unknown", "fail"), True, "fail", 3),
+    (("fail", "warn"), False, "warn", 3),
+    (("fail",), False, "unknown", 3),
+]
+
+
+@pytest.mark.parametrize(("statuses", "required", "fail_on", "code"), TABLE)
+def test_exit_codes(statuses: tuple[str, ...], required: bool, fail_on: str, code: int) -> None:
+    """Each combination ends in its documented code."""
+    checks = [check(s, f"x.{i}", required=required and s == "unknown") for i, s in enumerate(statuses)]
+    assert judge(checks, fail_on=fail_on).exit_code == code  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fail_on", ["fail", "warn", "unknown"])
+def test_an_unknown_or_a_failure_never_reads_as_pass(fail_on: str) -> None:
+    """Of all sets of statuses, only those without failure, warning and required unknown pass."""
+    for statuses in product(("pass", "info", "unknown", "warn", "fail"), repeat=2):
+        verdict = judge([check(s, f"x.{i}") for i, s in enumerate(statuses)], fail_on=fail_on)  # type: ignore[arg-type]
+        if "fail" in statuses:
+            assert verdict.exit_code == 3
+        if verdict.word == "pass":
+            assert not {"fail", "warn"} & set(statuses)
+
+
+def test_a_code_that_raised_nothing_passes_and_one_that_did_does_not() -> None:
+    """Findings become checks; the other codes of the probe were judged and pass."""
+    finding = Finding(code="rdma.port.down", severity=Severity.FAIL, subject="mlx5_0:1", message="port is DOWN")
+    checks = {c.id: c.status for c in checks_of_findings("n", [finding], ("rdma.port.down", "rdma.port.rate"))}
+    assert checks == {"rdma.port.down": "fail", "rdma.port.rate": "pass"}
+
+
+def test_require_marks_what_it_matches_and_adds_what_was_never_judged() -> None:
+    """A required check that no probe judged is unknown, not forgotten."""
+    kept = select([check("pass", "rdma.port.down")], require=("rdma.*",), known=("rdma.port.down", "rdma.memlock.low"))
+    assert {(c.id, c.status, c.required) for c in kept} == {
+        ("rdma.port.down", "pass", True),
+        ("rdma.memlock.low", "unknown", True),
+    }
+    assert judge(kept).exit_code == 5
+
+
+def test_skip_wins_over_require_and_drops_the_check() -> None:
+    """A skipped check is not judged at all."""
+    kept = select([check("fail", "a.b")], require=("a.*",), skip=("a.b",))
+    assert kept == ()
+
+
+@pytest.mark.parametrize("option", ["require", "skip"])
+def test_a_pattern_that_names_no_check_is_an_error(option: str) -> None:
+    """A typing error in a gate must not read as a pass."""
+    with pytest.raises(GateError, match=r"rmda\.\*"):
+        select([check("pass", "rdma.port.down")], **{option: ("rmda.*",)})
+
+
+def test_failures_are_listed_first() -> None:
+    """Worst first, then by name."""
+    order = [c.status for c in worst_first([check(s) for s in ("pass", "warn", "info", "fail", "unknown")])]
+    assert order == ["fail", "warn", "unknown", "info", "pass"]

@@ -1,0 +1,175 @@
+"""Every manifest against the schema of the API that will read it, unknown fields refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from planner import manifests, network_manifests
+from planner.job import JobError, JobSpec
+
+SPEC = JobSpec(
+    name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,
+    command=("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml"),
+    environment={"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "=mlx5_1"},
+    limits={"cpu": "4", "memory": "96Gi", "nvidia.com/gpu": "2", "rdma/rdma_shared_device_eth": "1"},
+    networks=("rdmashared-net",), shm_bytes=2 << 30, ipc_lock=True, config_map="sft", claim="shared", queue="team",
+    topology_label="cloud.example/rack", service_account="trainer", node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
+    tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1", preflight_require=("rdma.port.down",),
+    resource_claim_template="gpu-nic", active_deadline_seconds=86400,
+)  # fmt: skip
+NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """A structural CRD schema as JSON schema that refuses what the API server would prune."""
+    made = {k: v for k, v in schema.items() if not k.startswith("x-kubernetes") and k not in ("format", "nullable")}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    if schema.get("x-kubernetes-embedded-resource") or schema.get("x-kubernetes-preserve-unknown-fields"):
+        made.pop("properties", None)
+        return {"type": made["type"]} if "type" in made else {}
+    if "properties" in made:
+        made["properties"] = {k: strict(v) for k, v in made["properties"].items()}
+        made["additionalProperties"] = False
+    elif isinstance(made.get("additionalProperties"), dict):
+        made["additionalProperties"] = strict(made["additionalProperties"])
+    if "items" in made:
+        made["items"] = strict(made["items"])
+    return made
+
+
+@pytest.fixture(scope="session")
+def schemas(corpus: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """(apiVersion, kind) -> schema of every CRD of the corpus."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    wanted = ("pytorchjobs", "trainjobs", "trainingruntimes", "nicclusterpolicies", "macvlannetworks", "network-attach",
+              "clusterpolicies", "machineconfigs")  # fmt: skip
+    found = {}
+    for path in (corpus / "crds").glob("*.yaml"):
+        if not any(word in path.name for word in wanted):
+            continue
+        for crd in yaml.load_all(path.read_text(), Loader=loader):
+            for version in crd["spec"]["versions"]:
+                schema = version["schema"]["openAPIV3Schema"]
+                schema["properties"].update(
+                    apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
+                )
+                found[f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]] = strict(schema)
+    return found
+
+
+def documents() -> list[dict[str, Any]]:
+    """Everything we render, through YAML and back, as a user's kubectl would see it."""
+    made = [d for api in manifests.APIS.values() for d in api(SPEC)]
+    made += list(network_manifests.network(NETWORK))
+    made += [network_manifests.shared_claim(storage_class="ocs-storagecluster-cephfs")]
+    made += [manifests.config_map(SPEC, {"config.yaml": "a: 1\n"})]
+    return list(yaml.safe_load_all(manifests.render(made)))
+
+
+CORE = ("v1", "batch/v1", "resource.k8s.io/v1")
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("index", range(len(documents())))
+def test_custom_resources_hold_no_field_their_api_would_drop(schemas: dict[Any, Any], index: int) -> None:
+    """The CRD's own schema, with unknown fields refused."""
+    document = documents()[index]
+    if document["apiVersion"] in CORE:
+        return
+    schema = schemas[document["apiVersion"], document["kind"]]
+    if document["kind"] == "ClusterPolicy":  # a patch: the operator's own fields are required of the whole only
+        schema = {
+            **schema,
+            "properties": {**schema["properties"], "spec": without_required(schema["properties"]["spec"])},
+        }
+    jsonschema.validate(document, schema)
+
+
+def without_required(schema: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in schema.items() if k != "required"}
+
+
+@pytest.mark.parametrize("document", [d for d in documents() if d["apiVersion"] in CORE], ids=lambda d: d["kind"])
+def test_core_kinds_are_strictly_valid(document: dict[str, Any]) -> None:
+    """As the API server with strict field validation."""
+    kubernetes_validate.validate(document, "1.35", strict=True)
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_pod_templates_of_custom_jobs_are_valid_pods(api: str) -> None:
+    """A CRD admits a pod template that the API server later refuses as a pod: judge it as one."""
+    for document in manifests.APIS[api](SPEC):
+        for template in pod_templates(document):
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template["spec"]}
+            kubernetes_validate.validate(pod, "1.35", strict=True)
+            for container in template["spec"]["containers"] + template["spec"].get("initContainers", []):
+                resources = container.get("resources", {})
+                assert resources.get("limits") == resources.get("requests"), "an extended resource needs both"
+
+
+def pod_templates(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        if "containers" in node.get("spec", {}):
+            return [node]
+        return [t for value in node.values() for t in pod_templates(value)]
+    return [t for value in node for t in pod_templates(value)] if isinstance(node, list) else []
+
+
+def test_pytorchjob_carries_the_names_openshift_ai_documents() -> None:
+    """Container, annotation, resources and replicas of the documented RoCE job."""
+    (_, job) = manifests.pytorchjob(SPEC)
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert job["spec"]["nprocPerNode"] == "2"
+    assert worker["replicas"] == 1
+    assert worker["template"]["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdmashared-net"
+    container = worker["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch"
+    assert container["resources"]["limits"]["rdma/rdma_shared_device_eth"] == "1"
+    assert {"name": "NCCL_SOCKET_IFNAME", "value": "net1"} in container["env"]
+
+
+def test_trainjob_environment_is_in_the_trainer_and_not_in_the_runtime() -> None:
+    """The webhook refuses environment patches of the container `node`."""
+    runtime, job = manifests.trainjob(SPEC)[-2:]
+    assert {"name": "NCCL_IB_HCA", "value": "=mlx5_1"} in job["spec"]["trainer"]["env"]
+    assert "env" not in pod_templates(runtime)[0]["spec"]["containers"][0]
+
+
+def test_machine_config_is_ignition_three() -> None:
+    """A data URL in place of `inline`, and the limit in it as CRI-O reads it."""
+    (file,) = network_manifests.memlock_machine_config()["spec"]["config"]["storage"]["files"]
+    assert set(file["contents"]) == {"source"}
+    text = unquote(file["contents"]["source"].removeprefix("data:,"))
+    assert '"memlock=-1:-1"' in text and text.startswith("[crio.runtime]\n")
+
+
+@pytest.mark.parametrize("name", ["a\nb: c", "UPPER", "x" * 64, "-a", "a/b", '"', ""])
+def test_hostile_names_are_refused(name: str) -> None:
+    """A name that is no name is an error that says so."""
+    with pytest.raises(JobError, match="name="):
+        JobSpec(name=name, image="i", nodes=1, processes_per_node=1, command=("true",))
+
+
+def test_hostile_values_stay_data() -> None:
+    """Whatever a value holds, it reads back as that value and nothing else."""
+    value = 'x"\n  - name: EVIL\n    value: 1 # {{ }} $(id) `id`'
+    spec = JobSpec(name="a", image=value, nodes=1, processes_per_node=1, command=(value,), environment={"A": value})
+    (_, job) = yaml.safe_load_all(manifests.render(manifests.indexed_job(spec)))
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert container["image"] == value
+    assert container["env"] == [{"name": "A", "value": value}]
+
+
+@pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK"])
+def test_reserved_environment_is_refused(name: str) -> None:
+    """The Trainer's webhook would refuse it later and say less."""
+    with pytest.raises(JobError, match=name):
+        JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), environment={name: "1"})
