@@ -236,8 +236,7 @@ def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
     known = [speed for speed in speeds if speed is not None and speed > 0]
     infiniband = node.class_code is not None and node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
-    if node.vendor_id == _LAST = 1 << 30  # a NIC without `dev` keeps its place in the file, after those with one
-_EFA_VENDOR:
+    if node.vendor_id == _EFA_VENDOR:
         kind = "efa"
     elif infiniband or node.vendor_id == _MELLANOX or (names and _RDMA_NAME.match(name)):
         kind = "hca"
