@@ -110,7 +110,8 @@ def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:
 def calibration(model: str, *, sequence_length: int, budget_seconds: float, ranks: int | None = None) -> Calibration:
     """Measure in child processes (they import torch; this process must not). Raises RuntimeError with their words."""
     words = [sys.executable, "-m", "collectives.calibrate", "--shape", json.dumps(shape(model)),
-             "--sequence-length", str(sequence_length), "--budget", str(budget_seconds), "--ranks", str(ranks or 1)]  # fmt: skip
+             "--sequence-length", str(sequence_length), "--budget", str(budget_seconds),
+             "--ranks", str(ranks or 1)]  # fmt: skip
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=budget_seconds + 120, check=False)
     except subprocess.TimeoutExpired:

@@ -53,7 +53,7 @@ def with_model_options(command: Any) -> Any:
     "--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job."
 )
 @click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
-              help="Folder for report.json, report.html, report.md, junit.xml. Default with --fly: reports/.")  # fmt: skip
+              help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
               help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
 @click.option("--list-checks", is_flag=True, help="Name every check and stop.")

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from agent import terminal
 from agent.hosts import host_option, root_option, snapshots
-from agent.output import console, emit, format_option
+from agent.output import emit, format_option
 from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
@@ -19,7 +20,7 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 @host_option
 @root_option
 @click.option("--from", "source", type=click.Path(allow_dash=True, path_type=str), metavar="FILE|-",
-              help="Read `nvidia-smi topo -m` text, NCCL topology XML or a recording in place of this host.")  # fmt: skip
+              help="Read `nvidia-smi topo -m` text, NCCL XML or a recording in place of this host.")  # fmt: skip
 @click.option(
     "-o", "--output", "form",
     type=click.Choice(["table", "json", "yaml", "dot", "svg", "xml"]), default="table", show_default=True,
@@ -41,9 +42,9 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> N
 
     documents = [json_document(node) for node in nodes]
 
-    def show(out: object) -> None:
+    def show(out: Console) -> None:
         for node in nodes:
-            terminal.node(console(), node)
+            terminal.node(out, node)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
 

@@ -152,9 +152,8 @@ def checks_of_flight(
 ) -> tuple[Check, ...]:
     """What the flight established; `why` says why there is no record."""
     if record is None:
-        return (Check(id="flight.run.failed", status="fail", node=node, message=why),) + unmeasured(
-            FLIGHT_CODES[1:], why
-        )
+        failed = Check(id="flight.run.failed", status="fail", node=node, message=why)
+        return (failed, *unmeasured(FLIGHT_CODES[1:], why))
     return (
         Check(id="flight.run.failed", status="pass", node=node, message=f"{record.get('steps', '?')} steps trained"),
         _layout(record, node),
@@ -171,7 +170,7 @@ def _layout(record: dict[str, Any], node: str) -> Check:
         )
     if mismatches:
         return Check(id="flight.layout.mismatch", status="fail", node=node, message="asked is not got",
-                     evidence=tuple(map(str, mismatches)), remedy="Run the layout with an engine that can.")  # fmt: skip
+                     evidence=tuple(map(str, mismatches)), remedy="Use an engine that can run it.")  # fmt: skip
     return Check(id="flight.layout.mismatch", status="pass", node=node, message=str(record.get("layout_effective", "")))
 
 

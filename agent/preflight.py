@@ -91,7 +91,7 @@ def run(options: Options, progress: Progress) -> Report:
 def _measure(
     options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str]
 ) -> tuple[BenchResult | None, Calibration | None]:
-    """All-gather and reduce-scatter with real ranks, then the rate of this host's GEMMs where there is to be a flight."""
+    """All-gather and reduce-scatter with real ranks, then GEMMs where there is to be a flight."""
     if not (options.measure or options.fly):
         return None, None
     if options.hosts:

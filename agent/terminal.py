@@ -179,7 +179,8 @@ def bench(out: Console, result: BenchResult) -> None:
         e = result.evidence
         out.print(
             f"transport between nodes: {e.inter_node_transport or 'none'}; within: {e.intra_node_transport or 'none'}; "
-            f"GPUDirect RDMA: {e.gdrdma} (send {e.send.gdrdma}/{e.send.total}, receive {e.receive.gdrdma}/{e.receive.total})"
+            f"GPUDirect RDMA: {e.gdrdma} (send {e.send.gdrdma}/{e.send.total}, "
+            f"receive {e.receive.gdrdma}/{e.receive.total})"
         )
 
 
@@ -246,7 +247,8 @@ def comparison(out: Console, lines: Iterable[Comparison]) -> None:
     for line in lines:
         show = units.seconds if line.unit == "s" else units.size
         out.print(
-            f"{line.what}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: {line.words}"
+            f"{line.what}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
+            f"{line.words}"
         )
 
 

@@ -20,8 +20,10 @@ SPEC = JobSpec(
     environment={"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "=mlx5_1"},
     limits={"cpu": "4", "memory": "96Gi", "nvidia.com/gpu": "2", "rdma/rdma_shared_device_eth": "1"},
     networks=("rdmashared-net",), shm_bytes=2 << 30, ipc_lock=True, config_map="sft", claim="shared", queue="team",
-    topology_label="cloud.example/rack", service_account="trainer", node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
-    tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1", preflight_require=("rdma.port.down",),
+    topology_label="cloud.example/rack", service_account="trainer",
+    node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
+    tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1",
+    preflight_require=("rdma.port.down",),
     resource_claim_template="gpu-nic", active_deadline_seconds=86400,
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
