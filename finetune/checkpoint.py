@@ -1,0 +1,207 @@
+"""Checkpoints that are whole or absent, of any layout for any other; adapters and merged exports.
+
+Surface: `torch.distributed.checkpoint` (DCP). A checkpoint is written asynchronously beside its place and renamed
+when every rank's part is on disk: `checkpoint-<step>/` holds DCP's files and trainer.json. Only what trains is in
+it; frozen weights come from the model again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from finetune.config import ConfigError, JobConfig
+
+SCHEMA_VERSION = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
+def training_state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What trains, and AdamW's moments of it, under layout-free names."""
+    state: dict[str, torch.Tensor] = {}
+    for name, p in named.items():
+        if p.requires_grad:
+            state[f"model.{name}"] = p.detach()
+            state |= {f"optim.{name}.{m}": optimizer.state[p][m] for m in MOMENTS}
+    return state
+
+
+def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+    """AdamW's state as it stands after `step` steps, with zero moments to load into."""
+    for p in named.values():
+        if p.requires_grad:
+            optimizer.state[p] = {"step": torch.tensor(float(step)), **{m: torch.zeros_like(p) for m in MOMENTS}}
+
+
+class Checkpoints:
+    """The checkpoints of one output folder; at most one is being written at a time."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self.rank = dist.get_rank()
+        # Its own group: the writer thread's collectives must not mix with the training's.
+        self.group = dist.new_group(backend="gloo")
+        self.pending: Future[Any] | None = None
+        self.error: BaseException | None = None
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".checkpoint-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        dist.barrier(group=self.group)
+
+    def save(self, step: int, state: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+        """Begin to write; returns once the values are copied."""
+        self.finish()
+        draft, final = self.folder / f".checkpoint-{step}", self.folder / f"checkpoint-{step}"
+        if final.exists():
+            return
+        # DCP copies GPU tensors to the host before it returns, but takes host tensors as they are: copy those here,
+        # the next step changes them in place.
+        copied = {name: t.clone() if t.device.type == "cpu" else t for name, t in state.items()}
+        try:
+            saving = dcp.async_save(copied, checkpoint_id=draft, process_group=self.group)
+        except Exception as error:
+            raise SaveError(f"checkpoint-{step}: {_root(error)}") from error
+        self.pending = saving if isinstance(saving, Future) else saving.upload_completion
+        if self.rank == 0:
+            # Rank 0 coordinates: when its part is done, every rank's is.
+            self.pending.add_done_callback(lambda done: self._publish(done, draft, final, {**about, "step": step}))
+
+    def _publish(self, done: Future[Any], draft: Path, final: Path, about: Mapping[str, Any]) -> None:
+        if done.exception() is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+            return
+        try:
+            with (draft / "trainer.json").open("w") as file:
+                json.dump({"schema_version": SCHEMA_VERSION, **about}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.rename(final)
+            _sync_folder(self.folder)
+            for old in list_checkpoints(self.folder)[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            self.error = error
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def failed(self) -> bool:
+        """Whether the one being written is known to have failed; does not wait."""
+        ended = self.pending is not None and self.pending.done()
+        return self.error is not None or (ended and self.pending.exception() is not None)  # type: ignore[union-attr]
+
+    def finish(self) -> None:
+        """Wait for the one being written, on every rank; raises SaveError where it failed."""
+        problem: BaseException | None = None
+        if self.pending is not None:
+            problem = self.pending.exception()
+            self.pending = None
+        dist.barrier(group=self.group)  # rank 0 has renamed, or noted why not: its callback runs before result
+        problem = problem or self.error
+        bad = torch.tensor([float(problem is not None)])
+        dist.all_reduce(bad, group=self.group)
+        if bad.item():
+            raise SaveError(f"checkpoint not written: {_root(problem) if problem else 'another rank failed'}")
+
+    def load(self, path: Path, state: Mapping[str, torch.Tensor]) -> None:
+        """Read into the tensors given, whatever layout wrote them."""
+        try:
+            dcp.load(dict(state), checkpoint_id=path, process_group=self.group)
+        except Exception as error:
+            raise ConfigError(f"resume_from_checkpoint: {path} does not fit this model: {_root(error)}") from error
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / "trainer.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name[11:]))
+
+
+def find_resume(config: JobConfig) -> Path | None:
+    """The checkpoint to go on from: "auto" and true take the newest, a path that one."""
+    wanted = config.resume_from_checkpoint
+    if wanted in (None, False):
+        return None
+    if wanted in (True, "auto"):
+        newest = list_checkpoints(Path(config.output_dir))
+        if not newest and wanted is True:
+            raise ConfigError(f"resume_from_checkpoint=true: no checkpoint in {config.output_dir}")
+        return newest[-1] if newest else None
+    path = Path(str(wanted))
+    if not (path / "trainer.json").is_file():
+        raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no trainer.json)")
+    return path
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """The trainer.json of a checkpoint."""
+    about: dict[str, Any] = json.loads((path / "trainer.json").read_text())
+    return about
+
+
+def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
+    """Adapter (or whole model) in Hugging Face format from a checkpoint; run by one process, on CPU."""
+    from finetune.model import build_model, causal_lm
+
+    folder = Path(config.output_dir)
+    model = build_model(config, precision)
+    trained = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    dcp.load(trained, checkpoint_id=path, no_dist=True)
+    if not config.use_peft:
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        return {"model": str(folder / "model")}
+    made = {"adapter": str(folder / "adapter")}
+    if config.model_name_or_path.startswith("random:"):
+        # Random weights are nowhere else: keep them, so that the adapter has a model to go on.
+        _save_base(config, precision, folder / "base")
+        made["base"] = str(folder / "base")
+        for one in model.peft_config.values():
+            one.base_model_name_or_path = made["base"]
+    model.save_pretrained(folder / "adapter")
+    tokenizer.save_pretrained(folder / "adapter")
+    if config.export_merged:
+        merged = model.merge_and_unload()
+        causal_lm(merged).save_pretrained(folder / "merged")
+        tokenizer.save_pretrained(folder / "merged")
+        made["merged"] = str(folder / "merged")
+    return made
+
+
+def _save_base(config: JobConfig, precision: str, folder: Path) -> None:
+    import dataclasses
+
+    from finetune.model import build_model
+
+    plain = dataclasses.replace(config, use_peft=False, dtype="float32", load_in_4bit=False)
+    build_model(plain, precision).save_pretrained(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _root(error: BaseException) -> str:
+    """The first cause that an operating system or torch gave, in one line."""
+    failures = getattr(error, "failures", None)  # DCP's CheckpointException: rank -> (error, traceback)
+    if failures:
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"rank {rank}: {type(inner).__name__}: {inner}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]

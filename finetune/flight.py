@@ -1,0 +1,232 @@
+"""The flight recorder: what was asked, what ran, what the forecast said; `<output_dir>/flight.json`.
+
+Surface: a JSON file of schema_version 1, replaced as a whole at every write; `metrics.jsonl` beside it, one line per
+logged step; tensorboard where asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.layout import Layout
+
+SCHEMA_VERSION = 1
+WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median
+MAX_STEPS = 4096  # steps whose times are kept
+# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets; longest name first. Absent: no MFU.
+PEAK = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
+    "L40S": 362e12, "A40": 149.7e12, "A10G": 70e12, "L4": 121e12, "A30": 165e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak where it is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((PEAK[one] for one in sorted(PEAK, key=len, reverse=True) if one in name), None)
+
+
+def flops_per_token(parameters: int, trainable: int, shape: Any, length: float) -> float:
+    """Model FLOPs of one token, forward and backward, causal attention.
+
+    6 per weight, 4 where the weight is frozen: its own gradient is not formed. Attention: 2 x layers x hidden x length
+    forward, three times that in all.
+    """
+    attention: float = 6 * shape.num_hidden_layers * shape.hidden_size * length
+    return float(4 * parameters + 2 * trainable) + attention
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Recorder:
+    """Collects the run; every rank has one, rank 0 writes."""
+
+    def __init__(self, folder: Path, asked: Layout, forecast: Mapping[str, Any], device: torch.device) -> None:
+        self.folder, self.forecast, self.device = folder, forecast, device
+        self.writes = int(os.environ.get("RANK", "0")) == 0
+        self.baseline_rss = rss_bytes()
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.profiled: set[int] = set()
+        self.document: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION, "status": "running", "reason": None, "exit_code": None,
+            "started_at": _now(), "ended_at": None, "host": os.uname().nodename,
+            "layout": {"asked": dataclasses.asdict(asked), "family": asked.family, "effective": None},
+            "forecast": dict(forecast), "notes": [], "communication": None,
+        }  # fmt: skip
+        self.flops: float | None = None
+        self._metrics: Any = None
+        self._board: Any = None
+
+    def open_logs(self, report_to: Iterable[str]) -> None:
+        """Start metrics.jsonl, and tensorboard where asked and installed."""
+        if not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
+        if "tensorboard" in report_to:
+            if importlib.util.find_spec("tensorboard") is None:
+                self.note("report_to: tensorboard is not installed; metrics.jsonl holds the same numbers")
+                return
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.folder / "runs"))
+
+    def note(self, text: str) -> None:
+        """A remark for the reader of the flight."""
+        if text not in self.document["notes"]:
+            self.document["notes"].append(text)
+
+    def step(self, seconds: float, loss: float, tokens: int, profiled: bool) -> None:
+        """One optimizer step, already over."""
+        if profiled:
+            self.profiled.add(len(self.seconds))
+        if len(self.seconds) < MAX_STEPS:
+            self.seconds.append(seconds)
+        self.losses.append(loss)
+        self.tokens += tokens
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """One line of metrics."""
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    def median_seconds(self) -> float | None:
+        """The typical step, without warm-up and profiled steps."""
+        kept = [s for i, s in enumerate(self.seconds) if i >= WARM_UP and i not in self.profiled]
+        return statistics.median(kept or self.seconds) if self.seconds else None
+
+    def peak_memory(self) -> tuple[int, str]:
+        """This rank's peak and what it counts."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device), "cuda"
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.baseline_rss
+        return max(0, grown), "rss above the process before the model was built"
+
+    def measured(self) -> dict[str, Any]:
+        """The numbers that a forecast can be held against."""
+        typical = self.median_seconds()
+        memory, counts = self.peak_memory()
+        rate = self.tokens / len(self.losses) / typical if typical else None
+        peak = peak_flops(self.device)
+        ranks = self.document["layout"]["asked"]["world_size"]
+        mfu = rate * self.flops / (peak * ranks) if rate and self.flops and peak else None
+        return {
+            "step_seconds": typical, "tokens_per_second": rate, "mfu": mfu, "memory_bytes": memory,
+            "memory_counts": counts, "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }  # fmt: skip
+
+    def write(self, **members: Any) -> None:
+        """Replace flight.json."""
+        self.document.update(members)
+        if not self.writes:
+            return
+        now = self.measured()
+        self.document.update(
+            measured=now,
+            step_seconds=[round(s, 6) for s in self.seconds],
+            steps_done=self.document.get("steps_done", 0),
+            loss={"first": self.losses[0] if self.losses else None, "last": self.losses[-1] if self.losses else None},
+            comparison=hold_against(self.forecast, now, self.document["communication"]),
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.folder / ".flight.json"
+        draft.write_text(json.dumps(self.document, indent=1))
+        draft.replace(self.folder / "flight.json")
+
+    def end(self, status: str, exit_code: int, reason: str | None = None) -> None:
+        """The last write."""
+        self.write(status=status, exit_code=exit_code, reason=reason, ended_at=_now())
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def hold_against(forecast: Mapping[str, Any], now: Mapping[str, Any], communication: Any) -> list[dict[str, Any]]:
+    """A line for each quantity that was both forecast and measured."""
+    lines = []
+    for name, unit, scale in (
+        ("step_seconds", "s", 1.0),
+        ("memory_bytes", "GiB", 2.0**30),
+        ("tokens_per_second", "/s", 1.0),
+    ):
+        said, got = forecast.get(name), now.get(name)
+        if not isinstance(said, Mapping) or got is None:
+            continue
+        if not all(isinstance(said.get(k), int | float) for k in ("low", "mid", "high")):
+            continue
+        low, mid, high = (float(said[k]) for k in ("low", "mid", "high"))
+        text = (
+            f"{name.replace('_', ' ')}: forecast {mid / scale:.3g} {unit} ({low / scale:.3g}-{high / scale:.3g}), "
+            f"measured {got / scale:.3g} {unit}"
+        )
+        if name == "step_seconds" and communication:
+            text += f", communication {communication['exposed_share']:.0%} exposed"
+        lines.append({"quantity": name, "forecast": {"low": low, "mid": mid, "high": high}, "measured": got,
+                      "within": low <= got <= high, "line": text})  # fmt: skip
+    return lines
+
+
+def communication_share(events: Iterable[Any], wall_seconds: float) -> dict[str, Any] | None:
+    """How much of the profiled steps collectives took, and how much of that nothing hid.
+
+    Collectives are the profiler's `gloo:*` and `nccl*` spans; they are hidden where a computing operator or kernel
+    runs at the same time.
+    """
+    comm: list[tuple[float, float]] = []
+    work: list[tuple[float, float]] = []
+    by_kind: dict[str, float] = {}
+    for event in events:
+        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        name = event.name
+        if name.startswith(("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")):
+            comm.append(span)
+            kind = name.split("(")[0].removeprefix("gloo:").removeprefix("nccl:").strip("_")
+            by_kind[kind] = by_kind.get(kind, 0.0) + span[1] - span[0]
+        elif name.startswith("aten::") or "CUDA" in str(event.device_type):
+            work.append(span)
+    if not comm or wall_seconds <= 0:
+        return None
+    total, busy = _union(comm), _union(work)
+    hidden = total + busy - _union([*comm, *work])
+    return {
+        "share": min(1.0, total / wall_seconds), "exposed_share": min(1.0, max(0.0, total - hidden) / wall_seconds),
+        "seconds_by_kind": by_kind, "profiled_seconds": wall_seconds,
+    }  # fmt: skip
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """The time that at least one span covers."""
+    covered, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        if stop > end:
+            covered += stop - max(start, end)
+            end = stop
+    return covered
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,205 @@
+"""The model: transformers' Llama, Mistral or Qwen, with LoRA by PEFT, cut into the chunks that stages run.
+
+Surface: transformers `AutoModelForCausalLM`, `LlamaConfig`; PEFT `get_peft_model`. Module names are never changed,
+so that a checkpoint of one layout loads into any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from finetune.config import ConfigError, JobConfig
+from finetune.data import IGNORED
+
+# model_type -> what decides that this job may cut and shard it: one stack of layers, rotary positions, q/k/v/o and
+# gate/up/down projections.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+RANDOM = {
+    "tiny-llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
+                   "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 2048},
+    "micro-llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+                    "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
+}  # fmt: skip
+LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
+
+
+def attention_that_exists(wanted: str) -> tuple[str, str | None]:
+    """The attention to load with, and a note where the wanted one is not installed."""
+    if wanted != "flash_attention_2" or (importlib.util.find_spec("flash_attn") and torch.cuda.is_available()):
+        return wanted, None
+    return "sdpa", "attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used"
+
+
+def build_model(config: JobConfig, precision: str) -> Any:
+    """The causal language model on CPU, the same on every rank, with LoRA where asked."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(config.seed)
+    attention, _ = attention_that_exists(config.attn_implementation)
+    name = config.model_name_or_path
+    stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
+    if not config.use_peft and stored not in (None, torch.float32):
+        stored = torch.float32  # weights that train are kept in fp32; the layout's precision is what they compute in
+    stored = stored or (torch.bfloat16 if config.use_peft and precision == "bf16" else torch.float32)
+    if name.startswith("random:"):
+        preset = RANDOM.get(name.removeprefix("random:"))
+        if preset is not None:
+            shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+        elif Path(name.removeprefix("random:")).is_dir():
+            shape = AutoConfig.from_pretrained(name.removeprefix("random:"))
+        else:
+            raise ConfigError(
+                f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
+            )
+        model = AutoModelForCausalLM.from_config(shape, attn_implementation=attention, dtype=stored)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, revision=config.model_revision, attn_implementation=attention, dtype=stored, **_four_bit(config)
+        )
+    if model.config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(FAMILIES)}"
+        )
+    model.config.use_cache = False
+    return _add_lora(model, config) if config.use_peft else model
+
+
+def _four_bit(config: JobConfig) -> dict[str, Any]:
+    if not config.load_in_4bit:
+        return {}
+    if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("load_in_4bit=true: QLoRA needs an NVIDIA GPU and the bitsandbytes package")
+    from transformers import BitsAndBytesConfig
+
+    # quant storage in the compute type: FSDP shards 4-bit weights only so
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
+    )  # fmt: skip
+    return {"quantization_config": quantised}
+
+
+def _add_lora(model: Any, config: JobConfig) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
+        target_modules=list(config.lora_target_modules), modules_to_save=list(config.lora_modules_to_save) or None,
+    )  # fmt: skip
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ConfigError(f"lora_target_modules={list(config.lora_target_modules)}: {error}") from None
+
+
+def causal_lm(model: Any) -> Any:
+    """The transformers model under PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class Layers(nn.Module):  # type: ignore[misc, unused-ignore]
+    """Some of a model's layers, under the numbers that they have in the whole model."""
+
+    def __init__(self, numbered: Sequence[tuple[int, nn.Module]]) -> None:
+        super().__init__()
+        for number, layer in numbered:
+            self.add_module(str(number), layer)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        layers: Iterator[nn.Module] = iter(self._modules.values())
+        return layers
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: slice) -> list[nn.Module]:
+        return list(self)[index]
+
+
+class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
+    """A run of layers with what stands before and after: the whole model, or one pipeline stage.
+
+    Takes tokens (first chunk) or hidden states; gives hidden states, or (last chunk) the summed loss of each sequence.
+    """
+
+    def __init__(self, model: Any, first: bool, last: bool, numbers: range, fused_loss: bool) -> None:
+        super().__init__()
+        self.net = model
+        self.first, self.last, self.fused_loss = first, last, fused_loss
+        self.autocast: torch.dtype | None = None  # where nothing else casts the weights (FSDP does)
+        lm = causal_lm(model)
+        every = list(lm.model.layers)
+        lm.model.layers = Layers([(n, every[n]) for n in numbers])
+        # The layers keep the model's own config; only the loop over them reads this one.
+        lm.model.config = copy.copy(lm.model.config)
+        lm.model.config.num_hidden_layers = len(numbers)
+        if getattr(lm.model.config, "layer_types", None):
+            lm.model.config.layer_types = [lm.model.config.layer_types[n] for n in numbers]
+        if not first:
+            lm.model.embed_tokens = None
+        if not last:
+            lm.model.norm, lm.lm_head = nn.Identity(), None
+
+    @property
+    def layers(self) -> Layers:
+        """This chunk's layers."""
+        layers: Layers = causal_lm(self.net).model.layers
+        return layers
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Tokens or hidden states in; hidden states, or summed loss per sequence, out."""
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            return self._run(x, positions, labels)
+
+    def _run(self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        lm = causal_lm(self.net)
+        kind = "input_ids" if self.first else "inputs_embeds"
+        hidden: torch.Tensor = lm.model(**{kind: x}, position_ids=positions, use_cache=False).last_hidden_state
+        if not self.last:
+            return hidden
+        return self._loss(hidden, labels)
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not self.fused_loss:
+            return self._chunk_loss(hidden, labels)
+        # Logits of a few tokens at a time, made again in the backward pass: vocabulary x tokens never stands in memory.
+        width = max(1, LOSS_CHUNK // hidden.shape[0])
+        parts = [
+            checkpoint(self._chunk_loss, h, y, use_reentrant=False)
+            for h, y in zip(hidden.split(width, dim=1), labels.split(width, dim=1), strict=True)
+        ]
+        return torch.stack(parts).sum(dim=0)
+
+    def _chunk_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = causal_lm(self.net).lm_head(hidden).float()
+        each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return each.view(labels.shape).sum(dim=1)
+
+
+def cut(model: Any, bounds: Sequence[tuple[int, int]], mine: Sequence[int], fused_loss: bool) -> list[Chunk]:
+    """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `mine` the stages to keep."""
+    # Every chunk but the last works on a shallow copy; layers that no chunk keeps are freed with the model.
+    chunks = []
+    for stage in mine:
+        whole = _shallow(model) if len(mine) > 1 else model
+        start, stop = bounds[stage]
+        chunks.append(Chunk(whole, stage == 0, stage == len(bounds) - 1, range(start, stop), fused_loss))
+    return chunks
+
+
+def _shallow(model: Any) -> Any:
+    """The same parameters under new containers, down to the layer list."""
+    memo: dict[int, Any] = {}
+    lm = causal_lm(model)
+    for kept in (*lm.model.layers, lm.model.embed_tokens, lm.model.norm, lm.lm_head, lm.model.rotary_emb):
+        memo[id(kept)] = kept
+    return copy.deepcopy(model, memo)

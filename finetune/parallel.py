@@ -1,0 +1,291 @@
+"""From a layout to a model that runs so: TP, then activation checkpointing, compile, FSDP2/HSDP or DDP; pipelines.
+
+Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDataParallel`,
+`torch.distributed.pipelining`. The order is torchtitan's: each step wraps what the one before has made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from finetune.config import ConfigError
+from finetune.data import Batch
+from finetune.model import Chunk, causal_lm, cut
+from planner.layout import Layout
+
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+# What selective checkpointing keeps: results of matrix products and of attention; the rest is made again.
+KEPT = {
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}  # fmt: skip
+
+
+def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> list[str]:
+    """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
+    why = []
+    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, shape.num_hidden_layers
+    if layout.cp > 1:
+        why.append(f"cp={layout.cp}: context parallelism is not implemented")
+    if layout.ep > 1:
+        why.append(f"ep={layout.ep}: the models of this job have no experts")
+    if layout.sharding == "zero1" and layout.dp_shard > 1:
+        why.append("sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3")
+    if layout.precision in ("fp16", "fp8"):
+        why.append(f"precision={layout.precision!r}: fp32 and bf16 are implemented")
+    if layout.offload == "optimizer":
+        why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")
+    if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
+        why.append("offload='all': needs dp_shard > 1")
+    if layout.tp > 1 and (heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp):
+        why.append(
+            f"tp={layout.tp}: must divide {heads} heads, {kv_heads} key/value heads and "
+            f"intermediate size {shape.intermediate_size}"
+        )
+    if layout.sequence_parallel and layout.tp > 1 and lora:
+        why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
+    if layout.sequence_parallel and layout.tp > 1 and packing:
+        why.append("sequence_parallel with packing: ranks would see a part of the row boundaries only")
+    stages = layout.pp * layout.virtual_stages
+    if layout.pp > 1:
+        if layout.stage_layers and sum(layout.stage_layers) != layers:
+            why.append(
+                f"stage_layers={layout.stage_layers}: add up to {sum(layout.stage_layers)}, the model has {layers}"
+            )
+        if stages > layers or 0 in layout.stage_layers:
+            why.append(f"{stages} pipeline stages: the model has {layers} layers, each stage needs one")
+        if layout.gradient_accumulation < layout.pp:
+            why.append(
+                f"gradient_accumulation={layout.gradient_accumulation}: a pipeline needs at least pp={layout.pp}"
+            )
+        if layout.schedule == "interleaved" and layout.gradient_accumulation % layout.pp:
+            why.append(
+                f"gradient_accumulation={layout.gradient_accumulation}: interleaved needs a multiple of pp={layout.pp}"
+            )
+        if getattr(shape, "tie_word_embeddings", False):
+            why.append("pp with tied embeddings: first and last stage would each train their own copy")
+    return why
+
+
+def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
+    """First and one-past-last layer of each pipeline stage; where even is impossible the first stages take one more."""
+    stages = layout.pp * layout.virtual_stages
+    sizes = layout.stage_layers or [layers // stages + (n < layers % stages) for n in range(stages)]
+    starts = [sum(sizes[:n]) for n in range(stages)]
+    return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """tp innermost, pp outermost: neighbours in rank order share a node."""
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    return init_device_mesh(device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
+
+
+def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+    """One chunk under the layout: TP, activation checkpointing, compile, then FSDP2/HSDP or DDP."""
+    if mesh is not None and layout.tp > 1:
+        apply_tp(chunk, mesh["tp"], layout.sequence_parallel)
+    if layout.checkpointing != "none":
+        for layer in chunk.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **_selection(layout.checkpointing))
+    if layout.compile:
+        for layer in chunk.layers:
+            layer.compile()
+    low = torch.bfloat16 if layout.precision == "bf16" else None
+    if mesh is None or layout.data_parallel == 1:
+        chunk.autocast = low
+        return chunk.to(device)
+    if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
+        chunk.autocast = low
+        ids = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(chunk.to(device), device_ids=ids, gradient_as_bucket_view=True)
+    # Replication under TP or PP goes through fully_shard too, on a mesh whose sharding dimension is 1.
+    over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    shard: Any = partial(
+        fully_shard,
+        mesh=over,
+        reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3" and layout.pp == 1,
+        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if layout.offload == "all"
+        else OffloadPolicy(),
+    )
+    for layer in chunk.layers:
+        shard(layer)
+    wrapped: nn.Module = shard(chunk)
+    return wrapped
+
+
+def _selection(kind: str) -> dict[str, Any]:
+    if kind == "full":
+        return {}
+
+    def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Split projections over the mesh: q, k, v, gate, up by column, o and down by row, LoRA's factors alike.
+
+    Beside a column-split weight lora_B is split by column, beside a row-split one lora_A by row; the other factor
+    stays whole. The output head splits the vocabulary where nothing wraps or ties it.
+    """
+    tokens = Shard(1) if sequence_parallel else Replicate()
+    for layer in chunk.layers:
+        plan: dict[str, Any] = {}
+        for parent in ("self_attn", "mlp"):
+            for name, module in getattr(layer, parent).named_children():
+                if name not in COLUMN + ROW:
+                    continue
+                style = ColwiseParallel() if name in COLUMN else RowwiseParallel(output_layouts=tokens)
+                if hasattr(module, "base_layer"):
+                    plan[f"{parent}.{name}.base_layer"] = style
+                    factor = "lora_B" if name in COLUMN else "lora_A"
+                    plan[f"{parent}.{name}.{factor}.default"] = (
+                        ColwiseParallel() if name in COLUMN else RowwiseParallel()
+                    )
+                else:
+                    plan[f"{parent}.{name}"] = style
+        if sequence_parallel:
+            plan |= {
+                "input_layernorm": SequenceParallel(use_local_output=True),
+                "post_attention_layernorm": SequenceParallel(use_local_output=True),
+                "self_attn": PrepareModuleInput(
+                    input_kwarg_layouts={"hidden_states": Shard(1)},
+                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
+                ),
+                "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            }
+        parallelize_module(layer, mesh, plan)
+    lm = causal_lm(chunk.net)
+    tied = getattr(lm.config, "tie_word_embeddings", False)
+    ends: dict[str, Any] = {}
+    if chunk.last and isinstance(lm.lm_head, nn.Linear) and not tied and lm.lm_head.out_features % mesh.size() == 0:
+        ends["lm_head"] = ColwiseParallel(input_layouts=tokens, output_layouts=Replicate())
+    elif chunk.last and sequence_parallel:
+        whole = {"desired_input_layouts": (Replicate(),), "use_local_output": True}
+        ends["lm_head"] = PrepareModuleInput(input_layouts=(Shard(1),), **whole)
+    if chunk.last and sequence_parallel:
+        ends["model.norm"] = SequenceParallel(use_local_output=True)
+    if chunk.first and isinstance(lm.model.embed_tokens, nn.Embedding) and not tied:
+        ends["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
+    parallelize_module(lm, mesh, ends)
+
+
+class Engine:
+    """The model under its layout; runs one global batch at a time, forward and backward."""
+
+    def __init__(
+        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, packing: bool = False
+    ) -> None:
+        self.layout, self.device, self.mesh = layout, device, mesh
+        why = refusals(layout, causal_lm(model).config, hasattr(model, "get_base_model"), packing)
+        if why:
+            raise ConfigError(f"layout {layout.family}: " + "; ".join(why))
+        bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
+        at = mesh.get_local_rank("pp") if mesh is not None else 0
+        mine = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
+        self.chunks = cut(model, bounds, mine, layout.fused_cross_entropy)
+        self.modules = [parallelize(chunk, layout, mesh, device) for chunk in self.chunks]
+        self.counts_loss = self.chunks[-1].last and (mesh is None or mesh.get_local_rank("tp") == 0)
+        self.scale = 1.0
+        self.schedule = self._build_schedule(mine, len(bounds)) if layout.pp > 1 else None
+
+    def _build_schedule(self, mine: Sequence[int], total: int) -> Any:
+        assert self.mesh is not None  # noqa: S101  pp > 1 has ranks
+        group = self.mesh.get_group("pp")
+        stages = [
+            PipelineStage(module, stage, total, self.device, group=group)
+            for stage, module in zip(mine, self.modules, strict=True)
+        ]
+        options: Any = {
+            "n_microbatches": self.layout.gradient_accumulation,
+            "loss_fn": lambda out, _: out.sum() * self.scale,
+            "scale_grads": False,
+        }
+        if len(stages) > 1 or self.layout.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, **options)
+        return (ScheduleGPipe if self.layout.schedule == "gpipe" else Schedule1F1B)(stages[0], **options)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters under the names that they have in the whole model."""
+        return {name.removeprefix("net."): p for chunk in self.chunks for name, p in chunk.named_parameters()}
+
+    def train_step(self, batches: Sequence[Batch], counted: int) -> torch.Tensor:
+        """Forward and backward; returns this rank's part of the mean loss per counted token.
+
+        Gradients are those of the mean over the global batch: the wrappers average over data-parallel ranks, so the
+        loss is scaled up by their number.
+        """
+        for module in self.modules:
+            module.train()
+        self.scale = self.layout.data_parallel / max(1, counted)
+        if self.schedule is not None:
+            return self._run_pipeline(batches, self.schedule.step) / self.layout.data_parallel
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches):
+            with self._sync(last=number == len(batches) - 1):
+                on = batch.to(self.device)
+                loss = self.modules[0](on.tokens, on.positions, on.labels).sum()
+                (loss * self.scale).backward()
+            total += loss.detach() / max(1, counted)
+        return total if self.counts_loss else total * 0
+
+    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+    def eval_step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """This rank's part of the summed loss."""
+        for module in self.modules:
+            module.eval()
+        self.scale = 1.0
+        if self.schedule is not None:
+            return self._run_pipeline(batches, self.schedule.eval)
+        moved = [batch.to(self.device) for batch in batches]
+        total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels).sum() for b in moved]).sum()
+        return total if self.counts_loss else total * 0
+
+    def _run_pipeline(self, batches: Sequence[Batch], run: Any) -> torch.Tensor:
+        moved = [batch.to(self.device) for batch in batches]
+        tokens, positions, labels = (
+            torch.cat([getattr(b, n) for b in moved]) for n in ("tokens", "positions", "labels")
+        )
+        losses: list[torch.Tensor] | None = [] if self.chunks[-1].last else None
+        args = (tokens,) if self.chunks[0].first else ()
+        target = labels if self.chunks[-1].last else None
+        run(*args, target=target, losses=losses, positions=positions, labels=labels)
+        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+        return total if self.counts_loss else total * 0
+
+    def _sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients travel with the last micro-batch only."""
+        module = self.modules[0]
+        if isinstance(module, DistributedDataParallel) and not last:
+            held: contextlib.AbstractContextManager[None] = module.no_sync()
+            return held
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
+            module.set_is_last_backward(last)
+        return contextlib.nullcontext()

@@ -1,0 +1,162 @@
+"""Asked is got: reads from the built objects what layout really runs and compares it with the one asked for.
+
+Surface: DTensor placements and meshes, module classes, process groups. Nothing here reads what was asked until
+`compare`, so that a library that quietly does something else is found out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.parallel import COLUMN, ROW, Engine
+from planner.layout import Layout
+
+PADDING = 1.05  # uneven splits leave some ranks a little more than an even share
+MAX_LOG_BYTES = 16 << 20
+
+
+class MismatchError(RuntimeError):
+    """What runs is not what was asked for."""
+
+
+def observe(engine: Engine) -> dict[str, Any]:
+    """The effective layout of this rank."""
+    named = engine.named_parameters()
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+    spelled: Counter[str] = Counter()
+    whole_bytes = local_bytes = 0
+    unsharded = []
+    for name, p in named.items():
+        whole_bytes += p.numel() * p.element_size()
+        local = p.to_local() if isinstance(p, DTensor) else p
+        local_bytes += local.numel() * local.element_size()
+        axes = {}
+        if isinstance(p, DTensor):
+            axes = dict(zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=False))
+        spelled[" ".join(f"{axis}:{placed}" for axis, placed in axes.items()) or "plain"] += 1
+        for axis, placed in axes.items():
+            size = p.device_mesh[axis].size()
+            if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
+                degrees[axis] = max(degrees[axis], size)
+        if "dp_shard" not in axes:
+            unsharded.append(name)
+    for module in engine.modules:
+        if isinstance(module, DistributedDataParallel):
+            degrees["dp_replicate"] = dist.get_world_size(module.process_group)
+    wrapper = {"FSDP" if isinstance(m, FSDPModule) else "DDP" if isinstance(m, DistributedDataParallel) else "none"
+               for m in engine.modules}  # fmt: skip
+    stages = engine.schedule
+    return {
+        **degrees,
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "pp": dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
+        "schedule": type(stages).__name__ if stages is not None else None,
+        "stage_layers": [len(chunk.layers) for chunk in engine.chunks],
+        "wrapper": "+".join(sorted(wrapper)),
+        "backend": backend_of(engine.device),
+        "precision": _precision(engine),
+        "checkpointed_layers": sum("forward" in vars(layer) for c in engine.chunks for layer in c.layers),
+        "placements": dict(spelled),
+        "unsharded_parameters": len(unsharded),
+        "split_projections": _split_projections(named),
+        "parameter_bytes": whole_bytes,
+        "local_parameter_bytes": local_bytes,
+        "device": str(engine.device),
+    }
+
+
+def backend_of(device: torch.device) -> str:
+    """The library that this device's collectives go through."""
+    if not dist.is_initialized():
+        return "none"
+    return str(dist.group.WORLD._get_backend(device).name())
+
+
+def _precision(engine: Engine) -> str:
+    kinds = set()
+    for module, chunk in zip(engine.modules, engine.chunks, strict=True):
+        kind = chunk.autocast
+        if isinstance(module, FSDPModule):
+            kind = module._get_fsdp_state()._mp_policy.param_dtype
+        kinds.add({None: "fp32", torch.bfloat16: "bf16"}.get(kind, str(kind)))
+    return "+".join(sorted(kinds))
+
+
+def _split_projections(named: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """How many projection weights are split over tp, of how many."""
+    weights = [p for n, p in named.items() if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", n)]
+    split = [p for p in weights if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())]
+    return len(split), len(weights)
+
+
+def compare(asked: Layout, got: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
+    """Each difference between what was asked for and what runs, in one sentence."""
+    wrong = [
+        f"{name}: asked {getattr(asked, name)}, got {got[name]}"
+        for name in ("world_size", "dp_replicate", "dp_shard", "tp", "pp", "precision")
+        if getattr(asked, name) != got[name]
+    ]
+    if asked.dp_shard > 1 and got["wrapper"] != "FSDP":
+        wrong.append(f"asked {asked.family}, got {'DDP' if got['wrapper'] == 'DDP' else 'no sharding'}")
+    if asked.dp_shard > 1 and got["unsharded_parameters"]:
+        wrong.append(f"{got['unsharded_parameters']} parameters are not sharded over dp_shard")
+    if asked.dp_shard > 1 and asked.tp == 1:
+        allowed = got["parameter_bytes"] / asked.dp_shard * PADDING + 65536
+        if got["local_parameter_bytes"] > allowed:
+            wrong.append(
+                f"this rank holds {got['local_parameter_bytes']} of {got['parameter_bytes']} parameter bytes, "
+                f"a share of 1/{asked.dp_shard} was asked for"
+            )
+    split, projections = got["split_projections"]
+    if asked.tp > 1 and split != projections:
+        wrong.append(f"tp={asked.tp}: {split} of {projections} projections are split")
+    if asked.pp > 1:
+        names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+        if got["schedule"] != names[asked.schedule]:
+            wrong.append(f"schedule: asked {asked.schedule}, got {got['schedule']}")
+        if asked.stage_layers and not set(got["stage_layers"]) <= set(asked.stage_layers):
+            wrong.append(f"stage_layers: asked {asked.stage_layers}, this rank holds {got['stage_layers']}")
+    checkpointed = got["checkpointed_layers"] == sum(got["stage_layers"])
+    if checkpointed != (asked.checkpointing != "none"):
+        wrong.append(f"checkpointing: asked {asked.checkpointing}, {got['checkpointed_layers']} layers do it")
+    expected = "nccl" if got["device"].startswith("cuda") else "gloo"
+    if got["backend"] not in (expected, "none"):
+        wrong.append(f"backend: {got['backend']}, expected {expected} on {got['device']}")
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            wrong.append(f"environment: the plan sets {name}={value}, this process has {os.environ.get(name)!r}")
+    return wrong
+
+
+def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Observe and compare on every rank; raises on every rank where one differs. Returns what rank 0 observed."""
+    got = observe(engine)
+    found: list[Any] = [compare(asked, got, environment)]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, compare(asked, got, environment))
+    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
+    if wrong:
+        raise MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
+    return got
+
+
+def transports_seen() -> list[str]:
+    """What NCCL's own log says it went through, where NCCL_DEBUG_FILE names one ("via P2P/CUMEM", "via NET/IB/0")."""
+    name = os.environ.get("NCCL_DEBUG_FILE", "")
+    path = Path(name.replace("%h", os.uname().nodename).replace("%p", str(os.getpid())))
+    if not name or not path.is_file():
+        return []
+    with path.open(errors="replace") as file:
+        return sorted(set(re.findall(r" via (\S+)", file.read(MAX_LOG_BYTES))))

@@ -1,0 +1,118 @@
+"""Started by torchrun: runs a list of layouts one after the other and compares each with one process alone.
+
+Prints one line of JSON per case: name, losses, the largest relative difference of losses and of gradients.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from finetune.config import JobConfig
+from finetune.data import Loader, load_tokenizer, prepare
+from finetune.model import build_model
+from finetune.optim import build_optimizer, clip_gradients
+from finetune.parallel import Engine, build_mesh
+from planner.layout import Layout
+
+SEQUENCES = 16  # per optimizer step
+STEPS = 2
+
+
+def config_for(case):
+    """The job of a case: a micro Llama on sums."""
+    return JobConfig(
+        model_name_or_path="random:micro-llama", use_peft=case["method"] == "lora", lora_r=4, lora_alpha=8,
+        learning_rate=1e-2, dataset_rows=128, max_length=96 if case["packing"] else 48, packing=case["packing"],
+        completion_only_loss=True, seed=7, max_grad_norm=0.5,
+        lora_modules_to_save=("lm_head",) if case.get("save_head") else (),
+    )  # fmt: skip
+
+
+def run(case, layout, mesh):
+    """Losses, clipped norms and the full gradients of the first step."""
+    config = config_for(case)
+    tokenizer = load_tokenizer(config)
+    examples, _ = prepare(config, "train", tokenizer)
+    model = build_model(config, layout.precision)
+    randomise_lora_b(model)
+    engine = Engine(model, layout, torch.device("cpu"), mesh)
+    named = engine.named_parameters()
+    optimizer = build_optimizer(named.values(), config)
+    at = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard") if mesh else 0
+    loader = Loader(
+        examples=examples, pad=2, micro_batch=layout.micro_batch, micro_batches=layout.gradient_accumulation,
+        rank=at, ranks=layout.data_parallel, seed=1, fixed_length=config.max_length if layout.pp > 1 else None,
+    )  # fmt: skip
+    losses, norms, grads = [], [], {}
+    for step, share in zip(range(STEPS), loader.epoch(0), strict=False):
+        loss = engine.train_step(share.batches, share.counted)
+        if mesh is not None:
+            dist.all_reduce(loss)
+        norms.append(clip_gradients(named.values(), config.max_grad_norm, mesh.get_group("pp") if mesh else None))
+        if step == 0:
+            for name, p in named.items():
+                if p.grad is not None:
+                    whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    grads[name.replace("module.", "")] = whole.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    trainable = [name for name, p in named.items() if p.requires_grad]
+    missing = sorted(set(trainable) - set(grads))
+    return losses, norms, grads, missing
+
+
+def randomise_lora_b(model):
+    """LoRA starts with B = 0, where A has no gradient to compare: give B values, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.05)
+
+
+def main(path):
+    """Run the cases of a file."""
+    torch.set_num_threads(1)
+    cases = json.loads(Path(path).read_text())
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    references = {}
+    for case in cases:
+        began = time.monotonic()
+        layout = Layout(world_size=world, precision="fp32", **case["layout"])
+        key = (case["method"], case["packing"], bool(case.get("save_head")))
+        if key not in references:
+            alone = Layout(world_size=1, precision="fp32", micro_batch=SEQUENCES, sharding="ddp")
+            references[key] = run(case, alone, None)
+        ref_losses, ref_norms, ref_grads, _ = references[key]
+        assert layout.global_batch == SEQUENCES, (case, layout.global_batch)
+        losses, norms, grads, missing = run(case, layout, build_mesh(layout, torch.device("cpu")))
+        worst = max(
+            (float((grads[n] - ref_grads[n]).norm() / ref_grads[n].norm().clamp_min(1e-8)) for n in grads), default=0.0
+        )
+        names = [None] * world
+        dist.all_gather_object(names, (sorted(grads), worst, missing))
+        if dist.get_rank() == 0:
+            seen = sorted({n for one, _, _ in names for n in one})
+            print("CASE " + json.dumps({
+                "name": case["name"], "family": layout.family, "losses": losses, "reference": ref_losses,
+                "norms": norms, "reference_norms": ref_norms,
+                "gradient_difference": max(w for _, w, _ in names), "all_gradients": seen == sorted(ref_grads),
+                "missing": sorted({m for _, _, one in names for m in one}),
+                "seconds": round(time.monotonic() - began, 2),
+            }), flush=True)  # fmt: skip
+    dist.barrier()
+    dist.destroy_process_group()
+    # gloo threads of the many meshes may still be leaving; nothing is left to save
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
