@@ -1,0 +1,234 @@
+"""What the rules of the NCCL environment ask: the probed facts of every node, joined with the topology.
+
+Nothing is decided here; a fact that no probe read is None or empty, and the rule says so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from collectives.transport import Evidence
+from planner.nccl_names import Version, parse_version
+from probes.api import Snapshot
+from probes.gpu import GpuFacts
+from probes.hostinfo import HostinfoFacts
+from probes.interfaces import Interface, InterfacesFacts
+from probes.limits import LimitsFacts
+from probes.pci import PciFacts
+from probes.rdma import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from topology.graph import ClusterTopology, NodeTopology
+
+# Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
+# ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.
+VERBS_KINDS = ("hca", "rxe", "siw", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortView:
+    """A port together with the device it belongs to."""
+
+    device: RdmaDevice
+    port: RdmaPort
+
+    @property
+    def name(self) -> str:
+        """As NCCL prints it: "mlx5_0:1"."""
+        return f"{self.device.name}:{self.port.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node: what was probed and what follows from it."""
+
+    hostname: str
+    snapshot: Snapshot | None
+    topology: NodeTopology | None
+
+    def gpu(self) -> GpuFacts | None:
+        """NVML's facts."""
+        return self.snapshot.facts(GpuFacts) if self.snapshot else None
+
+    def rdma(self) -> RdmaFacts | None:
+        """RDMA devices."""
+        return self.snapshot.facts(RdmaFacts) if self.snapshot else None
+
+    def interfaces(self) -> InterfacesFacts | None:
+        """Network interfaces."""
+        return self.snapshot.facts(InterfacesFacts) if self.snapshot else None
+
+    def hostinfo(self) -> HostinfoFacts | None:
+        """The machine itself."""
+        return self.snapshot.facts(HostinfoFacts) if self.snapshot else None
+
+    def limits(self) -> LimitsFacts | None:
+        """Limits of the process that read them."""
+        return self.snapshot.facts(LimitsFacts) if self.snapshot else None
+
+    def pci(self) -> PciFacts | None:
+        """The PCIe tree."""
+        return self.snapshot.facts(PciFacts) if self.snapshot else None
+
+    def gpu_count(self) -> int:
+        """GPUs of the node."""
+        facts = self.gpu()
+        if facts is not None:
+            return len(facts.gpus)
+        return len(self.topology.gpus) if self.topology else 0
+
+    def efa_count(self) -> int:
+        """EFA devices of the node."""
+        facts = self.rdma()
+        if facts is not None:
+            return sum(device.kind == "efa" for device in facts.devices)
+        return sum(nic.kind == "efa" for nic in self.topology.nics) if self.topology else 0
+
+    def verbs_ports(self) -> tuple[PortView, ...]:
+        """Every port of a device that NCCL's IB transport could open, up or down."""
+        facts = self.rdma()
+        devices = facts.devices if facts else ()
+        return tuple(
+            PortView(device=device, port=port)
+            for device in devices
+            if device.kind in VERBS_KINDS
+            for port in device.ports
+        )
+
+    def taken_ports(self) -> tuple[PortView, ...]:
+        """The ports NCCL takes with NCCL_IB_HCA unset: ACTIVE, InfiniBand or Ethernet."""
+        return tuple(
+            view
+            for view in self.verbs_ports()
+            if view.port.state == "ACTIVE" and view.port.link_layer in ("InfiniBand", "Ethernet")
+        )
+
+    def interface_of(self, name: str) -> Interface | None:
+        """The interface of that name."""
+        facts = self.interfaces()
+        return next((each for each in facts.interfaces if each.name == name), None) if facts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """All that one advice rests on."""
+
+    nodes: tuple[NodeView, ...]
+    cluster: ClusterTopology
+    nccl_version: Version | None
+    multi_node: bool | None  # None: not said and not to be seen; the job may come to span nodes
+    evidence: Evidence | None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(node.gpu_count() for node in self.nodes)
+
+    @property
+    def backend(self) -> str:
+        """The torch.distributed backend this cluster runs."""
+        return "nccl" if self.gpus else "gloo"
+
+    @property
+    def efa(self) -> bool:
+        """Whether any node has EFA."""
+        return any(node.efa_count() for node in self.nodes)
+
+    @property
+    def rdma_ports(self) -> bool:
+        """Whether any node has a port that NCCL's IB transport would take."""
+        return any(node.taken_ports() for node in self.nodes)
+
+    @property
+    def one_node(self) -> bool:
+        """Whether the job certainly stays on one node."""
+        return self.multi_node is False
+
+    def older_than(self, release: Version) -> bool | None:
+        """Whether the NCCL in use is older; None where its version is unknown."""
+        return None if self.nccl_version is None else self.nccl_version < release
+
+
+def situation(
+    snapshots: Sequence[Snapshot],
+    cluster: ClusterTopology,
+    *,
+    nccl_version: tuple[int, ...] | None = None,
+    multi_node: bool | None = None,
+    evidence: Evidence | None = None,
+) -> Situation:
+    """Join snapshots and topology by host name; several nodes are multi-node unless it is denied."""
+    nodes = tuple(_nodes(snapshots, cluster))
+    if multi_node is None and len(nodes) > 1:
+        multi_node = True
+    version = _version(nccl_version, evidence)
+    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence)
+
+
+def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
+    if given is not None:
+        padded = (*given, 0, 0, 0)
+        return (padded[0], padded[1], padded[2])
+    if evidence is not None and evidence.nccl_version:
+        try:
+            return parse_version(evidence.nccl_version)
+        except ValueError:
+            return None  # RCCL and vendor builds print other things; unknown is what it is
+    return None
+
+
+def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
+    left = list(cluster.nodes)
+    for snapshot in snapshots:
+        match = next((node for node in left if node.hostname == snapshot.hostname), None)
+        if match is not None:
+            left.remove(match)
+        yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=match)
+    for node in left:
+        yield NodeView(hostname=node.hostname, snapshot=None, topology=node)
+
+
+def gid_address(gid: Gid) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address of a GID, IPv4 where it is mapped; None where the text is no GID."""
+    try:
+        address = ipaddress.IPv6Address(gid.gid)
+    except ValueError:
+        return None
+    return address.ipv4_mapped or address
+
+
+def networks(interface: Interface) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    """The subnets an interface has an address in, link-local ones left out."""
+    found = []
+    for text in interface.addresses:
+        try:
+            parsed = ipaddress.ip_interface(text)
+        except ValueError:
+            continue
+        if not parsed.ip.is_link_local:
+            found.append(parsed.network)
+    return tuple(found)
+
+
+def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | None:
+    """The RDMA device behind an interface.
+
+    Inside a pod a macvlan's parent is out of sight; the GID table then tells, as it holds the interface's address.
+    """
+    if interface.rdma_device:
+        return interface.rdma_device
+    addresses = {ipaddress.ip_interface(text).ip for text in interface.addresses if _is_address(text)}
+    for view in ports:
+        if view.port.netdev and view.port.netdev in (interface.name, interface.parent):
+            return view.device.name
+        for gid in view.port.gids:
+            if gid.netdev == interface.name or gid_address(gid) in addresses:
+                return view.device.name
+    return None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return not ipaddress.ip_interface(text).ip.is_link_local
+    except ValueError:
+        return False
