@@ -8,15 +8,15 @@ turns a verdict into a gate. Formats and codes: docs/evidence.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import cattrs
 
-from collectives.evidence_clean import MAX_LINE_BYTES
 from collectives.evidence_codes import CODES
-from collectives.evidence_reader import Ledger
+from collectives.evidence_ledger import Ledger
+from collectives.evidence_reader import BLOCK_BYTES, Reader, blocks
 from collectives.evidence_verdict import judge
 from collectives.transport import Evidence
 
@@ -32,9 +32,13 @@ def read(lines: Iterable[str] | Iterable[bytes], *, ports: Collection[str] | Non
     ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"): one that NCCL does not list is
     dead, for it lists active ports only.
     """
-    ledger = Ledger()
-    ledger.read(lines)
-    return judge(ledger, ports=ports)
+    reader = Reader(Ledger())
+    block = b"\n"
+    several = False
+    for block in blocks(lines):
+        several = several or b"\n" in block
+        reader.feed(block)
+    return judge(reader.finish(cut=several and not block.endswith(b"\n")), ports=ports)
 
 
 def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
@@ -47,19 +51,28 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
     ledger = Ledger()
     for path in paths:
         if not isinstance(path, str | Path):
-            ledger.read(_bounded_lines(path))
+            _take(ledger, path)
         elif str(path) == "-":
-            ledger.read(_bounded_lines(sys.stdin.buffer))
+            _take(ledger, sys.stdin.buffer)
         else:
             with Path(path).open("rb") as file:
-                ledger.read(_bounded_lines(file))
+                _take(ledger, file)
     return judge(ledger, ports=ports)
 
 
-def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of the file; a line without end comes in pieces, so that memory stays flat."""
-    while line := file.readline(MAX_LINE_BYTES):
-        yield line
+def _take(ledger: Ledger, file: BinaryIO) -> None:
+    reader = Reader(ledger)
+    rest = b""
+    while chunk := file.read(BLOCK_BYTES):
+        block, newline, rest = (rest + chunk).rpartition(b"\n")
+        if newline:
+            reader.feed(block + newline)
+        elif len(rest) >= BLOCK_BYTES:
+            # No newline for so long is no log line: what is kept of it must not grow.
+            rest = rest[:BLOCK_BYTES]
+    if rest:
+        reader.feed(rest)
+    reader.finish(cut=bool(rest))
 
 
 def environment(debug_dir: str | Path) -> dict[str, str]:

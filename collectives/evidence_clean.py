@@ -16,6 +16,9 @@ _COLOUR = re.compile(rb"(?:\x1b|\^\[|\\u001[bB]|\\x1[bB]|\\033|\\e)?\[(?:[0-9]{1
 _COLOUR_MARKS = (b"[0m", b"^[[", b"\\u001", b"\\x1", b"\\033")
 _OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
+# A block without any of these needs no cleaning.
+NEEDS_CLEANING = (b"\x1b", b"\r", b"&", b"\\", b"\x00", b"[0m", b"^[[")
+
 # One of these stands in every line that can matter, also in lines that lost their prefix.
 MARKERS = (
     b"NCCL",
@@ -28,18 +31,10 @@ MARKERS = (
     b"Duplicate GPU",
     b"/dev/shm/nccl",
     b"P2P is disabled",
-    b"P2P/",
     b"nNodes",
     b"fi_getinfo",
     b"no socket interface",
 )
-
-
-def matters(line: bytes) -> bool:
-    """Whether the line can hold anything of NCCL's."""
-    if b"NCCL" in line or b"via " in line:
-        return True
-    return any(marker in line for marker in MARKERS)
 
 
 def clean(line: bytes) -> list[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from collectives.evidence_codes import CODES
-from collectives.evidence_reader import Ledger
+from collectives.evidence_ledger import Ledger
 from collectives.transport import Evidence, LogProblem, ProofLine
 
 LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})

@@ -1,28 +1,22 @@
-"""One pass over the lines of a log: counters and first lines, never the lines themselves.
+"""One pass over the lines of a log, in blocks, into a ledger.
 
-Surface: NCCL and RCCL INFO logs on stdout or from NCCL_DEBUG_FILE. Memory is bounded by the distinct hosts,
-variables, devices and codes (each with a cap), not by the length of the log.
+Surface: NCCL and RCCL INFO logs on stdout or from NCCL_DEBUG_FILE. Fast because most bytes are never looked at one
+by one: a block without any marker is skipped whole, and a channel line whose end was seen before is only counted.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
-from typing import Final, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Final
 
-from collectives import nccl_messages
 from collectives.evidence_channels import Channel, is_fragment, parse_channels
-from collectives.evidence_clean import MAX_LINE_BYTES, clean, matters
+from collectives.evidence_clean import MARKERS, MAX_LINE_BYTES, NEEDS_CLEANING, clean
+from collectives.evidence_ledger import MAX_HOSTS, Ledger
 from collectives.nccl_warnings import HARMLESS, codes_of
-from collectives.transport import ProofLine
 
-_Key = TypeVar("_Key")
-
-MAX_HOSTS: Final = 20_000
-MAX_NAMES: Final = 512
-MAX_DULL: Final = 8_192  # remembered texts that said nothing: ranks repeat each other
-MAX_PROOF_PER_FACT: Final = 3
+BLOCK_BYTES: Final = 1 << 20
+MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
 _HEADER = re.compile(rb"NCCL (INFO|WARN|TRACE|ERROR|VERSION) ")
 _HOST = re.compile(rb"([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\])? *(?:[^\s:]+:\d+ )?(?:\(\w+\) )?$")
@@ -32,66 +26,124 @@ _LAUNCHER = re.compile(
     rb"\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? ?|> ?|\* |\| ))+"
 )
 _DULL_STARTS = (
-    *(b"Channel ", b"Trees", b"Tree ", b"Ring "),
-    *(b"Connected all", b"Setting affinity", b"P2P Chunksize", b"threadThresholds"),
+    *(b"Trees", b"Tree ", b"Ring ", b"Connected all", b"Setting affinity", b"P2P Chunksize", b"threadThresholds"),
+    b"Channel ",
 )
 _CONTINUED = re.compile(rb"\s*\d{0,3}/?GDRDMA")
+_INFO = b"NCCL INFO "
 
 
-def as_bytes(line: str | bytes) -> bytes:
-    """The line as bytes; text that came through surrogateescape is given back unharmed."""
-    return line if isinstance(line, bytes) else line.encode("utf-8", "surrogateescape")
+class _Seen:
+    __slots__ = ("again", "bare", "channel")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.bare = channel if channel.bare_end else None
+        self.again = 0
 
 
-def _add_row(table: dict[_Key, list[int]], key: _Key, gdrdma: bool, by: int) -> None:
-    """Add to [channels, with GDRDMA], unless the table is full of made-up names."""
-    if key in table or len(table) < MAX_NAMES:
-        row = table.setdefault(key, [0, 0])
-        row[0] += by
-        row[1] += by * gdrdma
+class Reader:
+    """Feeds blocks of lines to a ledger."""
 
-
-class Ledger:
-    """What the lines said, counted."""
-
-    def __init__(self) -> None:
-        self.lines = 0
-        self.nccl_lines = 0
-        self.transports: Counter[str] = Counter()
-        self.torn_transports: Counter[str] = Counter()
-        self.channels: dict[tuple[str | None, bool], int] = Counter()  # (direction, gdrdma) of network channels
-        self.devices: dict[tuple[str, int], list[int]] = {}  # (network, device): [channels, with GDRDMA]
-        self.networks: dict[str, list[int]] = {}  # network: [channels, with GDRDMA]
-        self.proxied_sends = 0
-        self.direct_sends = 0
-        self.orphan_tags = 0  # "/GDRDMA" at the start of a line, torn from an earlier one
-        self.torn_network = 0
-        self.codes: Counter[str] = Counter()
-        self.code_lines: dict[str, list[ProofLine]] = {}
-        self.proof: dict[str, list[ProofLine]] = {}
-        self.hosts: set[bytes] = set()
-        self.facts = nccl_messages.Facts()
-        self._dull: set[bytes] = set()
-        self._prefixes: dict[bytes, bytes] = {}
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._dull: set[bytes] = set()  # messages that said nothing
+        self._prefixes: dict[bytes, bytes] = {}  # prefix of a line: host
+        # By direction: the end of a channel line, the channel it stands for, and how often it was met again.
+        self._ends: tuple[dict[bytes, _Seen], ...] = ({}, {}, {})
         self._carry = b""  # the end of a line that broke inside a channel
-        self._bare: tuple[Channel, int] | None = None  # a channel at the very end of the last line
+        self._bare: Channel | None = None  # a channel at the very end of the last line
 
-    def read(self, lines: Iterable[str | bytes]) -> None:
-        """Take in all lines; several calls add up."""
-        last_ended, newlines = True, False
-        for raw in lines:
-            self.lines += 1
-            line = raw if isinstance(raw, bytes) else as_bytes(raw)
-            if self._bare is not None or self._carry or matters(line):
-                if len(line) > MAX_LINE_BYTES:
-                    line = line[:MAX_LINE_BYTES]
-                for part in clean(line):
-                    self._line(part)
-            last_ended = line.endswith(b"\n")
-            newlines = newlines or last_ended
-        if not last_ended and newlines:
-            self._doubt_last()
+    def feed(self, block: bytes) -> None:
+        """Read whole lines; the last newline of the block may be missing."""
+        if block.endswith(b"\n"):
+            block = block[:-1]
+        # A good part of the lines is NCCL's: look at each. Else find those that are.
+        if block.count(b"NCCL") * 400 > len(block):
+            self._dense(block)
+        else:
+            self._sparse(block)
+
+    def finish(self, *, cut: bool) -> Ledger:
+        """No more lines; ``cut`` says that the log ended inside a line."""
+        for table in self._ends:
+            for seen in table.values():
+                self.ledger.add_channel(seen.channel, seen.again)
+            table.clear()
+        if cut and self._bare is not None:
+            self.ledger.doubt(self._bare)
         self._bare, self._carry = None, b""
+        return self.ledger
+
+    # --- blocks
+
+    def _sparse(self, block: bytes) -> None:
+        ledger = self.ledger
+        spans: dict[int, int] = {}
+        if self._carry or self._bare is not None:
+            spans[0] = _line_end(block, 0)
+        for marker in MARKERS:
+            at = block.find(marker)
+            while at >= 0:
+                end = _line_end(block, at)
+                spans[block.rfind(b"\n", 0, at) + 1] = end
+                at = block.find(marker, end)
+        first_line = ledger.lines
+        counted = done = 0  # up to here lines were counted, and read
+        for start, end in _runs(spans):
+            if end <= done and done:
+                continue
+            start = max(start, done)
+            ledger.lines += block.count(b"\n", counted, start)
+            self._dense(block[start:end])
+            # A torn line goes on in the next one, marked or not.
+            while (self._carry or self._bare is not None) and end < len(block):
+                start, end = end + 1, _line_end(block, end + 1)
+                self._dense(block[start:end])
+            counted, done = end + 1, end + 1
+        ledger.lines = first_line + block.count(b"\n") + 1
+
+    def _dense(self, block: bytes) -> None:
+        ledger = self.ledger
+        plain = not any(mark in block for mark in NEEDS_CLEANING)
+        rest = [marker for marker in MARKERS[2:] if marker in block]
+        sends, receives, others = self._ends
+        prefixes, dull = self._prefixes, self._dull
+        bare: Channel | None = self._bare
+        for line in block.split(b"\n"):
+            ledger.lines += 1
+            head, via, end = line.rpartition(b"via ")
+            if bare is not None and b"GDRDMA" not in line[:60] and b"NCCL" in line:
+                # The usual case of a channel without a tag: the next line is a line of its own.
+                bare = None
+            if plain and bare is None and not self._carry:
+                if via:
+                    if head.endswith(b"[send] "):
+                        seen = sends.get(end)
+                    elif head.endswith(b"[receive] "):
+                        seen = receives.get(end)
+                    else:
+                        seen = others.get(end)
+                    if seen is not None:
+                        prefix, channel, place = head.partition(b"NCCL INFO Channel ")
+                        # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message stands in it.
+                        if channel and len(place) < 64 and prefix in prefixes:
+                            seen.again += 1
+                            bare = seen.bare
+                            continue
+                else:
+                    prefix, info, message = line.partition(_INFO)
+                    if info and message in dull and prefix in prefixes:
+                        continue
+            if via or bare is not None or self._carry or b"NCCL" in line or any(mark in line for mark in rest):
+                self._bare = bare
+                self._line_dirty(line)
+                bare = self._bare
+        self._bare = bare
+
+    def _line_dirty(self, line: bytes) -> None:
+        for part in clean(line[:MAX_LINE_BYTES]):
+            self._line(part)
 
     # --- one line
 
@@ -107,9 +159,8 @@ class Ledger:
                     return
         found = self._channels(line, line) if b"via " in line else 0
         if has_header:
-            self.nccl_lines += 1
             self._messages(line)
-            if not found or line.rfind(b"NCCL INFO ") > line.rfind(b"via "):
+            if not found or line.rfind(_INFO) > line.rfind(b"via "):
                 self._keep_broken(line)
         elif not found:
             self._headless(line)
@@ -118,7 +169,7 @@ class Ledger:
         body = _LAUNCHER.sub(b"", line)
         if body.startswith((b"NET/", b"/GDR")):
             if body.startswith(b"/GDRDMA"):
-                self.orphan_tags += 1
+                self.ledger.orphan_tags += 1
                 return
             if is_fragment(body):
                 self._channels(b"-> via " + body, line)
@@ -138,72 +189,37 @@ class Ledger:
         self._bare = None
         for channel in parse_channels(text):
             count += 1
-            self._add(channel, shown)
+            self.ledger.add_channel(channel)
+            self.ledger.prove_channel(channel, shown)
+            if channel.bare_end:
+                self._bare = channel
+        if count == 1:
+            self._remember_end(text, channel)
         return count
 
-    def _add(self, channel: Channel, shown: bytes) -> None:
-        if channel.bare_end:
-            self._bare = (channel, self.lines)
-        if channel.network is None:
-            if channel.torn:
-                self.torn_transports[channel.transport] += 1
-            else:
-                self.transports[channel.transport] += 1
-                self.prove(f"transport {channel.transport}", shown, channel.transport)
-            return
-        if channel.gdrdma is None:
-            self.torn_network += 1
-            self.torn_transports[channel.transport] += 1
-            return
-        self._count(channel, channel.gdrdma, 1)
-        if channel.direction == "send":
-            if channel.proxied:
-                self.proxied_sends += 1
-            else:
-                self.direct_sends += 1
-        key = f"{channel.direction or 'a channel'} {'with' if channel.gdrdma else 'without'} GDRDMA"
-        self.prove(f"{channel.transport} {key}", shown, f"{channel.transport}: {key}")
-
-    def _count(self, channel: Channel, gdrdma: bool, by: int) -> None:
-        self.transports[channel.transport] += by
-        self.channels[(channel.direction, gdrdma)] += by
-        name = channel.network or ""
-        _add_row(self.networks, name, gdrdma, by)
-        _add_row(self.devices, (name, channel.device or 0), gdrdma, by)
+    def _remember_end(self, text: bytes, channel: Channel) -> None:
+        end = text[text.find(b"via ") + 4 :]
+        table = self._ends[{"send": 0, "receive": 1, None: 2}[channel.direction]]
+        if len(table) < MAX_SEEN and len(end) < 120 and b"NCCL" not in end and text.count(b"via ") == 1:
+            table[end] = _Seen(channel)
 
     def _continue_tag(self, line: bytes) -> None:
         """The tag of the last line's channel may have been torn to the start of this one."""
-        assert self._bare is not None  # noqa: S101 - narrows for the type checker
-        (channel, _), self._bare = self._bare, None
-        if not _CONTINUED.match(_LAUNCHER.sub(b"", line)):
-            return
-        if channel.gdrdma is False:
-            self._count(channel, False, -1)
-        else:
-            self.torn_network -= 1
-            self.torn_transports[channel.transport] -= 1
-        self._count(channel, True, 1)
-        self.orphan_tags -= 1  # counted again when the line itself is read
-
-    def _doubt_last(self) -> None:
-        """A file that ends inside a line: its last channel may have lost its tag."""
-        if self._bare is not None and self._bare[0].gdrdma is False:
-            channel = self._bare[0]
-            self._count(channel, False, -1)
-            self.torn_network += 1
-            self.torn_transports[channel.transport] += 1
+        channel, self._bare = self._bare, None
+        if channel is not None and _CONTINUED.match(_LAUNCHER.sub(b"", line)):
+            self.ledger.mend(channel)
+            self.ledger.orphan_tags -= 1  # counted again when the line itself is read
 
     # --- messages
 
     def _messages(self, line: bytes) -> None:
         marks = list(_HEADER.finditer(line))
         for index, mark in enumerate(marks):
-            after = marks[index + 1].start() if index + 1 < len(marks) else len(line)
-            message = line[mark.end() : after]
-            if index + 1 < len(marks):
+            last = index + 1 == len(marks)
+            message = line[mark.end() : len(line) if last else marks[index + 1].start()]
+            if not last:
                 message = _NEXT_PREFIX.sub(b"", message)
-            begin = marks[index - 1].end() if index else 0
-            host = self._host(line[begin : mark.start()])
+            host = self._host(line[marks[index - 1].end() if index else 0 : mark.start()])
             self._message(message, warn=mark[1] == b"WARN", host=host, shown=line)
 
     def _host(self, prefix: bytes) -> bytes:
@@ -211,44 +227,64 @@ class Ledger:
         if host is None:
             match = _HOST.search(prefix[-400:])
             host = match[1] if match else b""
-            if len(self._prefixes) < MAX_DULL:
+            if len(self._prefixes) < MAX_SEEN:
                 self._prefixes[prefix] = host
-            if host and len(self.hosts) < MAX_HOSTS:
-                self.hosts.add(host)
+            if host and len(self.ledger.hosts) < MAX_HOSTS:
+                self.ledger.hosts.add(host)
         return host
 
     def _message(self, message: bytes, *, warn: bool, host: bytes = b"", shown: bytes | None = None) -> None:
         if message in self._dull or message.startswith(_DULL_STARTS):
             return
+        ledger = self.ledger
         shown = message if shown is None else shown
-        facts = self.facts.take(message, host)
+        facts = ledger.facts.take(message, host)
         for fact in facts:
-            self.prove(fact, shown, fact)
+            ledger.prove(fact, shown, fact)
         codes = codes_of(message)
         for code in codes:
-            self.blame(code, shown)
+            ledger.blame(code, shown)
         if warn and not codes and not HARMLESS.search(message):
-            self.blame("other_warnings", shown)
-        if not facts and not codes and not warn and len(self._dull) < MAX_DULL:
+            ledger.blame("other_warnings", shown)
+        if not facts and not codes and not warn and len(self._dull) < MAX_SEEN:
             self._dull.add(message)
 
-    # --- proof
 
-    def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
-        return ProofLine(line=self.lines, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves)
+def _runs(spans: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Neighbouring lines as one piece."""
+    first, last = -1, -2
+    for start in sorted(spans):
+        if start == last + 1:
+            last = spans[start]
+            continue
+        if first >= 0:
+            yield first, last
+        first, last = start, spans[start]
+    if first >= 0:
+        yield first, last
 
-    def prove(self, fact: str, shown: bytes, proves: str) -> None:
-        """Keep the line as proof if the fact has few."""
-        rows = self.proof.get(fact)
-        if rows is None:
-            if len(self.proof) < MAX_NAMES:
-                self.proof[fact] = [self._proof_line(shown, proves)]
-        elif len(rows) < MAX_PROOF_PER_FACT:
-            rows.append(self._proof_line(shown, proves))
 
-    def blame(self, code: str, shown: bytes) -> None:
-        """Count a code, and keep its first lines."""
-        self.codes[code] += 1
-        rows = self.code_lines.setdefault(code, [])
-        if len(rows) < MAX_PROOF_PER_FACT:
-            rows.append(self._proof_line(shown, code))
+def _line_end(block: bytes, at: int) -> int:
+    end = block.find(b"\n", at)
+    return len(block) if end < 0 else end
+
+
+def blocks(lines: Iterable[str] | Iterable[bytes]) -> Iterator[bytes]:
+    """The lines joined to blocks; a line keeps or gets its newline."""
+    batch: list[bytes] = []
+    size = 0
+    for line in lines:
+        row = line if isinstance(line, bytes) else line.encode("utf-8", "surrogateescape")
+        batch.append(row)
+        size += len(row)
+        if size >= BLOCK_BYTES:
+            yield _joined(batch)
+            batch, size = [], 0
+    if batch:
+        yield _joined(batch)
+
+
+def _joined(batch: list[bytes]) -> bytes:
+    if all(row.endswith(b"\n") for row in batch[:-1]):
+        return b"".join(batch)
+    return b"\n".join(row.rstrip(b"\r\n") for row in batch) + b"\n"

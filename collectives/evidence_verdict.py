@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from collectives import evidence_problems
-from collectives.evidence_reader import Ledger
+from collectives.evidence_ledger import Ledger
 from collectives.transport import ChannelCount, Evidence, ProofLine
 
 MAX_PROOF = 64

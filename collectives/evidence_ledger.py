@@ -1,0 +1,117 @@
+"""What the lines of a log said, counted: never the lines themselves.
+
+Memory is bounded by the distinct hosts, variables, devices and codes, each with a cap, not by the length of the log.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final, TypeVar
+
+from collectives import nccl_messages
+from collectives.evidence_channels import Channel
+from collectives.transport import ProofLine
+
+_Key = TypeVar("_Key")
+
+MAX_HOSTS: Final = 20_000
+MAX_NAMES: Final = 512
+MAX_PROOF_PER_FACT: Final = 3
+
+
+def _add_row(table: dict[_Key, list[int]], key: _Key, gdrdma: bool, by: int) -> None:
+    """Add to [channels, with GDRDMA], unless the table is full of made-up names."""
+    if key in table or len(table) < MAX_NAMES:
+        row = table.setdefault(key, [0, 0])
+        row[0] += by
+        row[1] += by * gdrdma
+
+
+class Ledger:
+    """Counters of one log, or of the logs of one run."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self.transports: Counter[str] = Counter()
+        self.torn_transports: Counter[str] = Counter()
+        self.channels: Counter[tuple[str | None, bool]] = Counter()  # (direction, gdrdma) of network channels
+        self.devices: dict[tuple[str, int], list[int]] = {}  # (network, device): [channels, with GDRDMA]
+        self.networks: dict[str, list[int]] = {}  # network: [channels, with GDRDMA]
+        self.proxied_sends = 0
+        self.direct_sends = 0
+        self.orphan_tags = 0  # "/GDRDMA" at the start of a line, torn from an earlier one
+        self.torn_network = 0
+        self.codes: Counter[str] = Counter()
+        self.code_lines: dict[str, list[ProofLine]] = {}
+        self.proof: dict[str, list[ProofLine]] = {}
+        self.hosts: set[bytes] = set()
+        self.facts = nccl_messages.Facts()
+
+    def add_channel(self, channel: Channel, by: int = 1) -> None:
+        """Count the channel so many times."""
+        name = channel.transport
+        if len(self.transports) + len(self.torn_transports) >= MAX_NAMES and name not in self.transports:
+            return
+        if channel.network is None:
+            (self.torn_transports if channel.torn else self.transports)[name] += by
+        elif channel.gdrdma is None:
+            self.torn_network += by
+            self.torn_transports[name] += by
+        else:
+            self._count(channel, channel.gdrdma, by)
+            if channel.direction == "send":
+                self.proxied_sends += by * channel.proxied
+                self.direct_sends += by * (not channel.proxied)
+
+    def mend(self, channel: Channel) -> None:
+        """The tag that this channel seemed to lack was found on the next line."""
+        self._retract(channel)
+        self._count(channel, True, 1)
+
+    def doubt(self, channel: Channel) -> None:
+        """The log ends right behind this channel, inside a line: its tag may be lost."""
+        if channel.gdrdma is False:
+            self._retract(channel)
+            self.torn_network += 1
+            self.torn_transports[channel.transport] += 1
+
+    def _retract(self, channel: Channel) -> None:
+        if channel.gdrdma is False:
+            self._count(channel, False, -1)
+        else:
+            self.torn_network -= 1
+            self.torn_transports[channel.transport] -= 1
+
+    def _count(self, channel: Channel, gdrdma: bool, by: int) -> None:
+        self.transports[channel.transport] += by
+        self.channels[(channel.direction, gdrdma)] += by
+        name = channel.network or ""
+        _add_row(self.networks, name, gdrdma, by)
+        _add_row(self.devices, (name, channel.device or 0), gdrdma, by)
+
+    def prove_channel(self, channel: Channel, shown: bytes) -> None:
+        """Keep the line as proof of the channel's kind."""
+        if channel.network is None and not channel.torn:
+            self.prove(f"transport {channel.transport}", shown, channel.transport)
+        elif channel.gdrdma is not None:
+            key = f"{channel.direction or 'a channel'} {'with' if channel.gdrdma else 'without'} GDRDMA"
+            self.prove(f"{channel.transport} {key}", shown, f"{channel.transport}: {key}")
+
+    def prove(self, fact: str, shown: bytes, proves: str) -> None:
+        """Keep the line as proof if the fact has few."""
+        rows = self.proof.get(fact)
+        if rows is None:
+            if len(self.proof) < MAX_NAMES:
+                self.proof[fact] = [self._proof_line(shown, proves)]
+        elif len(rows) < MAX_PROOF_PER_FACT:
+            rows.append(self._proof_line(shown, proves))
+
+    def blame(self, code: str, shown: bytes) -> None:
+        """Count a code, and keep its first lines."""
+        self.codes[code] += 1
+        rows = self.code_lines.setdefault(code, [])
+        if len(rows) < MAX_PROOF_PER_FACT:
+            rows.append(self._proof_line(shown, code))
+
+    def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
+        return ProofLine(line=self.lines, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves)
