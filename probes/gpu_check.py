@@ -16,7 +16,7 @@ HOT_CELSIUS = (
     84.0  # clocks begin to fall between 84 and 90 C: stas00/ml-engineering, compute/accelerator, "Temperature"
 )
 REMAPPED_ROWS_MAX = 512  # of one GPU: NVIDIA GPU Memory Error Management, "Row-remapping", RMA criteria
-THERMAL = {"sw_thermal", "hw_thermal", "hw_slowdown"}
+THERMAL = {"sw_thermal", "hw_thermal"}
 
 # Boards that exist only with NVLink in use: no link at all is a fault, not a choice. Names as NVML prints them.
 _SOLDERED_LINKS = re.compile(r"SXM|H100 80GB HBM3|H200$|H20$|H800$|B200|B300|GB\d00")
@@ -221,6 +221,8 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
             + (f", and are cut at {slowdown:.0f} C" if slowdown else ""),
             f"nvmlDeviceGetTemperature = {now:.0f}", "Check fans, air flow and inlet temperature.",
         )  # fmt: skip
+    if "hw_slowdown" in reasons and "hw_power_brake" not in reasons:  # the driver does not say why: heat, mostly
+        reasons.add("hw_thermal")
     if reasons & THERMAL:
         clock = f" at {gpu.sm_clock_hertz / 1e6:.0f} MHz" if gpu.sm_clock_hertz else ""
         yield _finding(

@@ -2,11 +2,13 @@
 
 The file is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
 source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},
-{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. What was never asked replays as "not there", so that a newer probe reads an older recording.
+{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. What was never asked replays as "not there", so that a newer probe
+reads an older recording.
 """
 
 from __future__ import annotations
 
+import base64
 import errno
 import gzip
 import json
@@ -61,7 +63,7 @@ class RecordingHost:
             except (OSError, NvmlError, ImportError) as error:
                 self._keep(method, arguments, _error_answer(error, arguments))
                 raise
-            self._keep(method, arguments, answer.hex() if isinstance(answer, bytes) else _without_secrets(answer))
+            self._keep(method, arguments, _pack(answer) if isinstance(answer, bytes) else _without_secrets(answer))
             return answer
 
         return ask
@@ -110,7 +112,7 @@ class RecordedHost:
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """First bytes of a file."""
-        return bytes.fromhex(self._answer("read_bytes", path, limit))
+        return _unpack(self._answer("read_bytes", path, limit), limit)
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Names in a folder."""
@@ -196,6 +198,18 @@ def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]
     )
 
 
+def _pack(content: bytes) -> str:
+    """PCI configuration space is mostly zeros."""
+    return base64.b64encode(zlib.compress(content, 9)).decode()
+
+
+def _unpack(text: str, limit: int) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(base64.b64decode(text), limit)
+    except (ValueError, zlib.error) as error:
+        raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
+
+
 def _is_error(answer: Json) -> bool:
     return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
 
@@ -237,33 +251,33 @@ def load(path: str | Path) -> RecordedHost:
     if len(content) > SIZE_LIMIT_BYTES:
         raise RecordingError(f"{path}: larger than {SIZE_LIMIT_BYTES >> 20} MiB unpacked, which no recording is")
     try:
-        archive = json.loads(content)
+        data = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RecordingError(f"{path}: not JSON ({error})") from None
-    return RecordedHost(_checked(archive, path))
+    return RecordedHost(_checked(data, path))
 
 
-def _checked(archive: Json, path: Path) -> dict[str, Json]:
-    if not isinstance(archive, dict) or archive.get("kind") != KIND:
+def _checked(data: Json, path: Path) -> dict[str, Json]:
+    if not isinstance(data, dict) or data.get("kind") != KIND:
         raise RecordingError(f'{path}: not a recording: "kind" must be "{KIND}" (topoflight capture writes one)')
-    version = archive.get("schema_version")
+    version = data.get("schema_version")
     if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
         raise RecordingError(f"{path}: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}")
-    answers = archive.get("answers")
+    answers = data.get("answers")
     if not isinstance(answers, dict) or not all(isinstance(a, dict) for a in answers.values()):
         raise RecordingError(f'{path}: "answers" must be an object of objects')
-    if not isinstance(archive.get("hostname"), str) or not isinstance(archive.get("captured_at"), int | float):
+    if not isinstance(data.get("hostname"), str) or not isinstance(data.get("captured_at"), int | float):
         raise RecordingError(f'{path}: "hostname" must be text and "captured_at" a number')
     if not all(isinstance(a, dict) for a in answers.get("nvml", {}).values()):
         raise RecordingError(f'{path}: "answers.nvml" must hold an object per symbol')
-    return archive
+    return data
 
 
-def dumps(archive: dict[str, Json]) -> str:
+def dumps(content: dict[str, Json]) -> str:
     """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
-    head = {k: v for k, v in archive.items() if k != "answers"}
+    head = {k: v for k, v in content.items() if k != "answers"}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
-    sections = [f"  {json.dumps(m)}: {_section(a, nested=m == 'nvml')}" for m, a in archive["answers"].items()]
+    sections = [f"  {json.dumps(m)}: {_section(a, nested=m == 'nvml')}" for m, a in content["answers"].items()]
     return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
 
 

@@ -1,0 +1,253 @@
+"""A machine that is described rather than found: a folder for its files, answers for everything else."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine_nvml import NvmlAnswers
+from machine_tree import Netdev, Tree
+
+from probes.host import GpuHandle, Json
+from probes.live import LiveHost
+from probes.nvml import failure
+
+IPC_LOCK_ONLY = 0x4000
+CONTAINER_CAPS = 0x00000000A80425FB  # the container engines' default set
+ALL_CAPS = 0x000001FFFFFFFFFF
+
+
+@dataclass(kw_only=True)
+class Cpu:
+    """Sockets, cores and their NUMA nodes; CPU numbers of a node as Linux lists them."""
+
+    vendor: str
+    name: str
+    family: int
+    model: int
+    sockets: int
+    threads: int
+    nodes: dict[int, str]  # "0-55,112-167"
+    memory_gib: int
+    hypervisor: bool = False
+    architecture: str = "x86_64"
+    memory_only_nodes: tuple[int, ...] = ()  # Grace: GPU memory
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Everything but the tree, with the usual values of a bare-metal node."""
+
+    hostname: str
+    source: str
+    product: str
+    vendor: str
+    cpu: Cpu
+    kernel: str = "5.15.0-113-generic"
+    os: str = "Ubuntu 22.04.5 LTS"
+    nvml: NvmlAnswers | None = None
+    netdevs: tuple[Netdev, ...] = ()
+    default_route: int | None = None
+    memlock: tuple[int | None, int | None] = (None, None)
+    capabilities: int = ALL_CAPS
+    uid: int = 0
+    shm: tuple[int, int] = (512 << 30, 512 << 30)
+    environment: dict[str, str] = field(default_factory=dict)
+    peermem: str | None = "550.90.07"
+    driver_proc: str | None = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build"
+    cmdline: str = "BOOT_IMAGE=/boot/vmlinuz root=/dev/sda2 ro iommu=pt"
+    container: str | None = None  # "kubernetes"
+    rdma_shared: bool = True
+    unusable: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+
+
+class BuiltHost(LiveHost):
+    """Files from the folder, the rest from the description."""
+
+    def __init__(self, root: Path, machine: Machine) -> None:
+        super().__init__(str(root))
+        self.machine = machine
+
+    def limit(self, name: str) -> tuple[int | None, int | None]:
+        """Memlock is the machine's; the others are systemd's defaults."""
+        limits: dict[str, tuple[int | None, int | None]] = {
+            "memlock": self.machine.memlock, "nofile": (1048576, 1048576), "nproc": (None, None), "core": (0, None),
+        }  # fmt: skip
+        if name.lower() not in limits:
+            raise OSError(errno.EINVAL, f"no such limit: RLIMIT_{name.upper()}")
+        return limits[name.lower()]
+
+    def environment(self) -> dict[str, str]:
+        """What the machine's pod sets."""
+        return dict(self.machine.environment)
+
+    def statvfs(self, path: str) -> tuple[int, int]:
+        """Only /dev/shm is asked for."""
+        return self.machine.shm
+
+    def usable(self, path: str) -> bool:
+        """Device nodes open, but for those the machine names."""
+        return path not in self.machine.unusable and self.exists(path)
+
+    def identity(self) -> dict[str, Json]:
+        """A fixed time: rebuilding changes nothing."""
+        m = self.machine
+        return {
+            "hostname": m.hostname, "pid": 17, "uid": m.uid, "kernel": m.kernel,
+            "architecture": m.cpu.architecture, "time": 1767225600.0, "home": "/root" if m.uid == 0 else "/home/user",
+        }  # fmt: skip
+
+    def cpu(self) -> dict[str, Json]:
+        """Half of the threads are cores on x86; Grace has one thread a core."""
+        cpu = self.machine.cpu
+        return {
+            "logical": cpu.threads, "physical": cpu.threads // (1 if cpu.architecture == "aarch64" else 2),
+            "load_average": [0.5, 0.5, 0.5], "memory_bytes": cpu.memory_gib << 30,
+            "memory_available_bytes": (cpu.memory_gib - 16) << 30,
+        }  # fmt: skip
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """The machine's GPUs."""
+        if self.machine.nvml is None:
+            raise failure(symbol, "LIBRARY_NOT_FOUND")
+        return self.machine.nvml(symbol, *arguments)
+
+    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """Links, addresses and routes as pyroute2 spells them."""
+        nets = self.machine.netdevs
+        if what == "links":
+            return tuple(_link(net) for net in nets)
+        if what == "addresses":
+            return tuple(_address(net, address) for net in nets for address in net.addresses)
+        return tuple(_routes(nets, self.machine.default_route))
+
+    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """What sysfs says, as NETLINK_RDMA says it."""
+        try:
+            names = self.list_dir("/sys/class/infiniband")
+        except FileNotFoundError:
+            raise OSError(errno.EPROTONOSUPPORT, os.strerror(errno.EPROTONOSUPPORT)) from None
+        if what == "system":
+            return ({"netns_mode": int(self.machine.rdma_shared)},)
+        read = self.read_text
+        devices = [
+            {
+                "device_index": index, "name": name,
+                "firmware": read(f"/sys/class/infiniband/{name}/fw_ver").strip(),
+                "node_guid": int(read(f"/sys/class/infiniband/{name}/node_guid").strip().replace(":", ""), 16),
+                "node_type": 7 if name.startswith("efa") else 1,
+            }
+            for index, name in enumerate(names)
+        ]  # fmt: skip
+        if what == "devices":
+            return tuple(devices)
+        return tuple(
+            {"name": d["name"], "device_index": d["device_index"], "port": 1, **self._port(d)} for d in devices
+        )
+
+    def _port(self, device: dict[str, Any]) -> dict[str, Json]:
+        folder = f"/sys/class/infiniband/{device['name']}/ports/1"
+        state, physical = (self.read_text(f"{folder}/{name}").partition(":")[0] for name in ("state", "phys_state"))
+        return {"state": int(state), "physical_state": int(physical)}
+
+    def verbs(self, what: str, *arguments: int | str) -> Json:
+        """Not installed, as in most images."""
+        raise ImportError("No module named 'pyverbs'")
+
+
+def _link(net: Netdev) -> dict[str, Json]:
+    up = 0x1 | (0x40 | 0x10000 if net.up else 0)  # IFF_UP, IFF_RUNNING, IFF_LOWER_UP
+    link: dict[str, Json] = {
+        "family": 0, "ifi_type": net.type, "index": net.index,
+        "flags": up | (0x8 if net.type == 772 else 0x1002), "state": "up",
+        "IFLA_IFNAME": net.name, "IFLA_MTU": net.mtu, "IFLA_OPERSTATE": "UP" if net.up else "DOWN",
+        "IFLA_ADDRESS": net.mac, "IFLA_CARRIER": int(net.up),
+        "IFLA_STATS64": {"rx_errors": 0, "tx_errors": 0, "rx_dropped": 0, "tx_dropped": 0},
+    }  # fmt: skip
+    if net.link is not None:
+        link["IFLA_LINK"] = net.link
+    if net.master is not None:
+        link["IFLA_MASTER"] = net.master
+    if net.kind:
+        link["IFLA_LINKINFO"] = {"IFLA_INFO_KIND": net.kind}
+    return link
+
+
+def _address(net: Netdev, address: str) -> dict[str, Json]:
+    plain, _, prefix = address.partition("/")
+    six = ":" in plain
+    scope = 254 if net.type == 772 else 253 if plain.startswith("fe80") else 0
+    answer: dict[str, Json] = {
+        "family": 10 if six else 2, "prefixlen": int(prefix), "flags": 128, "scope": scope, "index": net.index,
+        "IFA_ADDRESS": plain, "IFA_FLAGS": 128,
+    }  # fmt: skip
+    return answer if six else {**answer, "IFA_LOCAL": plain, "IFA_LABEL": net.name}
+
+
+def _routes(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, Json]]:
+    head = {"family": 2, "src_len": 0, "tos": 0, "table": 254, "proto": 3, "scope": 0, "type": 1, "flags": 0}
+    routes: list[dict[str, Json]] = []
+    for net in nets:
+        if net.index == default:
+            gateway = net.addresses[0].rpartition(".")[0] + ".1"
+            routes.append({**head, "dst_len": 0, "RTA_TABLE": 254, "RTA_GATEWAY": gateway, "RTA_OIF": net.index})
+    return routes
+
+
+def write_host(tree: Tree, machine: Machine) -> None:
+    """/proc, DMI, NUMA nodes and modules."""
+    cpu = machine.cpu
+    blocks = [_processor(cpu, number) for number in range(cpu.threads)]
+    tree.write("/proc/cpuinfo", "\n".join(blocks))
+    tree.write("/proc/cmdline", machine.cmdline)
+    tree.write("/proc/self/status", f"Name:\tpython\nCapEff:\t{machine.capabilities:016x}\nSeccomp:\t0")
+    tree.write("/proc/self/cgroup", "0::/kubepods/pod1/c1" if machine.container == "kubernetes" else "0::/")
+    tree.write("/proc/sys/kernel/numa_balancing", 0)
+    tree.write("/proc/sys/vm/overcommit_memory", 0)
+    tree.write("/sys/class/dmi/id/sys_vendor", machine.vendor)
+    tree.write("/sys/class/dmi/id/product_name", machine.product)
+    tree.write("/etc/os-release", f'PRETTY_NAME="{machine.os}"')
+    nodes = {**cpu.nodes, **dict.fromkeys(cpu.memory_only_nodes, "")}
+    for node, cpus in nodes.items():
+        folder = f"/sys/devices/system/node/node{node}"
+        tree.write(f"{folder}/cpulist", cpus)
+        tree.write(f"{folder}/meminfo", f"Node {node} MemTotal: {cpu.memory_gib * 1048576 // len(cpu.nodes)} kB")
+        tree.write(f"{folder}/distance", " ".join("10" if other == node else "21" for other in nodes))
+    if machine.container == "kubernetes":
+        (tree.root / "var/run/secrets/kubernetes.io/serviceaccount").mkdir(parents=True)
+    if machine.driver_proc:
+        tree.write("/proc/driver/nvidia/version", machine.driver_proc)
+    if machine.peermem:
+        tree.write("/sys/module/nvidia_peermem/version", machine.peermem)
+    for path, content in machine.files.items():
+        tree.write(path, content)
+
+
+def _processor(cpu: Cpu, number: int) -> str:
+    if cpu.architecture == "aarch64":
+        return f"processor\t: {number}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd4f\n"
+    socket = next(i for i, cpus in enumerate(_by_socket(cpu)) if number in cpus)
+    flags = "fpu sse2 hypervisor" if cpu.hypervisor else "fpu sse2"
+    return (
+        f"processor\t: {number}\nvendor_id\t: {cpu.vendor}\ncpu family\t: {cpu.family}\nmodel\t\t: {cpu.model}\n"
+        f"model name\t: {cpu.name}\nphysical id\t: {socket}\nflags\t\t: {flags}\n"
+    )
+
+
+def _by_socket(cpu: Cpu) -> list[set[int]]:
+    nodes = list(cpu.nodes.values())
+    share = max(1, len(nodes) // cpu.sockets)
+    return [set().union(*(cpus_of(n) for n in nodes[i * share : (i + 1) * share])) for i in range(cpu.sockets)]
+
+
+def cpus_of(text: str) -> list[int]:
+    """ "0-3,8" as numbers."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -1,0 +1,229 @@
+"""NVML's answers for GPUs that are described in a few lines.
+
+Specification: NVML API reference. Board figures are of the vendor's data sheets; what a board does not support answers
+NOT_SUPPORTED, as the driver does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from probes.host import GpuHandle, Json, NvmlError
+from probes.nvml import failure
+
+GIB, MIB = 1 << 30, 1 << 20
+NONE = "NOT_SUPPORTED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Board:
+    """What all GPUs of one product have in common."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    links: int = 0  # NVLinks of the board; 0 answers NOT_SUPPORTED
+    link_version: int = 0  # as nvmlDeviceGetNvLinkVersion answers
+    generation: int = 4
+    bar1_bytes: int = 64 * GIB
+    power_watts: int = 300
+    clock_mhz: int = 1980
+    slowdown_celsius: int = 92
+    remaps: bool = True  # Ampere and later; before, pages are retired
+
+
+H100 = Board(
+    name="NVIDIA H100 80GB HBM3", memory_bytes=81559 * MIB, capability=(9, 0), links=18, link_version=7, generation=5,
+    bar1_bytes=128 * GIB, power_watts=700, slowdown_celsius=90,
+)  # fmt: skip
+A100_40 = Board(
+    name="NVIDIA A100-SXM4-40GB", memory_bytes=40960 * MIB, capability=(8, 0), links=12, link_version=4,
+    power_watts=400, clock_mhz=1410,
+)  # fmt: skip
+A40 = Board(
+    name="NVIDIA A40", memory_bytes=46068 * MIB, capability=(8, 6), links=4, link_version=5, clock_mhz=1740,
+    slowdown_celsius=95,
+)  # fmt: skip
+L40S = Board(
+    name="NVIDIA L40S", memory_bytes=46068 * MIB, capability=(8, 9), power_watts=350, clock_mhz=2520,
+    slowdown_celsius=95,
+)  # fmt: skip
+TITAN_RTX = Board(
+    name="NVIDIA TITAN RTX", memory_bytes=24576 * MIB, capability=(7, 5), links=2, link_version=3, generation=3,
+    bar1_bytes=256 * MIB, power_watts=280, clock_mhz=2100, slowdown_celsius=91, remaps=False,
+)  # fmt: skip
+GB200 = Board(
+    name="NVIDIA GB200", memory_bytes=189471 * MIB, capability=(10, 0), links=18, link_version=7, generation=6,
+    bar1_bytes=256 * GIB, power_watts=1200, clock_mhz=2062, slowdown_celsius=93,
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class NvmlGpu:
+    """One GPU: its board, its place, and whatever differs."""
+
+    board: Board
+    bus_id: str
+    numa: int
+    peers: dict[int, int] = field(default_factory=dict)  # GPU -> NVLinks to it
+    switches: tuple[str, ...] = ()  # bus ids the links go to in turn; "" is hidden
+    links_down: tuple[int, ...] = ()
+    answers: dict[str, Any] = field(default_factory=dict)  # symbol (and arguments) -> answer or error name
+
+
+class NvmlAnswers:
+    """Answers `Host.nvml` from a list of GPUs."""
+
+    def __init__(self, gpus: list[NvmlGpu], affinity: dict[int, list[int]], driver: str, cuda: int) -> None:
+        self.gpus, self.affinity = gpus, affinity
+        self.system: dict[str, Any] = {
+            "nvmlDeviceGetCount": len(gpus),
+            "nvmlSystemGetDriverVersion": driver,
+            "nvmlSystemGetCudaDriverVersion_v2": cuda,
+        }
+
+    def __call__(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """One call, as `Host.nvml`."""
+        if not arguments:
+            return self.system[symbol]
+        first = arguments[0]
+        assert isinstance(first, GpuHandle)
+        gpu = self.gpus[first.index]
+        lost = gpu.answers.get("*")
+        if lost:
+            raise failure("nvmlDeviceGetHandleByIndex", lost)
+        answer = self._answer(gpu, first.index, symbol, arguments[1:])
+        if isinstance(answer, str) and answer in (NONE, "INVALID_ARGUMENT", "GPU_IS_LOST"):
+            raise failure(symbol, answer)
+        if isinstance(answer, NvmlError):
+            raise answer
+        return answer
+
+    def _answer(self, gpu: NvmlGpu, index: int, symbol: str, arguments: tuple[Any, ...]) -> Any:
+        key = ",".join([symbol, *(str(a.index if isinstance(a, GpuHandle) else a) for a in arguments)])
+        for name in (key, symbol):
+            if name in gpu.answers:
+                return gpu.answers[name]
+        if symbol in ("nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetP2PStatus"):
+            return self._pair(gpu, index, symbol, arguments)
+        if "NvLink" in symbol:
+            return _nvlink(self._links(gpu, index), gpu, symbol, arguments)
+        if symbol == "nvmlDeviceGetCpuAffinity":
+            return self._mask(gpu.numa, arguments[0])
+        answer = _SIMPLE.get(symbol, lambda _gpu, _index, _arguments: NONE)
+        return answer(gpu, index, arguments)
+
+    def _mask(self, numa: int, words: int) -> list[int]:
+        mask = [0] * words
+        for cpu in self.affinity.get(numa, []):
+            mask[cpu // 64] |= 1 << cpu % 64
+        return mask
+
+    def _links(self, gpu: NvmlGpu, index: int) -> list[tuple[int, str]]:
+        """(remote kind, remote bus id) by link."""
+        if gpu.switches:
+            return [(2, gpu.switches[i % len(gpu.switches)]) for i in range(gpu.board.links)]
+        return [(0, self.gpus[peer].bus_id) for peer, count in sorted(gpu.peers.items()) for _ in range(count)]
+
+    def _pair(self, gpu: NvmlGpu, index: int, symbol: str, arguments: tuple[Any, ...]) -> Any:
+        other = arguments[0].index
+        if symbol == "nvmlDeviceGetTopologyCommonAncestor":
+            near = gpu.answers.get("ancestors", {})
+            return near.get(other, 40 if gpu.numa == self.gpus[other].numa else 50)
+        if arguments[1] == 2:  # NVLink
+            linked = bool(gpu.switches) or other in gpu.peers
+            return 0 if linked else 5
+        return gpu.answers.get("p2p", 0)
+
+
+def _nvlink(links: list[tuple[int, str]], gpu: NvmlGpu, symbol: str, arguments: tuple[Any, ...]) -> Any:
+    link = arguments[0]
+    if not gpu.board.links:
+        return NONE
+    if link >= gpu.board.links:
+        return "INVALID_ARGUMENT"
+    active = link < len(links) and link not in gpu.links_down
+    if symbol == "nvmlDeviceGetNvLinkState":
+        return int(active)
+    if not active:
+        return NONE
+    kind, bus_id = links[link]
+    if symbol == "nvmlDeviceGetNvLinkVersion":
+        return gpu.board.link_version
+    if symbol == "nvmlDeviceGetNvLinkRemoteDeviceType":
+        return kind if bus_id else 0xFF
+    if symbol == "nvmlDeviceGetNvLinkErrorCounter":
+        return NONE if gpu.board.capability >= (10, 0) else 0
+    return pci_info(bus_id)
+
+
+def pci_info(bus_id: str) -> dict[str, Any]:
+    """nvmlPciInfo_t; an empty bus id is one that a hypervisor or a rack hides."""
+    if not bus_id:
+        return {"busIdLegacy": "", "domain": 0xFFFFFFFF, "bus": 0xFF, "device": 0xFF, "busId": "FFFFFFFF:FF:FF.0"}
+    domain, bus, device = int(bus_id[:4], 16), int(bus_id[5:7], 16), int(bus_id[8:10], 16)
+    return {
+        "busIdLegacy": bus_id.upper(), "domain": domain, "bus": bus, "device": device,
+        "busId": f"{domain:08X}:{bus:02X}:{device:02X}.0",
+    }  # fmt: skip
+
+
+def _fields(gpu: NvmlGpu, wanted: tuple[int | str, ...]) -> list[Json]:
+    """C2C link count on Grace; every other field is not supported."""
+    known = {170: gpu.answers.get("c2c")}
+    answers = []
+    for item in wanted:
+        number, _, scope = str(item).partition(":")
+        value = known.get(int(number))
+        code = 3 if value is None else 0
+        answers.append({"field": int(number), "scope": int(scope or 0), "code": code, "value": value or 0})
+    return answers
+
+
+_Answer = Callable[[NvmlGpu, int, tuple[Any, ...]], Any]
+_SIMPLE: dict[str, _Answer] = {
+    "nvmlDeviceGetPciInfo": lambda g, i, a: pci_info(g.bus_id),
+    "nvmlDeviceGetUUID": lambda g, i, a: f"GPU-{i:08x}-0000-4000-8000-{int(g.bus_id[5:7], 16):012x}",
+    "nvmlDeviceGetName": lambda g, i, a: g.board.name,
+    "nvmlDeviceGetMemoryInfo": lambda g, i, a: {
+        "total": g.board.memory_bytes, "free": g.board.memory_bytes - 600 * MIB, "used": 600 * MIB,
+    },
+    "nvmlDeviceGetCudaComputeCapability": lambda g, i, a: list(g.board.capability),
+    "nvmlDeviceGetMemoryAffinity": lambda g, i, a: [1 << g.numa] if g.numa >= 0 else NONE,
+    "nvmlDeviceGetCurrPcieLinkGeneration": lambda g, i, a: g.board.generation,
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda g, i, a: g.board.generation,
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda g, i, a: 16,
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda g, i, a: 16,
+    "nvmlDeviceGetPcieReplayCounter": lambda g, i, a: 0,
+    "nvmlDeviceGetBAR1MemoryInfo": lambda g, i, a: {
+        "bar1Total": g.board.bar1_bytes, "bar1Free": g.board.bar1_bytes - MIB, "bar1Used": MIB,
+    },
+    "nvmlDeviceGetMigMode": lambda g, i, a: [0, 0] if g.board.name.split("-")[0][7:] in _MIG else NONE,
+    "nvmlDeviceGetFieldValues": lambda g, i, a: _fields(g, a),
+    "nvmlDeviceGetTotalEccErrors": lambda g, i, a: 0 if g.board.remaps else NONE,
+    "nvmlDeviceGetRemappedRows": lambda g, i, a: [0, 0, 0, 0] if g.board.remaps else NONE,
+    "nvmlDeviceGetRetiredPages": lambda g, i, a: NONE if g.board.remaps else [],
+    "nvmlDeviceGetTemperature": lambda g, i, a: 36 + i % 4,
+    "nvmlDeviceGetTemperatureThreshold": lambda g, i, a: g.board.slowdown_celsius,
+    "nvmlDeviceGetPowerUsage": lambda g, i, a: g.board.power_watts * 150,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda g, i, a: g.board.power_watts * 1000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda g, i, a: g.board.power_watts * 1000,
+    "nvmlDeviceGetClockInfo": lambda g, i, a: 345,
+    "nvmlDeviceGetMaxClockInfo": lambda g, i, a: g.board.clock_mhz,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda g, i, a: 1,
+    "nvmlDeviceGetUtilizationRates": lambda g, i, a: {"gpu": 0, "memory": 0},
+    "nvmlDeviceGetPersistenceMode": lambda g, i, a: 1,
+    "nvmlDeviceGetComputeMode": lambda g, i, a: 0,
+    "nvmlDeviceGetComputeRunningProcesses": lambda g, i, a: [],
+}  # fmt: skip
+_MIG = ("H100 80GB HBM3", "A100", "GB200")
+
+
+def fabric(state: int, cluster: bytes = bytes(16), clique: int = 0) -> dict[str, Any]:
+    """nvmlGpuFabricInfo of version 2, healthy."""
+    return {
+        "version": 0x2000024, "clusterUuid": list(cluster), "status": 0, "cliqueId": clique, "state": state,
+        "healthMask": 2,
+    }  # fmt: skip
