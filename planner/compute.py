@@ -22,13 +22,18 @@ class Constants:
     rows_lost: float = 180.0  # a: rows of a multiplication at which half its rate is lost
     columns_lost: float = 190.0  # b
     depth_lost: float = 220.0  # c
-    sustained: float = 0.85  # of the measured peak rate, over minutes at the power limit
-    fp8_sustained: float = 0.70  # quantisation and scaling around each fp8 multiplication
-    attention_flash1: float = 0.30  # of the multiplication rate
-    attention_flash2: float = 0.50
-    attention_flash3: float = 0.60
-    attention_unfused: float = 0.35  # batched multiplications with scores written to memory
-    score_passes: float = 8.0  # passes over the score matrix, forward, where it is stored
+    sustained_ampere: float = 0.95  # of the best measured multiplication, held over minutes at the power limit
+    sustained_hopper: float = 0.80
+    sustained_blackwell: float = 0.73
+    fp8_share: float = 0.95  # of the fp8 rate after quantising and scaling around each multiplication
+    attention_ampere: float = 0.66  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
+    attention_hopper: float = 0.43  # FlashAttention-2 on Hopper
+    attention_hopper_3: float = 0.63  # FlashAttention-3, cuDNN 9
+    attention_blackwell: float = 0.60
+    attention_flash1: float = 0.55  # of FlashAttention-2's rate
+    attention_short: float = 480.0  # tokens: a sequence this long runs attention at half its rate
+    attention_unfused: float = 0.45  # batched multiplications with the scores written to memory
+    score_passes: float = 5.0  # passes over the score matrix, forward, where it is stored
     hbm_share: float = 0.75  # of the data sheet's bandwidth that streaming kernels reach
     hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
     hidden_passes_eager: float = 22.0
@@ -40,7 +45,8 @@ class Constants:
     tp_hidden: float = 0.5  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
     overlap_loss: float = 0.15  # of the shorter of two overlapped things still shows: SMs and HBM are shared
     optimizer_bytes: float = 28.0  # HBM traffic per weight: AdamW reads w, g, m, v and writes w, m, v, half copy
-    head_misalign: float = 1.5  # attention takes this much longer where head_dim is no multiple of 64
+    head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
+    lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, dropout
 
 
 DEFAULT = Constants()
@@ -61,32 +67,42 @@ class Rates:
     inputs: tuple[str, ...] = ()
 
 
+def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float]:
+    """Attention's and multiplication's share of the best measured matmul rate."""
+    major = gpu.compute_capability[0]
+    sustained = constants.sustained_ampere
+    attention = constants.attention_ampere
+    if major == 9:
+        sustained = constants.sustained_hopper
+        attention = constants.attention_hopper_3 if kernel == "flash3" else constants.attention_hopper
+    elif major >= 10:
+        sustained, attention = constants.sustained_blackwell, constants.attention_blackwell
+    if kernel == "flash1":
+        attention *= constants.attention_flash1
+    elif kernel == "unfused":
+        attention = constants.attention_unfused
+    return attention, sustained
+
+
 def gpu_rates(gpu: Gpu, train: TrainSpec, stack: Stack, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Rates of a known GPU."""
-    kernel = stack.attention
-    if train.attention == "eager":
-        kernel = "unfused"
-    elif kernel == "flash3" and gpu.compute_capability[0] < 9:
-        kernel = "flash2"
-    share = {
-        "unfused": constants.attention_unfused,
-        "flash1": constants.attention_flash1,
-        "flash2": constants.attention_flash2,
-        "flash3": constants.attention_flash3,
-    }[kernel]
-    bf16 = gpu.matmul_bf16 * constants.sustained
+    kernel = "unfused" if train.attention == "eager" else stack.attention
+    share, sustained = _shares(gpu, kernel, constants)
+    bf16 = gpu.matmul_bf16 * sustained
+    attention = gpu.matmul_bf16 * share
     if precision == "bf16" and gpu.compute_capability < (8, 0):
         bf16 = gpu.matmul_fp32 * 0.8  # no bf16 tensor cores before Ampere
+        attention = bf16 * 0.4
     gemm = bf16
     if precision == "fp8":
-        gemm = (gpu.matmul_fp8 or gpu.matmul_bf16) * constants.fp8_sustained
+        gemm = (gpu.matmul_fp8 or gpu.matmul_bf16) * sustained * constants.fp8_share
     elif precision == "fp32":
         gemm = gpu.matmul_fp32 * 0.8
-        bf16 = gemm
+        attention = gemm * 0.4
     how = "derived" if gpu.measured else "assumed"
     return Rates(
         gemm=gemm,
-        attention=bf16 * share,
+        attention=attention,
         hbm=gpu.hbm_bytes_per_second * constants.hbm_share,
         memory_bytes=gpu.memory_bytes,
         launch_seconds=constants.launch_seconds,
@@ -127,7 +143,7 @@ def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
 
 def layer_cost(
     model: ModelSpec, tokens: float, sequence: float, tp: int, sequence_parallel: bool, rates: Rates, stack: Stack,
-    *, ep: int = 1, lora: bool = False, compiled: bool = False, constants: Constants = DEFAULT,
+    *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, constants: Constants = DEFAULT,
 ) -> LayerCost:  # fmt: skip
     """Forward seconds of one layer for `tokens` on this rank, of sequences `sequence` long."""
     h = float(model.hidden)
@@ -147,13 +163,12 @@ def layer_cost(
     if model.sliding_window and model.family == "gemma2":
         window = (window + sequence) / 2.0  # every other layer is global
     attention = 4.0 * tokens * window * q / rates.attention
-    if rates.attention_unfused:
-        heads = model.heads / tp
-        attention += 2.0 * constants.score_passes * tokens * window * heads / rates.hbm
-    else:
-        attention *= 0.5  # causal: the upper triangle is skipped
-    if model.head_dim % 64:
+    if model.head_dim % 8:
         attention *= constants.head_misalign
+    if rates.attention_unfused:
+        attention += 2.0 * constants.score_passes * tokens * window * (model.heads / tp) / rates.hbm
+    else:  # causal: the upper triangle is skipped, but for the tiles on the diagonal
+        attention *= 0.5 * (1.0 + constants.attention_short / window)
     fused = stack.fused or compiled
     hidden_passes = constants.hidden_passes_fused if fused else constants.hidden_passes_eager
     ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
@@ -161,11 +176,14 @@ def layer_cost(
     moved = tokens * 2.0 * (
         hidden_passes * h / (tp if sequence_parallel else 1) + ffn_passes * width * active
     )  # fmt: skip
-    if lora:  # each adapted product reads its input again and adds into its output
-        moved += tokens * 2.0 * (4 * h + 2 * qkv + q + 5 * width * active)
     kernels = constants.kernels_fused if fused else constants.kernels_eager
-    if lora:
-        kernels += 28.0
+    if lora_targets:
+        sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "gate_proj": (h, width),
+                 "up_proj": (h, width), "down_proj": (width, h)}  # fmt: skip
+        for target in lora_targets:
+            into, out = sides.get(target, (0.0, 0.0))
+            moved += tokens * 2.0 * (into + constants.lora_passes * out)
+            kernels += 4.0
     return LayerCost(gemm, attention, moved / rates.hbm, kernels * rates.launch_seconds)
 
 

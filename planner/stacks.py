@@ -10,6 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.hardware import Gpu
+from planner.layout import Sharding
+
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 States = Literal["megatron", "fsdp_fp32", "pure"]
 
@@ -38,6 +41,8 @@ class Stack:
     interleaved: bool = True
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     reshard: bool = True  # can keep the gathered weights between forward and backward
+    default_sharding: Sharding = "zero3"
+    sequence_parallel: bool = True  # used with TP where nothing else is said
 
 
 TOPOFLIGHT = Stack(
@@ -64,11 +69,30 @@ STACKS: tuple[Stack, ...] = (
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,
           methods=frozenset({"full", "lora"})),
     Stack(name="megatron", pattern=r"megatron|nemo|mcore", fused=True, states="megatron", tp_overlap=True, fp8=True,
-          attention="flash3", gradient_bytes=4, logits_bytes=8.0,
+          attention="flash3", gradient_bytes=2, logits_bytes=8.0, default_sharding="zero1",
           can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}), methods=frozenset({"full", "lora"})),
 )  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(stack.name for stack in STACKS)
+
+# Stacks that appear in published tables only: their traits, first match wins, before the engines above.
+OBSERVED: tuple[Stack, ...] = (
+    Stack(name="megatron-2022", pattern=r"megatron.?deepspeed", fused=True, attention="unfused", states="megatron",
+          dp_overlap=False, gradient_bytes=2, default_sharding="ddp", sequence_parallel=False,
+          fused_cross_entropy=False),
+    Stack(name="megatron-2022", pattern=r"megatron.?lm|megatron.?llama", fused=True, attention="unfused",
+          states="megatron", dp_overlap=False, gradient_bytes=4, default_sharding="ddp", sequence_parallel=False,
+          fused_cross_entropy=False),
+    Stack(name="llm-foundry", pattern=r"llm.?foundry|composer", attention="flash1", states="fsdp_fp32", fused=False,
+          reduce_every_micro_batch=True, fused_cross_entropy=False),
+    Stack(name="nanotron", pattern=r"nanotron", fused=False, states="megatron", gradient_bytes=4,
+          default_sharding="zero1", fused_cross_entropy=False),
+    Stack(name="maxtext", pattern=r"maxtext|jax", fused=True, states="fsdp_fp32", fused_cross_entropy=True),
+    Stack(name="torchtune", pattern=r"torchtune|litgpt|lit-gpt|peft", states="pure", fused=False,
+          fused_cross_entropy=False, default_sharding="zero3"),
+    Stack(name="colossalai", pattern=r"coloss", fused=True, states="megatron", default_sharding="zero1"),
+    Stack(name="fsdp", pattern=r"fsdp", states="fsdp_fp32", fused_cross_entropy=False),
+)  # fmt: skip
 
 
 def engine_named(name: str) -> Stack:
@@ -79,10 +103,12 @@ def engine_named(name: str) -> Stack:
     raise ValueError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
 
 
-def stack_matching(framework: str) -> Stack | None:
-    """The stack a published table's framework name means."""
+def stack_matching(framework: str, gpu: Gpu | None = None) -> Stack:
+    """The traits of a framework by the name a published table gives it; an unknown one is plain PyTorch."""
     text = framework.lower()
-    for stack in STACKS:
+    if gpu is not None and gpu.compute_capability >= (9, 0) and re.search(r"megatron.?(core|lm|bridge)", text):
+        return engine_named("megatron")  # the Hopper years of Megatron are Transformer Engine's
+    for stack in (*OBSERVED, *STACKS):
         if stack.pattern and re.search(stack.pattern, text):
             return stack
-    return None
+    return Stack(name="pytorch", states="fsdp_fp32")

@@ -80,7 +80,7 @@ class Job:
         if cost is None:
             cost = self._layers[key] = layer_cost(
                 self.model, tokens, self.sequence, layout.tp, layout.sequence_parallel, self.rates, self.stack,
-                ep=layout.ep, lora=self.train.method != "full", compiled=layout.compile,
+                ep=layout.ep, lora_targets=self.train.lora_targets if self.train.method != "full" else (), compiled=layout.compile,
                 constants=self.constants,
             )  # fmt: skip
         return cost
@@ -129,7 +129,8 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     backward_layer = cost.gemm * gemm_back + cost.attention * 2.5 + cost.elementwise * 2.0
     recompute_layer = forward_layer if layout.checkpointing == "full" else 0.0
     if layout.checkpointing == "selective":
-        recompute_layer = cost.attention
+        # Megatron runs the core of attention again; FSDP stacks every second product and what lies between.
+        recompute_layer = cost.attention if stack.states == "megatron" else 0.5 * cost.gemm + cost.elementwise
     host_layer = max(0.0, cost.host - forward_layer) + max(0.0, 1.7 * cost.host - backward_layer)
     if layout.checkpointing == "full":
         host_layer += max(0.0, cost.host - forward_layer)
@@ -194,14 +195,17 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         back_way = one_way
         if layout.sharding in ("zero1", "zero2"):
             back_way = links.ring_seconds(2.0 * trained, group, stride, per_rank)  # updated half-precision weights
-        traffic = one_way + back_way
         if stack.dp_overlap:
-            last_bucket = traffic / max(2.0, per_rank)
-            if not layout.pp > 1 and full:  # the embedding's gradient comes last and is one bucket
-                last_bucket = max(last_bucket, traffic * count.embedding / count.total)
-            reduce = _overlap(backward, traffic - last_bucket, k.overlap_loss) - backward + last_bucket
+            last = one_way / max(2.0, per_rank)
+            if layout.pp == 1 and full:  # the embedding's gradient comes last and is one bucket
+                last = max(last, one_way * count.embedding / count.total)
+            if layout.sharding == "ddp":
+                reduce = _overlap(backward, 2.0 * (one_way - last), k.overlap_loss) - backward + 2.0 * last
+            else:  # updated weights are gathered under the next forward pass
+                reduce = _overlap(backward, one_way - last, k.overlap_loss) - backward + last
+                reduce += _overlap(forward, back_way, k.overlap_loss) - forward
         else:
-            reduce = traffic
+            reduce = one_way + back_way
         if stack.reduce_every_micro_batch and layout.sharding == "zero2":
             reduce *= micro_batches
 
@@ -211,7 +215,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         bubble = (layout.pp - 1) / layout.virtual_stages * (compute_micro - last_stage + gathered_micro)
         if layout.schedule == "gpipe" and layout.checkpointing == "none":
             bubble *= 1.0
-        message = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+        message = 2.0 * tokens * model.hidden / layout.tp
         one = links.send_seconds(message, pp_stride)
         # Each boundary: activations forward, gradients back; sends run under the compute of other micro-batches,
         # but a stage waits for its neighbour once per chunk.
