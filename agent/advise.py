@@ -13,7 +13,7 @@ import click
 from agent.view import View
 from collectives.results import Measurement
 from planner import exports, machines, models, nccl_env
-from planner.advice import Recommendation
+from planner.advice import Note, Recommendation
 from planner.calibration import Calibration, CalibrationError, load_calibration
 from planner.env_render import render_env, render_k8s, render_shell
 from planner.layout import LayoutError
@@ -176,14 +176,34 @@ def cluster_of(request: Request, snapshots: Sequence[Snapshot]) -> ClusterTopolo
     return join(nodes)
 
 
-def version(text: str | None) -> tuple[int, ...] | None:
+def version(text: str | None) -> tuple[int, int, int] | None:
     """ "2.27.7" or "2.27.7+cuda12.9" as numbers."""
     if text is None:
         return None
     parts = text.split("+")[0].split("-")[0].split(".")
     if not 2 <= len(parts) <= 3 or not all(part.isdigit() and len(part) < 6 for part in parts):
         raise RequestError(f"nccl={text!r}: must look like 2.27.7")
-    return tuple(int(part) for part in parts)
+    major, minor, patch = (*(int(part) for part in parts), 0)[:3]
+    return major, minor, patch
+
+
+def with_fsdp(advice: Recommendation) -> Recommendation:
+    """The same advice with the best FSDP layout chosen.
+
+    The embedded job is small enough for any layout; it flies FSDP because that is the job users ship, and what the
+    measured all-gather and reduce-scatter stand for.
+    """
+    fitting = [r for r in (advice.chosen, *advice.runners_up) if r is not None]
+    sharded = next((r for r in fitting if r.layout.family in ("FSDP", "HSDP")), None)
+    if sharded is None or sharded is advice.chosen:
+        return advice
+    note = Note(
+        topic="embedded job",
+        text=f"flies {sharded.layout.family}, the layout of the shipped fine-tune, although "
+        f"{fitting[0].layout.family} would be faster for a model this small",
+    )
+    others = tuple(r for r in fitting if r is not sharded)
+    return replace(advice, chosen=sharded, runners_up=others, notes=(*advice.notes, note))
 
 
 def export(advice: Recommendation, form: str) -> str:

@@ -158,22 +158,27 @@ def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
     """Launch the fine-tune on this host with the recommended environment and layout."""
     from agent import launch as launcher
     from agent.benchmark import flight_request
-    from agent.flight import compare, read
+    from agent.flight import compare, parse, read
     from agent.hosts import snapshots
 
     request = flight_request(given)
-    from agent.advise import answer
+    from agent.advise import answer, with_fsdp
 
     advice = answer(request, snapshots(given["hosts"], root=given["root"]), ranks=given["ranks"])
+    if given["model"] is None:
+        advice = with_fsdp(advice)
+    if advice.chosen is None:
+        terminal.rejected(console(), advice)
+        raise click.ClickException("no layout fits: nothing to launch")
     if dry_run:
         click.echo(render(launcher.plan_document(advice), "yaml"), nl=False)
         words = launcher.command(
             folder / "plan.json", given["config"], advice.chosen.layout.world_size, given["overrides"]
-        )  # type: ignore[union-attr]
+        )
         click.echo("# " + " ".join(words))
         return
     progress = Progress()
-    progress.step(f"launch: {advice.chosen.layout.family}" if advice.chosen else "launch")
+    progress.step(f"launch: {advice.chosen.layout.family}")
     try:
         done = launcher.fly(
             advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
@@ -187,7 +192,7 @@ def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"the job ended with exit code {done.exit_code}; whole log: {done.output}", err=True)
         sys.exit(EXIT_FAILED)
-    terminal.comparison(
-        console(), compare(advice.chosen.forecast if advice.chosen else None, read(folder / "flight.json"))
-    )
+    flown = parse(read(folder / "flight.json"))
+    terminal.flight(console(), flown)
+    terminal.comparison(console(), compare(advice.chosen.forecast, flown))
     sys.exit(EXIT_PASS)

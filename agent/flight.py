@@ -37,6 +37,80 @@ class Comparison:
         return "above" if self.measured > self.forecast.high else "below"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """What the agent uses of flight.json; None is "not reported"."""
+
+    status: str  # "complete", "mismatch", "diverged", "running", ...
+    reason: str | None
+    family: str | None  # of the layout that was asked for
+    effective: dict[str, Any] | None  # mesh and placements that the job found itself with
+    steps: int | None
+    step_seconds: float | None  # median
+    memory_bytes: float | None  # peak of rank 0
+    tokens_per_second: float | None
+    loss_first: float | None
+    loss_last: float | None
+    exposed_communication: float | None  # share of the step
+    adapter: str | None
+    checkpoint: str | None
+    forecast_step_seconds: dict[str, float] | None
+    started_at: str | None
+    model: str | None
+
+    @property
+    def placements(self) -> str:
+        """The effective layout in words: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
+        found = self.effective
+        if not found:
+            return "unknown"
+        placed = ", ".join(f"{where} x {count}" for where, count in _mapping(found.get("placements")).items())
+        where = f"{found.get('world_size', '?')} x {found.get('device', '?')} ({found.get('backend', '?')})"
+        return f"{found.get('wrapper', self.family)} on {where}: {placed or 'nothing sharded'}"
+
+
+def parse(record: dict[str, Any]) -> Flight:
+    """The members of one record that are there and of the right kind."""
+    measured, loss, layout = (_mapping(record.get(name)) for name in ("measured", "loss", "layout"))
+    forecast = {
+        k: float(v) for k, v in _mapping(_mapping(record.get("forecast")).get("step_seconds")).items() if _is_number(v)
+    }
+    return Flight(
+        status=str(record.get("status", "unknown")),
+        reason=_text(record.get("reason")),
+        family=_text(layout.get("family")),
+        effective=_mapping(layout.get("effective")) or None,
+        steps=int(record["steps_done"]) if _is_number(record.get("steps_done")) else None,
+        step_seconds=_number(measured.get("step_seconds")),
+        memory_bytes=_number(measured.get("memory_bytes")),
+        tokens_per_second=_number(measured.get("tokens_per_second")),
+        loss_first=_number(loss.get("first")),
+        loss_last=_number(loss.get("last")),
+        exposed_communication=_number(_mapping(record.get("communication")).get("exposed_share")),
+        adapter=_text(record.get("adapter")),
+        checkpoint=_text(record.get("checkpoint")),
+        forecast_step_seconds=forecast or None,
+        started_at=_text(record.get("started_at")),
+        model=_text(_mapping(record.get("model")).get("name")),
+    )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 def read(path: Path) -> dict[str, Any]:
     """The record of a flight; FlightError names the file and what is wrong with it."""
     try:
@@ -50,17 +124,15 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def compare(forecast: Forecast | None, record: dict[str, Any]) -> tuple[Comparison, ...]:
+def compare(forecast: Forecast | None, flown: Flight) -> tuple[Comparison, ...]:
     """Forecast against measurement: step time and memory."""
-    step = record.get("step_seconds_median")
-    memory = record.get("peak_memory_bytes")
+    step, memory = (forecast.step_seconds, forecast.memory_bytes) if forecast else (None, None)
     return (
-        _line("step time", "s", forecast.step_seconds if forecast else None, step),
-        _line("peak memory per rank", "bytes", forecast.memory_bytes if forecast else None, memory),
+        _line("step time", "s", step, flown.step_seconds),
+        _line("peak memory per rank", "bytes", memory, flown.memory_bytes),
     )
 
 
-def _line(what: str, unit: str, interval: Interval | None, measured: Any) -> Comparison:
-    value = float(measured) if isinstance(measured, (int, float)) and not isinstance(measured, bool) else None
+def _line(what: str, unit: str, interval: Interval | None, value: float | None) -> Comparison:
     inside = None if interval is None or value is None else interval.low <= value <= interval.high
     return Comparison(what=what, unit=unit, forecast=interval, measured=value, inside=inside)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from agent import units
-from agent.flight import Comparison
+from agent.flight import Comparison, Flight
 from agent.gate import Check
 from collectives.results import BenchResult, Measurement
 from probes.api import Snapshot
@@ -147,41 +146,45 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     return bool(snapshots)
 
 
-def checks_of_flight(
-    record: dict[str, Any] | None, comparisons: Sequence[Comparison], node: str, why: str
-) -> tuple[Check, ...]:
+def checks_of_flight(flown: Flight | None, comparisons: Sequence[Comparison], node: str, why: str) -> tuple[Check, ...]:
     """What the flight established; `why` says why there is no record."""
-    if record is None:
+    if flown is None:
         failed = Check(id="flight.run.failed", status="fail", node=node, message=why)
         return (failed, *unmeasured(FLIGHT_CODES[1:], why))
     return (
-        Check(id="flight.run.failed", status="pass", node=node, message=f"{record.get('steps', '?')} steps trained"),
-        _layout(record, node),
-        _loss(record, node),
+        _ended(flown, node),
+        _layout(flown, node),
+        _loss(flown, node),
         *(_compared(line, node) for line in comparisons),
     )
 
 
-def _layout(record: dict[str, Any], node: str) -> Check:
-    mismatches = record.get("layout_mismatches")
-    if mismatches is None:
-        return Check(
-            id="flight.layout.mismatch", status="unknown", node=node, message="the job did not report its layout"
-        )
-    if mismatches:
-        return Check(id="flight.layout.mismatch", status="fail", node=node, message="asked is not got",
-                     evidence=tuple(map(str, mismatches)), remedy="Use an engine that can run it.")  # fmt: skip
-    return Check(id="flight.layout.mismatch", status="pass", node=node, message=str(record.get("layout_effective", "")))
+def _ended(flown: Flight, node: str) -> Check:
+    if flown.status == "complete":
+        return Check(id="flight.run.failed", status="pass", node=node, message=f"{flown.steps} steps trained")
+    message = f"the job ended as {flown.status!r}: {flown.reason or 'no reason given'}"
+    return Check(id="flight.run.failed", status="fail", node=node, message=message, remedy="Read the job's log.")
 
 
-def _loss(record: dict[str, Any], node: str) -> Check:
-    first, last = record.get("loss_first"), record.get("loss_last")
-    if not isinstance(first, (int, float)) or not isinstance(last, (int, float)):
-        return Check(id="flight.loss.not_falling", status="unknown", node=node, message="no loss was reported")
+def _layout(flown: Flight, node: str) -> Check:
+    code = "flight.layout.mismatch"
+    if flown.status == "mismatch":
+        return Check(id=code, status="fail", node=node, message=f"asked is not got: {flown.reason}",
+                     remedy="Use an engine that can run the layout.")  # fmt: skip
+    if flown.effective is None:
+        return Check(id=code, status="unknown", node=node, message="the job did not report its layout")
+    return Check(id=code, status="pass", node=node, message=flown.placements)
+
+
+def _loss(flown: Flight, node: str) -> Check:
+    code = "flight.loss.not_falling"
+    if flown.loss_first is None or flown.loss_last is None:
+        return Check(id=code, status="unknown", node=node, message="no loss was reported")
+    falls = flown.loss_last < flown.loss_first
     return Check(
-        id="flight.loss.not_falling", status="pass" if last < first else "fail", node=node,
-        message=f"loss {first:.3f} -> {last:.3f} in {record.get('steps', '?')} steps",
-        remedy="" if last < first else "Lower the learning rate, and look at the data.",
+        id=code, status="pass" if falls else "fail", node=node,
+        message=f"loss {flown.loss_first:.3f} -> {flown.loss_last:.3f} in {flown.steps} steps",
+        remedy="" if falls else "Lower the learning rate, and look at the data.",
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from agent.flight import parse
 from agent.version import VERSION
 from agent.view import View
 from probes.api import Failed, Ok
@@ -175,14 +176,10 @@ def _bench_values(view: View) -> Iterator[tuple[str, Values]]:
 def _flight_values(view: View) -> Iterator[tuple[str, Values]]:
     if not view.flights:
         return
-    last = view.flights[0]
-    step, tokens = last.get("step_seconds_median"), last.get("tokens_per_second")
-    if isinstance(step, (int, float)):
-        yield "flight_step_seconds", [((), float(step))]
-    if isinstance(tokens, (int, float)):
-        yield "flight_tokens_per_second", [((), float(tokens))]
-    forecast = (last.get("forecast") or {}).get("step_seconds") or {}
-    bounds: Values = [
-        ((b,), float(forecast[b])) for b in ("low", "mid", "high") if isinstance(forecast.get(b), (int, float))
-    ]
-    yield "flight_forecast_step_seconds", bounds
+    last = parse(view.flights[0])
+    if last.step_seconds is not None:
+        yield "flight_step_seconds", [((), last.step_seconds)]
+    if last.tokens_per_second is not None:
+        yield "flight_tokens_per_second", [((), last.tokens_per_second)]
+    bounds = last.forecast_step_seconds or {}
+    yield "flight_forecast_step_seconds", [((b,), bounds[b]) for b in ("low", "mid", "high") if b in bounds]

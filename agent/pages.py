@@ -28,7 +28,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 def _environment(*, html: bool) -> Environment:
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES),
-        autoescape=html,
+        autoescape=html,  # noqa: S701 - Markdown has no HTML escaping; `cell` escapes its cells
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from agent import benchmark, flight, launch, measured
-from agent.advise import Request, answer
-from agent.flight import Comparison
+from agent.advise import Request, answer, with_fsdp
+from agent.flight import Comparison, Flight
 from agent.gate import Check, FailOn, judge, select
 from agent.hosts import snapshots as read_snapshots
 from agent.output import Progress
@@ -62,7 +61,7 @@ def run(options: Options, progress: Progress) -> Report:
     progress.step("recommend: environment and layout")
     advice = _recommend(options, found, result, calibration)
 
-    record: dict[str, Any] | None = None
+    record: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
     if options.fly and not options.hosts:
         record, comparisons, why = _fly(options, advice, progress)
@@ -124,12 +123,13 @@ def _recommend(
     if options.fly and request.model is None:
         request = replace(request, **benchmark.EMBEDDED_REQUEST)
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
-    return answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
+    advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
+    return with_fsdp(advice) if options.fly and options.request.model is None else advice
 
 
 def _fly(
     options: Options, advice: Recommendation, progress: Progress
-) -> tuple[dict[str, Any] | None, tuple[Comparison, ...], str]:
+) -> tuple[Flight | None, tuple[Comparison, ...], str]:
     """Launch the job with exactly the recommended environment and layout, and compare."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
     output = options.output / "flight"
@@ -138,10 +138,11 @@ def _fly(
             advice, output, config=options.config, overrides=options.overrides,
             timeout_seconds=options.timeout_seconds, on_line=progress.note,
         )  # fmt: skip
-        if done.exit_code != 0:
-            tail = " | ".join(done.last_lines[-3:])
-            return None, (), f"the job ended with exit code {done.exit_code}: {tail} (whole log: {done.output})"
-        record = flight.read(output / "flight.json")
+        tail = " | ".join(done.last_lines[-3:])
+        ended = f"the job ended with exit code {done.exit_code}: {tail} (whole log: {done.output})"
+        flown = flight.parse(flight.read(output / "flight.json"))
+        if done.exit_code != 0 and flown.status in ("running", "complete"):  # it could not write its own end
+            return None, (), ended
     except (launch.LaunchError, flight.FlightError, OSError) as error:
         return None, (), str(error)
-    return record, flight.compare(advice.chosen.forecast if advice.chosen else None, record), ""
+    return flown, flight.compare(advice.chosen.forecast if advice.chosen else None, flown), ""

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import cattrs
 
-from agent.flight import Comparison
+from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict, worst_first
 from collectives.results import BenchResult
 from planner.advice import Recommendation
@@ -39,7 +39,7 @@ class Report:
     verdict: Verdict
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
-    flight: dict[str, Any] | None = None
+    flight: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()  # steps that were left out, and why
     schema_version: int = SCHEMA_VERSION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agent import units
-from agent.flight import Comparison
+from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict, worst_first
 from collectives.results import BenchResult
 from collectives.transport import Evidence
@@ -307,12 +307,13 @@ def report(out: Console, whole: Report, *, everything: bool = False) -> None:
     verdict(out, whole.verdict, whole.seconds)
 
 
-def flight(out: Console, record: dict[str, Any]) -> None:
+def flight(out: Console, flown: Flight) -> None:
     """What the job says of itself."""
-    first, last = record.get("loss_first"), record.get("loss_last")
-    loss = f"loss {first:.3f} -> {last:.3f}" if isinstance(first, float) and isinstance(last, float) else "loss unknown"
-    out.print(f"\n[bold]Flight[/bold] {escape(str(record.get('layout_effective', '')))}")
-    out.print(f"{record.get('steps', '?')} steps, {loss}, {record.get('tokens_per_second') or 0:.0f} tokens/s")
-    for name in ("adapter_path", "checkpoint_path"):
-        if record.get(name):
-            out.print(f"{name.split('_')[0]}: {escape(str(record[name]))}")
+    out.print(f"\n[bold]Flight[/bold] {escape(flown.placements)}")
+    loss = "loss unknown"
+    if flown.loss_first is not None and flown.loss_last is not None:
+        loss = f"loss {flown.loss_first:.3f} -> {flown.loss_last:.3f}"
+    tokens = f"{flown.tokens_per_second:.0f} tokens/s" if flown.tokens_per_second else "tokens/s unknown"
+    exposed = f", communication {flown.exposed_communication:.0%} exposed" if flown.exposed_communication else ""
+    out.print(f"{flown.steps} steps, {loss}, {tokens}{exposed}")
+    out.print(f"adapter: {flown.adapter or 'none'}\ncheckpoint: {flown.checkpoint or 'none'}", markup=False)
