@@ -24,6 +24,7 @@ _TAIL = re.compile(
 )
 _FRAGMENT = re.compile(rb"(?:via )?NET/(?:" + _NAME + rb")/\d+(?:\(\d+\))?(?:/\S*)?\s*$")
 _TAG = b"/GDRDMA"
+_OTHER_TAG = re.compile(rb"/(?:Shared|flush=\w|[A-Za-z]{2,20}(?:=\w*)?(?:/|$))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,11 @@ def _tagged(run: bytes) -> tuple[bool | None, bool]:
     if run.startswith(b"/"):
         if _TAG in run:
             return True, False
-        # No other tag begins with G: what is left of "/GDRDMA" still proves it.
-        if len(run) > 1 and _TAG.startswith(run[:7]):
+        # No other tag begins so: what is left of "/GDRDMA" still proves it.
+        if run.startswith(b"/GD"):
             return True, True
-        return (None, True) if run == b"/" else (False, False)
+        # "/Shared", "/flush=None" or a tag of a later version; with anything else in it a neighbour is glued on.
+        return (False, False) if _OTHER_TAG.match(run) else (None, True)
     return None, True
 
 

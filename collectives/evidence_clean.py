@@ -25,6 +25,7 @@ MARKERS = (
     b"via ",
     b"NET/",
     b"/GDR",
+    b"RCCL version",
     b"GPU Direct",
     b"ibv_",
     b"IBV_WC",

@@ -214,6 +214,8 @@ class Reader:
 
     def _messages(self, line: bytes) -> None:
         marks = list(_HEADER.finditer(line))
+        if marks and b"CCL version" in line[: marks[0].start()]:
+            self._message(line[: marks[0].start()], warn=False, shown=line)
         for index, mark in enumerate(marks):
             last = index + 1 == len(marks)
             message = line[mark.end() : len(line) if last else marks[index + 1].start()]
