@@ -29,7 +29,7 @@ _DULL_STARTS = (
     *(b"Trees", b"Tree ", b"Ring ", b"Connected all", b"Setting affinity", b"P2P Chunksize", b"threadThresholds"),
     b"Channel ",
 )
-_CONTINUED = re.compile(rb"\s*\d{0,3}/?GDRDMA")
+_CONTINUED = re.compile(rb"\s*\d{0,3}/?G?DRDMA")
 _INFO = b"NCCL INFO "
 
 
@@ -113,7 +113,7 @@ class Reader:
         for line in block.split(b"\n"):
             ledger.lines += 1
             head, via, end = line.rpartition(b"via ")
-            if bare is not None and b"GDRDMA" not in line[:60] and b"NCCL" in line:
+            if bare is not None and b"DRDMA" not in line[:60] and b"NCCL" in line:
                 # The usual case of a channel without a tag: the next line is a line of its own.
                 bare = None
             if plain and bare is None and not self._carry:
