@@ -358,6 +358,7 @@ class Profiler:
             yield False
             return
         if self._tool is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices are not the job's
             self._tool = torch.profiler.profile()
             self._tool.start()
         began = time.perf_counter()
