@@ -60,8 +60,12 @@ def _transport(nodes: tuple[NodeTopology, ...], warnings: list[str]) -> str | No
 
 
 def _nics_of(node: NodeTopology, transport: str | None) -> tuple[NicNode, ...]:
+    """NICs of the transport that GPUs are nearest to; all of it where that cannot be told (storage NICs included)."""
     kinds = {kind for kind, name in _TRANSPORTS if name == transport}
-    return tuple(nic for nic in node.nics if nic.kind in kinds)
+    offered = tuple(nic for nic in node.nics if nic.kind in kinds)
+    rails = {name for rail in node.rails for name in rail.nics}
+    near = rails or {name for nearest in node.nearest_nic if nearest.decidable for name in nearest.nics}
+    return tuple(nic for nic in offered if nic.name in near) or offered
 
 
 def _between(nodes: tuple[NodeTopology, ...], transport: str | None) -> tuple[float | None, tuple[str, ...]]:
@@ -81,8 +85,8 @@ def _between(nodes: tuple[NodeTopology, ...], transport: str | None) -> tuple[fl
         sums[node.hostname] = sum(rate for rate in rates if rate is not None)
     weakest = min(sums, key=lambda name: sums[name])
     return sums[weakest], (
-        f"{weakest} has the weakest network: active {transport} NICs, each bounded by its PCIe slot, "
-        f"together {gigabytes(sums[weakest])} each way",
+        f"{weakest} has the weakest network: its active {transport} NICs, nearest to GPUs where that is known, "
+        f"each bounded by its PCIe slot: together {gigabytes(sums[weakest])} each way",
     )
 
 

@@ -106,11 +106,13 @@ def nearest_nic(
         return ()
     known = Pairs(pairs)
     undecidable = _undecidable(gpus, nics, known, virtual)
-    return tuple(_nearest(gpu.name, nics, known, undecidable) for gpu in gpus)
+    return tuple(
+        _nearest(gpu.name, nics, known, undecidable if gpu.usable else f"{gpu.name} does not answer") for gpu in gpus
+    )
 
 
 def _undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
-    seen = {level(known.label(gpu.name, nic.name)) for gpu in gpus for nic in nics}
+    seen = {level(known.label(gpu.name, nic.name)) for gpu in gpus if gpu.usable for nic in nics}
     if len(seen) > 1:
         return ""
     (label,) = seen or {UNKNOWN}
@@ -149,7 +151,8 @@ def rails(nearest: tuple[NearestNic, ...]) -> tuple[Rail, ...]:
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for entry in nearest:
-        if entry.local and entry.decidable:
+        # With `why` its own NIC is down: what it borrows is another GPU's rail.
+        if entry.local and entry.decidable and not entry.why:
             groups.setdefault(entry.nics, []).append(entry.gpu)
     members: dict[tuple[str, ...], list[str]] = {}
     for nics, gpus in groups.items():

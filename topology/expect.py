@@ -38,9 +38,10 @@ def node_expectations(node: NodeTopology) -> tuple[Expectation, ...]:
     for island in node.islands:
         value, steps = _island_plan(node, island)
         made += _for_ops("island", value, steps, island.gpus, node)
-    if len(node.gpus) > 1:
+    usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
+    if len(usable) > 1:
         value, steps = node_plan(node)
-        made += _for_ops("node", value, steps, tuple(gpu.name for gpu in node.gpus), node)
+        made += _for_ops("node", value, steps, usable, node)
     for rail in node.rails:
         value, steps = _rail_plan(node, rail)
         made += _for_ops("rail", value, steps, (*rail.nics, *rail.gpus), node)
@@ -143,8 +144,8 @@ def _ring(gpus: tuple[str, ...], known: Pairs) -> bool:
 
 
 def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
-    """Bus bandwidth of a ring through every GPU of the node, and how it comes about."""
-    names = tuple(gpu.name for gpu in node.gpus)
+    """Bus bandwidth of a ring through every GPU of the node that answers, and how it comes about."""
+    names = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     if len(names) < 2:
         return None, ("no plan: a single GPU sends nothing inside the node",)
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)

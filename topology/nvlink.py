@@ -43,7 +43,8 @@ class NvLinks:
             return self._lower(a, b, *direct), "nvml: remote ends of the links"
         switched = _ending_at(first, "nvswitch"), _ending_at(second, "nvswitch")
         if all(switched):
-            return self._lower(a, b, *switched), "nvml: links to NVSwitch"
+            self._note_short(a, b, *switched)
+            return min(switched), "nvml: links to NVSwitch"
         hidden = _ending_at(first, None), _ending_at(second, None)
         if all(hidden):
             return self._hidden(a, b, *hidden)
@@ -55,6 +56,14 @@ class NvLinks:
                 f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower count works both ways"
             )
         return min(first, second)
+
+    def _note_short(self, a: int, b: int, first: int, second: int) -> None:
+        """Once for each GPU with fewer links to the switch than another has."""
+        if first != second:
+            short, other = (a, b) if first < second else (b, a)
+            said = f"GPU{short} has {min(first, second)} NVLinks to the NVSwitch, "
+            if not any(warning.startswith(said) for warning in self.warnings):
+                self.warnings.append(f"{said}GPU{other} has {max(first, second)}: the lower count works both ways")
 
     def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
         """A hypervisor hides where links end: the P2P status says whether these two are joined by them."""

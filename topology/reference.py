@@ -168,11 +168,16 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     if len(node.gpus) != row.gpus:
         found.append(f"{len(node.gpus)} GPUs, {row.sku} has {row.gpus}")
     found += _nvlink_departures(node, row)
-    nics = [nic for nic in node.nics if row.nic_kind is None or nic.kind == row.nic_kind]
+    kinds = (row.nic_kind,) if row.nic_kind else ("hca", "efa", "unknown")
+    nics = [nic for nic in node.nics if nic.kind in kinds]
     if row.nics is not None and len(nics) < row.nics:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.sku} has {row.nics}")
-    if row.gpu_nic and not node.virtual:
-        far = [near.gpu for near in node.nearest_nic if not _at_least(near.label, row.gpu_nic)]
+    elif row.gpu_nic and node.source == "probes" and not any(nic.kind in ("hca", "efa") for nic in node.nics):
+        found.append(f"no RDMA device, {row.sku} has them")
+    if row.gpu_nic and not node.virtual and nics:
+        lost = {gpu.name for gpu in node.gpus if not gpu.usable}
+        decided = [near for near in node.nearest_nic if near.gpu not in lost]
+        far = [near.gpu for near in decided if not _at_least(near.label, row.gpu_nic)]
         if far:
             found.append(f"nearest NIC of {', '.join(far)} is farther than {row.gpu_nic}, which {row.sku} has")
     return tuple(found)
@@ -185,7 +190,7 @@ def _at_least(label: str, wanted: str) -> bool:
 
 
 def _nvlink_departures(node: NodeTopology, row: Reference) -> list[str]:
-    gpu_names = {gpu.name for gpu in node.gpus}
+    gpu_names = {gpu.name for gpu in node.gpus if gpu.usable}
     pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
     if not row.nvlinks or not pairs:
         return []

@@ -7,70 +7,20 @@ first matrix of the text is taken. Whatever cannot be read raises `TopologyTextE
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from topology.complete import complete
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.labels import NVLINK, SELF, UNKNOWN, lower, nvlinks, path_class
 from topology.matrix import render
-from topology.text_cells import (
-    Affinity,
-    Cells,
-    Header,
-    clean,
-    read_affinity,
-    read_cells,
-    read_header,
-    row_name,
-    row_of,
-    tab_cells,
-)
+from topology.text_cells import Affinity, clean, read_affinity, read_header, row_name
+from topology.text_find import Matrix, Row, find
+from topology.text_rows import TopologyTextError, check_names, read_row
 
 __all__ = ["TopologyTextError", "parse", "render"]
 
 MOST_BYTES = 16 * 2**20
 MOST_LINE = 65_536
-_WRAPPED_LINES = 6  # a row of 48 columns at 80 characters takes five lines
-
-_P2P = {"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}
-_OTHER_VENDORS = (
-    (re.compile(r"MX\d*"), "MetaX mx-smi"),
-    (re.compile(r"ICN\d*"), "Alibaba PPU"),
-    (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
-    (re.compile(r"HCCS\w*|HCS"), "Huawei npu-smi"),
-    (re.compile(r"XL\d*"), "Intel xpu-smi"),
-    (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
-)
-
-
-class TopologyTextError(ValueError):
-    """The text holds no matrix that can be read; says in which line and what was expected."""
-
-    def __init__(self, source: str, line: int, message: str) -> None:
-        super().__init__(f"line {line}: {message}")
-        self.source = source
-        self.line = line
-        self.message = message
-
-
-@dataclass(slots=True)
-class _Row:
-    name: str
-    line: int
-    text: str
-    labels: tuple[str, ...] = ()
-    rest: str = ""
-
-
-@dataclass(slots=True)
-class _Matrix:
-    """One matrix while it is read."""
-
-    header: Header
-    line: int
-    rows: list[_Row]
-    end: int  # line number after the last row
-    warnings: list[str] = field(default_factory=list)
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
@@ -84,7 +34,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
     found: NodeTopology | None = None
     at = 0
     while at < len(lines):
-        matrix = _find(lines, at)
+        matrix = find(lines, at)
         if matrix is None:
             break
         at = max(matrix.end, matrix.line)
@@ -124,88 +74,13 @@ def _no_matrix(lines: list[str], source: str) -> TopologyTextError:
     )
 
 
-def _find(lines: list[str], start: int) -> _Matrix | None:
-    """The next header that has rows, with its rows as text."""
-    for index in range(start, len(lines)):
-        line = lines[index]
-        if "GPU" not in line or (read_header(line) is None and not _glued_header(lines, index)):
-            continue
-        names = _row_names(lines, index + 1)
-        header = read_header(line, names)
-        if header is None:
-            continue
-        header, used = _unwrap_header(lines, index, header, names)
-        matrix = _collect(lines, index, used, header, names)
-        if matrix is not None:
-            return matrix
-    return None
-
-
-def _glued_header(lines: list[str], index: int) -> bool:
-    return read_header(lines[index], _row_names(lines, index + 1)) is not None
-
-
-def _row_names(lines: list[str], start: int) -> tuple[str, ...]:
-    """Names that rows below a header start with, up to the legend or the next header."""
-    names: list[str] = []
-    for line in lines[start : start + 4 * 256]:
-        if "Legend" in line or (names and read_header(line)):
-            break
-        name = row_name(line)
-        if name and name not in names:
-            names.append(name)
-    return tuple(names)
-
-
-def _unwrap_header(lines: list[str], index: int, header: Header, names: tuple[str, ...]) -> tuple[Header, int]:
-    """Take following lines into the header where a terminal wrapped it."""
-    used, joined = 1, lines[index]
-    while used < _WRAPPED_LINES and index + used < len(lines):
-        following = lines[index + used]
-        if not following.strip() or row_of(following, header.devices) or row_name(following):
-            break
-        for glue in ("", " "):
-            longer = read_header(joined + glue + following, names)
-            if longer and (longer.devices, longer.affinity_columns) != (header.devices, header.affinity_columns):
-                joined, header = joined + glue + following, longer
-                break
-        else:
-            break
-        used += 1
-    return header, used
-
-
-def _collect(lines: list[str], index: int, used: int, header: Header, names: tuple[str, ...]) -> _Matrix | None:
-    rows: list[_Row] = []
-    end = index + used
-    searched = tuple(dict.fromkeys((*header.devices, *names)))
-    for number in range(index + used, len(lines)):
-        line = lines[number]
-        found = row_of(line, searched)
-        if "Legend" in line or (found and found[0] in {row.name for row in rows}):
-            break
-        if found and read_header(line) is None:
-            rows.append(_Row(name=found[0], line=number + 1, text=found[1]))
-            end = number + 1
-        elif read_header(line) is not None and _row_names(lines, number + 1):
-            break
-        elif rows and line.strip() and number < rows[-1].line + _WRAPPED_LINES and end == number:
-            rows[-1].text += "\n" + line  # perhaps the rest of a wrapped row
-            end = number + 1
-        elif rows and not line.strip() and len(rows) >= len(header.devices):
-            break
-    if not rows:
-        return None
-    return _Matrix(header=header, line=index + 1, rows=rows, end=end)
-
-
-def _finish(matrix: _Matrix, lines: list[str], source: str) -> NodeTopology:
-    _check_names(matrix, source)
+def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
+    check_names(matrix, source)
     clean_nvlinks = frozenset(
         word for row in matrix.rows for word in row.text.split() if NVLINK.fullmatch(word) and len(word) < 6
     )
     for row in matrix.rows:
-        _read_row(row, matrix, clean_nvlinks, source)
+        read_row(row, matrix, clean_nvlinks, source)
     devices = matrix.header.devices
     below = _below(lines, matrix)
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", "\n".join(below)))
@@ -235,99 +110,7 @@ def _is_gpu(name: str) -> bool:
     return re.fullmatch(r"GPU\d+", name) is not None
 
 
-def _check_names(matrix: _Matrix, source: str) -> None:
-    """Rows the header does not name mean that the header is cut: the rows then are the columns."""
-    strangers = [row for row in matrix.rows if row.name not in matrix.header.devices]
-    if not strangers:
-        return
-    names = tuple(row.name for row in matrix.rows)
-    whole = all(len(read_cells(row.text, len(names)).labels) == len(names) for row in matrix.rows)
-    if not whole or names[: len(matrix.header.devices)] != matrix.header.devices:
-        row = strangers[0]
-        columns = " ".join(matrix.header.devices)
-        raise TopologyTextError(
-            source, row.line, f"row {row.name} has no column: the header in line {matrix.line} names {columns}"
-        )
-    header = matrix.header
-    matrix.header = Header(devices=names, cpu=header.cpu, numa=header.numa, gpu_numa_id=header.gpu_numa_id)
-    matrix.warnings.append(f"line {matrix.line}: the header is cut; the rows name the columns {' '.join(names)}")
-
-
-def _read_row(row: _Row, matrix: _Matrix, clean_nvlinks: frozenset[str], source: str) -> None:
-    devices = matrix.header.devices
-    count, own = len(devices), devices.index(row.name)
-    cells = _best_cells(row.text, count, own, clean_nvlinks)
-    labels = cells.labels
-    diagonal = labels[own] if own < len(labels) else None
-    if len(labels) < count or diagonal != SELF:
-        by_tabs = tab_cells(row.text.split("\n")[0], count)
-        if by_tabs and by_tabs[own] == SELF:
-            row.labels, row.rest = by_tabs, ""
-            matrix.warnings.append(f"line {row.line}: row {row.name} has empty cells; the opposite rows fill them")
-            return
-    if cells.stuck and not re.match(r"[\d\"'`]", cells.stuck):
-        _refuse(row, devices[len(labels)], cells.stuck, source)
-    if diagonal not in (SELF, None) or SELF in labels[:own] or SELF in labels[own + 1 :]:
-        where = devices[labels.index(SELF)] if SELF in labels else "no column"
-        raise TopologyTextError(
-            source, row.line, f"row {row.name}: X stands under {where}, expected under {row.name} (cells are missing?)"
-        )
-    if len(labels) < count:
-        _short_row(row, labels, matrix, source)
-    row.labels, row.rest = labels, cells.rest.split("\n")[0] if len(labels) == count else ""
-    matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in cells.notes)
-
-
-def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> Cells:
-    """The cells of the first line, or of that line and those it was wrapped into."""
-    first, *following = text.split("\n")
-    best = read_cells(first, count, clean_nvlinks)
-    joined_tight = joined_loose = first
-    for line in following[: _WRAPPED_LINES - 1]:
-        if len(best.labels) == count:
-            break
-        joined_tight, joined_loose = joined_tight + line, joined_loose + " " + line
-        for joined in (joined_tight, joined_loose):
-            tried = read_cells(joined, count, clean_nvlinks)
-            if len(tried.labels) > len(best.labels) and (own >= len(tried.labels) or tried.labels[own] == SELF):
-                best = tried
-    return best
-
-
-def _refuse(row: _Row, column: str, word: str, source: str) -> None:
-    where = f"row {row.name} under {column}"
-    if word in _P2P:
-        raise TopologyTextError(
-            source,
-            row.line,
-            f'{where}: "{word}" is a P2P status: this is `nvidia-smi topo -p2p`, which says what peers may do and '
-            "not how they are linked; expected the output of `nvidia-smi topo -m`",
-        )
-    vendor = next((name for pattern, name in _OTHER_VENDORS if pattern.fullmatch(word)), None)
-    raise TopologyTextError(
-        source,
-        row.line,
-        f'{where}: "{word[:40]}" is no label of `nvidia-smi topo -m`'
-        + (f", it is one of {vendor}" if vendor else "")
-        + "; expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC",
-    )
-
-
-def _short_row(row: _Row, labels: tuple[str, ...], matrix: _Matrix, source: str) -> None:
-    """A row that ends early is bearable where every missing pair has its opposite cell."""
-    devices = matrix.header.devices
-    whole = {other.name for other in matrix.rows if len(read_cells(other.text, len(devices)).labels) == len(devices)}
-    missing = [name for name in devices[len(labels) :] if name != row.name and name not in whole]
-    if missing:
-        raise TopologyTextError(
-            source,
-            row.line,
-            f"row {row.name} has {len(labels)} cells, expected {len(devices)} as the header in line {matrix.line}",
-        )
-    matrix.warnings.append(f"line {row.line}: row {row.name} ends after {len(labels)} of {len(devices)} cells")
-
-
-def _below(lines: list[str], matrix: _Matrix) -> list[str]:
+def _below(lines: list[str], matrix: Matrix) -> list[str]:
     """Lines after the matrix, up to the next one: its legends."""
     below: list[str] = []
     for line in lines[matrix.end :]:
@@ -373,7 +156,7 @@ def _nics(columns: tuple[str, ...], legend: dict[str, str]) -> tuple[NicNode, ..
     )
 
 
-def _pairs(matrix: _Matrix, names: dict[str, str], source: str) -> tuple[Pair, ...]:
+def _pairs(matrix: Matrix, names: dict[str, str], source: str) -> tuple[Pair, ...]:
     devices = matrix.header.devices
     rows = {row.name: row for row in matrix.rows}
     for device in devices:
@@ -391,7 +174,7 @@ def _pairs(matrix: _Matrix, names: dict[str, str], source: str) -> tuple[Pair, .
     return tuple(made)
 
 
-def _pair(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix, names: dict[str, str], source: str) -> Pair:
+def _pair(a: str, b: str, seen: list[tuple[Row, str]], matrix: Matrix, names: dict[str, str], source: str) -> Pair:
     row, label = seen[0]
     if len(seen) == 2 and seen[1][1] != label:
         other = seen[1][1]

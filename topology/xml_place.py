@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from topology.derive import Pairs
 from topology.graph import GpuNode, NodeTopology, PciNode
@@ -27,7 +28,9 @@ class Placed:
 def place(node: NodeTopology) -> Placed:
     """The node's own tree, or one that gives back the same labels."""
     if node.pci:
-        bus_ids = {device.name: device.bus_id for device in node.devices if device.bus_id}
+        # NCCL leaves out NICs without an active port.
+        down = {nic.name for nic in node.nics if nic.active is False}
+        bus_ids = {device.name: device.bus_id for device in node.devices if device.bus_id and device.name not in down}
         known = {pci.bus_id for pci in node.pci}
         bus_ids = {name: bus_id for name, bus_id in bus_ids.items() if bus_id in known}
         pci = node.pci if node.source == "NCCL XML" else _switches_only(node.pci, set(bus_ids.values()))
@@ -36,21 +39,39 @@ def place(node: NodeTopology) -> Placed:
 
 
 def _switches_only(nodes: tuple[PciNode, ...], endpoints: set[str]) -> tuple[PciNode, ...]:
-    """NCCL keeps every second bridge above a device: a switch is its upstream port, root ports are left out."""
+    """NCCL keeps every second bridge above a device: a switch is its upstream port, root ports are left out.
+
+    A bridge that two devices meet at is kept as well where no kept one joins them, as below a guest's root port.
+    """
     by_id = {node.bus_id: node for node in nodes}
-    kept: dict[str, PciNode] = {}
-    for bus_id in endpoints:
-        here, numa = by_id[bus_id], by_id[bus_id].numa_node
-        while here.bus_id not in kept:
-            port = by_id.get(here.parent or "")
-            upper = by_id.get(port.parent or "") if port else None
-            # A root port is directly under the CPU: what hangs from it has no switch above.
-            kept[here.bus_id] = replace(here, parent=upper.bus_id if upper else None, numa_node=numa)
-            if upper is None:
-                break
-            here = upper
-    order = {node.bus_id: position for position, node in enumerate(nodes)}
-    return tuple(sorted(kept.values(), key=lambda node: order[node.bus_id]))
+    above = {bus_id: _above(bus_id, by_id) for bus_id in endpoints}
+    kept = {bridge for chain in above.values() for bridge in chain[1::2]}
+    for first, second in combinations(sorted(endpoints), 2):
+        common = [bridge for bridge in above[first] if bridge in above[second]]
+        if common and not kept & set(common):
+            kept.add(common[0])
+    made = []
+    for node in nodes:
+        if node.bus_id in kept or node.bus_id in endpoints:
+            parent = next((bridge for bridge in _above(node.bus_id, by_id) if bridge in kept), None)
+            made.append(replace(node, parent=parent, numa_node=_numa(node, nodes, above)))
+    return tuple(made)
+
+
+def _above(bus_id: str, by_id: dict[str, PciNode]) -> list[str]:
+    """Bridges above a node, nearest first."""
+    chain: list[str] = []
+    node = by_id.get(bus_id)
+    while node and node.parent in by_id and node.parent not in chain:
+        chain.append(str(node.parent))
+        node = by_id.get(str(node.parent))
+    return chain
+
+
+def _numa(node: PciNode, nodes: tuple[PciNode, ...], above: dict[str, list[str]]) -> int | None:
+    """A bridge's NUMA node is that of a device below it: firmware often leaves bridges without one."""
+    below = (other.numa_node for other in nodes if node.bus_id in above.get(other.bus_id, ()))
+    return node.numa_node if node.numa_node is not None else next((numa for numa in below if numa is not None), None)
 
 
 def _known_links(node: NodeTopology, bus_ids: dict[str, str]) -> dict[str, tuple[tuple[str, int, str], ...]]:

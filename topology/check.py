@@ -1,0 +1,269 @@
+"""Judge a node's topology: findings with what proves them and what mends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from probes.api import Finding, Severity
+from topology.derive import Pairs
+from topology.expect import gigabytes
+from topology.graph import NearestNic, NicNode, NodeTopology, PathClass
+from topology.labels import nvlinks
+from topology.reference import departures, reference_of
+
+MISSING = "topology.nvlink.missing"
+ASYMMETRIC = "topology.nvlink.asymmetric"
+DOWN_HGX = "topology.nvlink.down_hgx"
+FAR = "topology.gpu_nic.far"
+NEAREST_DOWN = "topology.gpu_nic.down"
+UNDECIDABLE = "topology.gpu_nic.undecidable"
+GDR_PATH = "topology.gdr.path"
+VIRTUAL = "topology.virtual"
+RAIL_UNEVEN = "topology.rail.uneven"
+PCIE_BOUND = "topology.nic.pcie_bound"
+REFERENCE = "topology.reference.departs"
+
+CODES = (
+    MISSING,
+    ASYMMETRIC,
+    DOWN_HGX,
+    FAR,
+    NEAREST_DOWN,
+    UNDECIDABLE,
+    GDR_PATH,
+    VIRTUAL,
+    RAIL_UNEVEN,
+    PCIE_BOUND,
+    REFERENCE,
+)
+
+_MOST_DIRECT_LINKS = 18  # NVLinks of one GPU up to Blackwell: more in sum over its peers means NVSwitch
+_RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
+_RDMA = ("hca", "efa")
+
+
+def check(node: NodeTopology) -> tuple[Finding, ...]:
+    """Every finding about this node."""
+    return tuple(finding for rule in _RULES for finding in rule(node))
+
+
+def _gpu_labels(node: NodeTopology) -> list[tuple[str, str, str]]:
+    names = {gpu.name for gpu in node.gpus}
+    return [(pair.a, pair.b, pair.label) for pair in node.pairs if pair.a in names and pair.b in names]
+
+
+def _switched(node: NodeTopology) -> int:
+    """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
+    most = max((nvlinks(label) for _, _, label in _gpu_labels(node)), default=0)
+    ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
+    return most if ends or (most * (len(node.gpus) - 1) > _MOST_DIRECT_LINKS and len(node.gpus) > 4) else 0
+
+
+def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
+    row = reference_of(node)
+    pairs = _gpu_labels(node)
+    if not any(nvlinks(label) for _, _, label in pairs) or not (_switched(node) or (row and row.all_to_all)):
+        return
+    for gpu in (gpu for gpu in node.gpus if gpu.usable):
+        mine = [(a, b, label) for a, b, label in pairs if gpu.name in (a, b)]
+        without = [label for _, _, label in mine if not nvlinks(label)]
+        if mine and len(without) == len(mine):
+            yield Finding(
+                code=MISSING,
+                severity=Severity.FAIL,
+                subject=gpu.name,
+                message=f"{gpu.name} reaches no other GPU over NVLink, while the others reach each other",
+                evidence=tuple(f"{a} to {b}: {label}" for a, b, label in mine[:3]),
+                remedy="Drain the node, read `nvidia-smi nvlink -s` and the fabric manager's log, and reset the GPU.",
+            )
+
+
+def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
+    full = _switched(node)
+    if not full:
+        return
+    pairs = _gpu_labels(node)
+    for gpu in node.gpus:
+        counts = {nvlinks(label) for a, b, label in pairs if gpu.name in (a, b) and nvlinks(label)}
+        if counts and max(counts) < full:
+            yield Finding(
+                code=ASYMMETRIC,
+                severity=Severity.FAIL,
+                subject=gpu.name,
+                message=f"{gpu.name} has {max(counts)} NVLinks up, other GPUs of this node have {full}",
+                evidence=_asymmetry_evidence(node, gpu.name, pairs),
+                remedy="Read `nvidia-smi nvlink -s` on this GPU; a link that stays down needs a reset or repair.",
+            )
+
+
+def _asymmetry_evidence(node: NodeTopology, gpu: str, pairs: list[tuple[str, str, str]]) -> tuple[str, ...]:
+    labels = [f"{a} to {b}: {label}" for a, b, label in pairs if gpu in (a, b)]
+    said = [warning for warning in node.warnings if gpu in warning.split()]
+    return tuple(labels[:2] + said[:2])
+
+
+def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
+    """A board built for NVLink whose GPUs show none: a fault, and no PCIe server."""
+    pairs = _gpu_labels(node)
+    if not pairs or node.source.endswith("-mp") or node.source == "NCCL XML":
+        return
+    if any(label not in ("SYS", "NODE", "PHB") for _, _, label in pairs):
+        return
+    row = reference_of(node)
+    sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
+    own_nic = len(node.gpus) >= 8 and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
+    if sxm or (row and row.nvlinks and row.all_to_all):
+        severity, what = Severity.FAIL, f"{sxm[0] if sxm else row.sku if row else ''} is made to link by NVLink"
+    elif own_nic and node.nearest_nic:
+        severity, what = Severity.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
+    else:
+        return
+    yield Finding(
+        code=DOWN_HGX,
+        severity=severity,
+        subject="",
+        message=f"no GPU pair shows NVLink ({', '.join(sorted({label for _, _, label in pairs}))} only), yet {what}",
+        evidence=tuple(f"{a} to {b}: {label}" for a, b, label in pairs[:2]),
+        remedy="Check that nvidia-fabricmanager runs in the driver's version and that no NVLink is disabled.",
+    )
+
+
+def _rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
+    return [nic for nic in node.nics if nic.name in near.nics and nic.kind in _RDMA]
+
+
+def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
+    for near in node.nearest_nic:
+        if not near.decidable:
+            continue
+        if near.why:
+            yield Finding(
+                code=NEAREST_DOWN,
+                severity=Severity.FAIL,
+                subject=near.gpu,
+                message=f"{near.gpu} must use {', '.join(near.nics)} ({near.label}): {near.why}",
+                evidence=tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4],
+                remedy="Bring the port up, or take the node out: one rail short slows every collective.",
+            )
+        if near.why or not _rdma_nics(node, near):
+            continue
+        if not near.local:
+            yield Finding(
+                code=FAR,
+                severity=Severity.WARN,
+                subject=near.gpu,
+                message=f"{near.gpu} has no NIC on its own NUMA node: {', '.join(near.nics[:4])} is {near.label}",
+                evidence=_pair_evidence(node, near),
+                remedy="Place NICs on both sockets, or keep traffic between nodes on GPUs that have one nearby (PXN).",
+            )
+        elif near.path is not None and near.path > PathClass.PXB and near.path != PathClass.P2C:
+            yield Finding(
+                code=GDR_PATH,
+                severity=Severity.WARN,
+                subject=near.gpu,
+                message=f"{near.gpu} reaches its nearest NIC {', '.join(near.nics[:4])} over {near.label}: NCCL does "
+                "not use GPUDirect RDMA beyond PXB by itself",
+                evidence=_pair_evidence(node, near),
+                remedy="Put NIC and GPU behind one PCIe switch; where that cannot be, measure with "
+                "NCCL_NET_GDR_LEVEL=PHB before keeping it.",
+            )
+
+
+def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
+    known = Pairs(node.pairs)
+    pairs = [known.get(near.gpu, nic) for nic in near.nics[:2]]
+    return tuple(f"{pair.a} to {pair.b}: {pair.label} ({pair.evidence})" for pair in pairs if pair)
+
+
+def _undecidable(node: NodeTopology) -> Iterator[Finding]:
+    lost = {gpu.name for gpu in node.gpus if not gpu.usable}
+    undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
+    if undecided and len(node.nics) > 1:
+        yield Finding(
+            code=UNDECIDABLE,
+            severity=Severity.UNKNOWN,
+            subject=", ".join(near.gpu for near in undecided),
+            message=f"the nearest NIC cannot be told: {undecided[0].why}",
+            evidence=_pair_evidence(node, undecided[0]),
+            remedy="Name the provider's topology file with NCCL_TOPO_FILE, or take the host's own view.",
+        )
+
+
+def _virtual(node: NodeTopology) -> Iterator[Finding]:
+    if node.virtual and len(node.gpus) > 1:
+        yield Finding(
+            code=VIRTUAL,
+            severity=Severity.WARN,
+            subject="",
+            message=f"the PCIe tree seen here is not the machine's: {node.virtual}",
+            evidence=(f"product: {node.product}",) if node.product else (),
+            remedy=_topo_file_advice(node),
+        )
+
+
+def _topo_file_advice(node: NodeTopology) -> str:
+    sku = node.sku or ""
+    if sku.startswith("AWS") or any(nic.kind == "efa" for nic in node.nics):
+        return "Load the aws-ofi-nccl plugin: it gives NCCL the topology file of this instance type by itself."
+    if sku.startswith("Azure"):
+        return "Set NCCL_TOPO_FILE to the VM size's file in /opt/microsoft (Azure HPC images ship it)."
+    return (
+        "Set NCCL_TOPO_FILE where the provider ships a topology file; NCCL reads "
+        "/var/run/nvidia-topologyd/virtualTopology.xml without being told."
+    )
+
+
+def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
+    sizes = {len(rail.gpus) for rail in node.rails}
+    without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
+    if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
+        yield Finding(
+            code=RAIL_UNEVEN,
+            severity=Severity.WARN,
+            subject="",
+            message="rails are uneven: "
+            + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails),
+            evidence=(f"no local NIC: {', '.join(without)}",) if without else (),
+            remedy="Give every GPU the same share of NICs: the slowest rail sets the pace.",
+        )
+
+
+def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
+    for nic in node.nics:
+        rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
+        if nic.kind in _RDMA and rate and slot and rate > slot * _RAW_OVER_PLAN:
+            yield Finding(
+                code=PCIE_BOUND,
+                severity=Severity.WARN,
+                subject=nic.name,
+                message=f"{nic.name} links at {gigabytes(rate)}, "
+                f"its PCIe slot carries {gigabytes(slot * _RAW_OVER_PLAN)}",
+                evidence=(f"NCCL plans {gigabytes(slot)} for this slot",),
+                remedy="Move the NIC to a slot with more lanes or a newer generation.",
+            )
+
+
+def _reference(node: NodeTopology) -> Iterator[Finding]:
+    row = reference_of(node)
+    for departure in departures(node):
+        yield Finding(
+            code=REFERENCE,
+            severity=Severity.WARN,
+            subject="",
+            message=departure,
+            evidence=(f"reference {row.sku}: {row.source} ({row.basis})",) if row else (),
+            remedy="Compare with a healthy node of this kind, then repair or take this one out.",
+        )
+
+
+_RULES: tuple[Callable[[NodeTopology], Iterator[Finding]], ...] = (
+    _nvlink_missing,
+    _nvlink_asymmetric,
+    _nvlink_down_hgx,
+    _gpu_nic,
+    _undecidable,
+    _virtual,
+    _rail_uneven,
+    _pcie_bound,
+    _reference,
+)

@@ -1,0 +1,229 @@
+"""What differs between two snapshots, or across a fleet, that matters for training: worst first, in words."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from probes.api import Severity, Snapshot
+from topology.traits import Trait, traits
+
+_ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
+_MISSING = "missing"
+_LISTED = 12  # nodes named in one line of the fleet text
+
+Traits = dict[tuple[str, str], Trait]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One property that differs."""
+
+    severity: Severity
+    subject: str  # "GPU5", "memlock", "mlx5_3"
+    what: str  # "PCIe width"; empty where the subject says it all
+    message: str  # "GPU5 PCIe width x16 -> x8"
+    a: str | None  # value in the first snapshot, None where it is missing
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetGroup:
+    """Nodes that agree in every trait, and how they depart from what most of the fleet has."""
+
+    nodes: tuple[str, ...]
+    differences: tuple[Difference, ...]  # a is the fleet's common value, b this group's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All nodes in groups: the common one first, then the odd ones, worst first."""
+
+    total: int
+    common: FleetGroup
+    odd: tuple[FleetGroup, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def diff(a: Snapshot, b: Snapshot) -> tuple[Difference, ...]:
+    """What differs from `a` to `b`. On one host `b` is the later one; on two, `a` is here and `b` is there."""
+    return compare(traits(a), traits(b), same_host=a.hostname == b.hostname)
+
+
+def compare(a: Traits, b: Traits, *, same_host: bool) -> tuple[Difference, ...]:
+    """Differences of two sets of traits, worst first."""
+    gone = _gone(a, b) | _gone(b, a)
+    found = []
+    for key in dict.fromkeys((*a, *b)):
+        first, second = a.get(key), b.get(key)
+        if first and second and first.value == second.value:
+            continue
+        if (first is None or second is None) and not _worth_telling(key, first or second, gone):
+            continue
+        found.append(_difference(first, second, same_host=same_host))
+    return tuple(_fold(sorted(found, key=_badness)))
+
+
+def _badness(difference: Difference) -> tuple[int, str, str]:
+    return _ORDER.index(difference.severity), difference.subject, difference.what
+
+
+def _gone(a: Traits, b: Traits) -> set[str]:
+    """Subjects of `a` of which `b` knows nothing at all: a device that is not there."""
+    return {subject for subject, _ in a} - {subject for subject, _ in b}
+
+
+def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
+    """A device that is missing is told once; a value one side could not read is no difference."""
+    subject, what = key
+    if subject in gone:
+        return what in ("device", "state", "interface", "set to")
+    return trait is not None and what == "set to"
+
+
+def _difference(first: Trait | None, second: Trait | None, *, same_host: bool) -> Difference:
+    trait = first or second
+    assert trait is not None  # noqa: S101 - a key comes from one of the two
+    severity = trait.severity
+    if same_host and first and second and first.size is not None and second.size is not None:
+        severity = severity if second.size < first.size else Severity.INFO
+    if same_host and first is None:
+        severity = Severity.INFO if trait.what in ("device", "state", "interface") else severity
+    return Difference(
+        severity=severity,
+        subject=trait.subject,
+        what=trait.what,
+        message=_words(trait, first.value if first else None, second.value if second else None, same_host=same_host),
+        a=first.value if first else None,
+        b=second.value if second else None,
+    )
+
+
+def _words(trait: Trait, a: str | None, b: str | None, *, same_host: bool) -> str:
+    subject, what = trait.subject, trait.what
+    if what in ("port", "interface") and b is not None and a is not None and same_host:
+        return f"{subject} {'up again' if b in ('ACTIVE', 'up') else b.lower()} (was {a.lower()})"
+    if what in ("port", "interface") and a is not None and b is not None:
+        return f"{subject} {b.lower()} there ({a.lower()} here)"
+    if what == "PCIe width":
+        what = ""
+    name = f"{subject} {what}".strip()
+    if what in ("device", "state", "interface") and (a is None or b is None):
+        where = ("there" if b is None else "here") if not same_host else ("now" if b is None else "before")
+        return f"{subject} {_MISSING} {where}"
+    before, after = a if a is not None else "unset", b if b is not None else "unset"
+    return f"{name} {before} -> {after}" if same_host else f"{name} {before} here, {after} there"
+
+
+def _fold(found: list[Difference]) -> list[Difference]:
+    """The same difference on many devices becomes one line: eight GPUs, one driver."""
+    folded: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
+    for difference in found:
+        folded[(difference.severity, difference.what, difference.a, difference.b, _stem(difference.subject))].append(
+            difference
+        )
+    result = []
+    for group in folded.values():
+        first = group[0]
+        if len(group) < 4 or not first.what:
+            result += group
+            continue
+        listed = ", ".join(difference.subject for difference in group[:3])
+        result.append(
+            Difference(
+                severity=first.severity,
+                subject=f"{listed} and {len(group) - 3} more",
+                what=first.what,
+                message=first.message.replace(first.subject, f"{listed} and {len(group) - 3} more:", 1),
+                a=first.a,
+                b=first.b,
+            )
+        )
+    return sorted(result, key=lambda difference: _ORDER.index(difference.severity))
+
+
+def _stem(subject: str) -> str:
+    return "".join(letter for letter in subject if not letter.isdigit())
+
+
+def fleet(snapshots: Iterable[Snapshot]) -> Fleet:
+    """Group the nodes by what they have in common, and say how each other group departs from the common values."""
+    known = [(snapshot.hostname, traits(snapshot)) for snapshot in snapshots]
+    if not known:
+        raise ValueError("a fleet needs at least one snapshot, got none")
+    names = _distinct([name for name, _ in known])
+    groups: dict[frozenset[tuple[tuple[str, str], str]], list[int]] = defaultdict(list)
+    for index, (_, mine) in enumerate(known):
+        groups[frozenset((key, trait.value) for key, trait in mine.items())].append(index)
+    usual = _usual([mine for _, mine in known])
+    made = [
+        FleetGroup(
+            nodes=tuple(names[index] for index in members),
+            differences=compare(usual, known[members[0]][1], same_host=True),
+        )
+        for members in groups.values()
+    ]
+    # Fewest departures from the common values first among groups of one size.
+    made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
+    common, *odd = made
+    odd.sort(key=lambda group: (*_worst(group), len(group.nodes)))
+    warnings = []
+    if len(common.nodes) * 2 <= len(known) and odd:
+        warnings.append(
+            f"no common configuration: the largest group holds {len(common.nodes)} of {len(known)} nodes; departures "
+            "are told against each value's majority"
+        )
+    return Fleet(total=len(known), common=common, odd=tuple(odd), warnings=tuple(warnings))
+
+
+def _worst(group: FleetGroup) -> tuple[int, int]:
+    ranks = [_ORDER.index(difference.severity) for difference in group.differences]
+    return min(ranks, default=len(_ORDER)), -len(ranks)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Two recordings of one host name get a number."""
+    counts, seen = Counter(names), Counter[str]()
+    distinct = []
+    for name in names:
+        seen[name] += 1
+        distinct.append(name if counts[name] == 1 else f"{name}#{seen[name]}")
+    return distinct
+
+
+def _usual(all_traits: Sequence[Traits]) -> Traits:
+    """For every key that most nodes have, its most common trait."""
+    by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    example: dict[tuple[tuple[str, str], str], Trait] = {}
+    for mine in all_traits:
+        for key, trait in mine.items():
+            by_key[key][trait.value] += 1
+            example[key, trait.value] = trait
+    return {
+        key: example[key, counts.most_common(1)[0][0]]
+        for key, counts in by_key.items()
+        if counts.total() * 2 > len(all_traits)
+    }
+
+
+def diff_text(differences: Sequence[Difference]) -> str:
+    """One line for each difference."""
+    if not differences:
+        return "nothing that matters for training differs"
+    return "\n".join(f"{difference.severity.value:<7} {difference.message}" for difference in differences)
+
+
+def fleet_text(view: Fleet) -> str:
+    """The common group, then the odd ones with their departures."""
+    lines = [f"{view.total} nodes, {len(view.common.nodes)} alike: {_listed(view.common.nodes)}"]
+    lines += [f"! {warning}" for warning in view.warnings]
+    for group in view.odd:
+        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_listed(group.nodes)}"]
+        lines += [f"  {difference.severity.value:<7} {difference.message}" for difference in group.differences]
+    return "\n".join(lines)
+
+
+def _listed(nodes: tuple[str, ...]) -> str:
+    more = f" and {len(nodes) - _LISTED} more" if len(nodes) > _LISTED else ""
+    return ", ".join(nodes[:_LISTED]) + more

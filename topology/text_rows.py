@@ -1,0 +1,122 @@
+"""From the text of each row to its labels; what cannot be read is refused with the line's number."""
+
+from __future__ import annotations
+
+import re
+
+from topology.labels import SELF
+from topology.text_cells import Cells, Header, read_cells, tab_cells
+from topology.text_find import WRAPPED_LINES, Matrix, Row
+
+_P2P = {"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}
+_OTHER_VENDORS = (
+    (re.compile(r"MX\d*"), "MetaX mx-smi"),
+    (re.compile(r"ICN\d*"), "Alibaba PPU"),
+    (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
+    (re.compile(r"HCCS\w*|HCS"), "Huawei npu-smi"),
+    (re.compile(r"XL\d*"), "Intel xpu-smi"),
+    (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
+)
+
+
+class TopologyTextError(ValueError):
+    """The text holds no matrix that can be read; says in which line and what was expected."""
+
+    def __init__(self, source: str, line: int, message: str) -> None:
+        super().__init__(f"line {line}: {message}")
+        self.source = source
+        self.line = line
+        self.message = message
+
+
+def check_names(matrix: Matrix, source: str) -> None:
+    """Rows the header does not name mean that the header is cut: the rows then are the columns."""
+    strangers = [row for row in matrix.rows if row.name not in matrix.header.devices]
+    if not strangers:
+        return
+    names = tuple(row.name for row in matrix.rows)
+    whole = all(len(read_cells(row.text, len(names)).labels) == len(names) for row in matrix.rows)
+    if not whole or names[: len(matrix.header.devices)] != matrix.header.devices:
+        row = strangers[0]
+        columns = " ".join(matrix.header.devices)
+        raise TopologyTextError(
+            source, row.line, f"row {row.name} has no column: the header in line {matrix.line} names {columns}"
+        )
+    header = matrix.header
+    matrix.header = Header(devices=names, cpu=header.cpu, numa=header.numa, gpu_numa_id=header.gpu_numa_id)
+    matrix.warnings.append(f"line {matrix.line}: the header is cut; the rows name the columns {' '.join(names)}")
+
+
+def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: str) -> None:
+    """Fill in the labels and the rest of one row. Raises TopologyTextError."""
+    devices = matrix.header.devices
+    count, own = len(devices), devices.index(row.name)
+    cells = _best_cells(row.text, count, own, clean_nvlinks)
+    labels = cells.labels
+    diagonal = labels[own] if own < len(labels) else None
+    if len(labels) < count or diagonal != SELF:
+        by_tabs = tab_cells(row.text.split("\n")[0], count)
+        if by_tabs and by_tabs[own] == SELF:
+            row.labels, row.rest = by_tabs, ""
+            matrix.warnings.append(f"line {row.line}: row {row.name} has empty cells; the opposite rows fill them")
+            return
+    if cells.stuck and not re.match(r"[\d\"'`]", cells.stuck):
+        _refuse(row, devices[len(labels)], cells.stuck, source)
+    if diagonal not in (SELF, None) or SELF in labels[:own] or SELF in labels[own + 1 :]:
+        where = devices[labels.index(SELF)] if SELF in labels else "no column"
+        raise TopologyTextError(
+            source, row.line, f"row {row.name}: X stands under {where}, expected under {row.name} (cells are missing?)"
+        )
+    if len(labels) < count:
+        _short_row(row, labels, matrix, source)
+    row.labels, row.rest = labels, cells.rest.split("\n")[0] if len(labels) == count else ""
+    matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in cells.notes)
+
+
+def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> Cells:
+    """The cells of the first line, or of that line and those it was wrapped into."""
+    first, *following = text.split("\n")
+    best = read_cells(first, count, clean_nvlinks)
+    joined_tight = joined_loose = first
+    for line in following[: WRAPPED_LINES - 1]:
+        if len(best.labels) == count:
+            break
+        joined_tight, joined_loose = joined_tight + line, joined_loose + " " + line
+        for joined in (joined_tight, joined_loose):
+            tried = read_cells(joined, count, clean_nvlinks)
+            if len(tried.labels) > len(best.labels) and (own >= len(tried.labels) or tried.labels[own] == SELF):
+                best = tried
+    return best
+
+
+def _refuse(row: Row, column: str, word: str, source: str) -> None:
+    where = f"row {row.name} under {column}"
+    if word in _P2P:
+        raise TopologyTextError(
+            source,
+            row.line,
+            f'{where}: "{word}" is a P2P status: this is `nvidia-smi topo -p2p`, which says what peers may do and '
+            "not how they are linked; expected the output of `nvidia-smi topo -m`",
+        )
+    vendor = next((name for pattern, name in _OTHER_VENDORS if pattern.fullmatch(word)), None)
+    raise TopologyTextError(
+        source,
+        row.line,
+        f'{where}: "{word[:40]}" is no label of `nvidia-smi topo -m`'
+        + (f", it is one of {vendor}" if vendor else "")
+        + "; expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC",
+    )
+
+
+def _short_row(row: Row, labels: tuple[str, ...], matrix: Matrix, source: str) -> None:
+    """A row that ends early is bearable where every missing pair has its opposite cell."""
+    devices = matrix.header.devices
+    whole = {other.name for other in matrix.rows if len(read_cells(other.text, len(devices)).labels) == len(devices)}
+    missing = [name for name in devices[len(labels) :] if name != row.name and name not in whole]
+    if missing:
+        raise TopologyTextError(
+            source,
+            row.line,
+            f"row {row.name} has {len(labels)} cells, expected {len(devices)} as the header in line {matrix.line}",
+        )
+    matrix.warnings.append(f"line {row.line}: row {row.name} ends after {len(labels)} of {len(devices)} cells")
