@@ -13,6 +13,7 @@ from collectives.transport import Evidence
 from planner import nccl_env_gpus as gpus
 from planner import nccl_env_interfaces as interfaces
 from planner import nccl_env_rdma as rdma
+from planner import nccl_env_roce as roce
 from planner import nccl_env_torch as torch_env
 from planner.advice import Note, PodNeed, Setting
 from planner.nccl_env_situation import Situation, situation
@@ -36,10 +37,10 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     interfaces.gloo_socket_ifname,
     rdma.ib_hca,
     rdma.silent_ports,
-    rdma.ib_gid_index,
-    rdma.ib_addr_family,
-    rdma.ib_roce_version,
-    rdma.ib_traffic_class,
+    roce.ib_gid_index,
+    roce.ib_addr_family,
+    roce.ib_roce_version,
+    roce.ib_traffic_class,
     rdma.cross_nic,
     rdma.net_plugin,
     gpus.topo_file,
@@ -74,6 +75,6 @@ def settings(
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
     if case.backend == "nccl" and not any(setting.name.startswith("NCCL_") for setting in chosen):
-        text = "Set nothing: on this machine NCCL finds the right devices and algorithms by itself."
+        text = "Set no NCCL variable: NCCL finds what this machine offers by itself."
         notes = (Note(topic="NCCL", text=text), *notes)
     return EnvAdvice(settings=chosen, notes=notes, needs=pod_needs(case), backend=case.backend)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from planner.advice import Note
+from planner.advice import Note, Reason, Setting
 from planner.nccl_env_situation import NodeView, Situation
 from topology.graph import PathClass
 
@@ -72,31 +72,52 @@ def gdr_c2c(case: Situation) -> Note | None:
     return Note(topic=topic, text=text, evidence=f"{coherent[0]}: C2C links")
 
 
-def topo_file(case: Situation) -> Note | None:
-    """NCCL_TOPO_FILE: a VM that hides its PCIe tree needs the maker's file."""
+# Azure's HPC images carry one file per series and name it in /etc/nccl.conf (github.com/Azure/azhpc-images, topology).
+_AZURE_TOPOLOGY = (("A100", "/opt/microsoft/ndv4-topo.xml"), ("H100", "/opt/microsoft/ndv5-topo.xml"))
+_WHOLE_BOARD = 8  # GPUs of an ND VM; smaller series have other files
+
+
+def topo_file(case: Situation) -> Setting | Note | None:
+    """NCCL_TOPO_FILE: a VM that hides its PCIe tree needs the provider's file."""
+    topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
         why = (node.topology.virtual if node.topology else None) or _virtual_tree(node)
         if why is None or node.gpu_count() < 2:
             continue
-        return Note(topic="NCCL_TOPO_FILE", text=_topo_text(node, case), evidence=f"{node.hostname}: {why}")
+        info = node.hostinfo()
+        evidence = f"{node.hostname}: {why}"
+        named = (info.nccl_conf or {}).get(topic) if info else None
+        if named:
+            text = (
+                "Set nothing on the host: nccl.conf names the file. In a container mount the file and set the variable."
+            )
+            return Note(topic=topic, text=text, evidence=f"{evidence}; nccl.conf: {topic}={named}")
+        if case.efa:
+            text = "Set nothing: the aws-ofi-nccl plugin brings the topology file of this instance type."
+            return Note(topic=topic, text=text, evidence=evidence)
+        path = _azure_file(node)
+        if path is not None:
+            rule = (
+                "This VM hides its PCIe tree, so NCCL cannot tell which HCA is near which GPU; the provider's images "
+                "carry the file that says it. In a container mount it at the same path; without it NCCL only warns"
+            )
+            source = "NCCL docs/userguide/source/env.rst; Azure azhpc-images, topology"
+            return Setting(name=topic, value=path, reason=Reason(rule=rule, evidence=evidence, source=source))
+        text = (
+            "This VM hides its PCIe tree, so NCCL cannot tell which NIC is near which GPU. Where the provider has a "
+            "topology file, name it with NCCL_TOPO_FILE; /var/run/nvidia-topologyd/virtualTopology.xml needs no naming."
+        )
+        return Note(topic=topic, text=text, evidence=evidence)
     return None
 
 
-def _topo_text(node: NodeView, case: Situation) -> str:
-    info = node.hostinfo()
-    vendor = (info.vendor or "").lower() if info else ""
-    if case.efa:
-        return "Set nothing: the aws-ofi-nccl plugin brings the topology file of this instance type."
-    if "microsoft" in vendor:
-        return (
-            "This VM hides its PCIe tree. The HPC images bring the file and name it in /etc/nccl.conf "
-            "(/opt/microsoft/ndv4-topo.xml, ndv5-topo.xml); a container sees neither: mount the file and set "
-            "NCCL_TOPO_FILE to its path in the container."
-        )
-    return (
-        "This VM hides its PCIe tree, so NCCL cannot tell which NIC is near which GPU. Where the provider has a "
-        "topology file, name it with NCCL_TOPO_FILE; /var/run/nvidia-topologyd/virtualTopology.xml needs no naming."
-    )
+def _azure_file(node: NodeView) -> str | None:
+    info, facts = node.hostinfo(), node.gpu()
+    if info is None or facts is None or "microsoft" not in (info.vendor or "").lower():
+        return None
+    models = " ".join(gpu.name or "" for gpu in facts.gpus)
+    whole = len(facts.gpus) == _WHOLE_BOARD
+    return next((path for model, path in _AZURE_TOPOLOGY if whole and model in models), None)
 
 
 def _virtual_tree(node: NodeView) -> str | None:

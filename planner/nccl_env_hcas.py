@@ -17,7 +17,8 @@ class PortChoice:
     """The ports to use on one node; `dropped` says of each other ACTIVE port why not."""
 
     keep: tuple[PortView, ...]
-    dropped: dict[str, str] = field(default_factory=dict)  # "mlx5_4:1" -> reason
+    dropped: dict[str, str] = field(default_factory=dict)  # "mlx5_4:1" -> why NCCL must be kept from it
+    far: dict[str, str] = field(default_factory=dict)  # the same for ports NCCL passes over by itself
     secondary: dict[str, str] = field(default_factory=dict)  # device -> the pod's interface on it
 
 
@@ -26,11 +27,16 @@ def choose_ports(node: NodeView) -> PortChoice:
     keep = node.taken_ports()
     dropped: dict[str, str] = {}
     secondary = _secondary_devices(node)
-    for rule in (_of_this_pod(secondary), _one_link_layer, _not_management(node), _near_a_gpu(node)):
-        unfit = rule(keep)
+    for rule in (_of_this_pod(secondary), _one_link_layer):
+        keep = _without(keep, unfit := rule(keep))
         dropped |= unfit
-        keep = tuple(view for view in keep if view.name not in unfit)
-    return PortChoice(keep=keep, dropped=dropped, secondary=secondary)
+    keep = _without(keep, far := _near_a_gpu(node)(keep))
+    keep = _without(keep, unfit := _not_management(node)(keep))
+    return PortChoice(keep=keep, dropped=dropped | unfit, far=far, secondary=secondary)
+
+
+def _without(ports: Sequence[PortView], unfit: dict[str, str]) -> tuple[PortView, ...]:
+    return tuple(view for view in ports if view.name not in unfit)
 
 
 def _secondary_devices(node: NodeView) -> dict[str, str]:
@@ -105,19 +111,24 @@ def _not_management(node: NodeView) -> Rule:
 
 
 def _near_a_gpu(node: NodeView) -> Rule:
-    """Where every GPU has a NIC near it, a NIC that is near none serves storage or management."""
+    """Where every GPU has a NIC near it, NCCL's search ends there and never reaches a NIC that is near none.
+
+    NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU by path type, nearest first.
+    """
     topology = node.topology
     nearest = topology.nearest_nic if topology else ()
     decidable = bool(nearest) and all(entry.decidable and entry.local for entry in nearest)
     names = {nic for entry in nearest for nic in entry.nics}
 
     def unfit(ports: Sequence[PortView]) -> dict[str, str]:
-        if not decidable or not any(view.device.name in names for view in ports):
+        near = [view for view in ports if view.device.name in names]
+        if not decidable or not near:
             return {}
+        fastest = max(view.port.rate_bytes_per_second or 0.0 for view in near)
         return {
-            view.name: "no GPU has it as its nearest NIC: storage or management"
+            view.name: "near no GPU, which all have a nearer one"
             for view in ports
-            if view.device.name not in names
+            if view.device.name not in names and (view.port.rate_bytes_per_second or 0.0) <= fastest
         }
 
     return unfit

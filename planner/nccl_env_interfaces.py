@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planner.advice import Note, Reason, Setting
-from planner.nccl_env_situation import NodeView, Situation, networks, rdma_device_of
+from planner.nccl_env_situation import NodeView, Situation, by_host, networks, rdma_device_of
 from probes.interfaces import Interface, InterfacesFacts
 
 _NCCL_ORDER = "NCCL src/misc/socket.cc, ncclFindInterfaces"
@@ -37,7 +37,7 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
         text = (
             "The right interface has another name on each node and one list would catch a wrong one: set it per node: "
         )
-        return Note(topic=topic, text=text + ", ".join(f"{host} {name}" for host, name in names.items()))
+        return Note(topic=topic, text=text + by_host((host, str(name)) for host, name in names.items()))
     host, (_, rule, evidence) = next(iter(named.items()))
     if len(judged) > 1:
         evidence = f"{host}: {evidence}"
@@ -61,7 +61,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
         return Note(topic=topic, text="Set nothing: no interface with an address besides loopback was found.")
     names = sorted({pick.name for pick in picks.values()})
     if len(names) > 1:
-        listed = ", ".join(f"{host} {pick.name}" for host, pick in picks.items())
+        listed = by_host((host, pick.name) for host, pick in picks.items())
         return Note(topic=topic, text=f"The interface has another name on each node: set it per node: {listed}")
     pick = next(iter(picks.values()))
     rule = (
@@ -163,5 +163,5 @@ def _joined(names: list[str], judged: Sequence[tuple[NodeView, InterfacesFacts]]
 
 
 def _left_alone(topic: str, judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> Note:
-    picks = ", ".join(f"{node.hostname}: {_unasked(facts) or 'none'}" for node, facts in judged)
+    picks = by_host((node.hostname, _unasked(facts) or "none") for node, facts in judged)
     return Note(topic=topic, text="Set nothing: NCCL's own order of choice ends at a fit interface.", evidence=picks)

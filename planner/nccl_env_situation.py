@@ -6,7 +6,7 @@ Nothing is decided here; a fact that no probe read is None or empty, and the rul
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from collectives.transport import Evidence
@@ -122,7 +122,7 @@ class Situation:
     @property
     def gpus(self) -> int:
         """GPUs of all nodes."""
-        return sum(node.gpu_count() for node in self.nodes)
+        return max(sum(node.gpu_count() for node in self.nodes), self.cluster.world_size)
 
     @property
     def backend(self) -> str:
@@ -159,7 +159,7 @@ def situation(
 ) -> Situation:
     """Join snapshots and topology by host name; several nodes are multi-node unless it is denied."""
     nodes = tuple(_nodes(snapshots, cluster))
-    if multi_node is None and len(nodes) > 1:
+    if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
     version = _version(nccl_version, evidence)
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence)
@@ -178,14 +178,44 @@ def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Versio
 
 
 def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
+    """Every probed node, and of the nodes that nobody probed one of each kind: the others would answer the same."""
     left = list(cluster.nodes)
+    if len(snapshots) == 1 and left and all(node.hostname != snapshots[0].hostname for node in left):
+        # One host planned several times over, under made-up names.
+        yield NodeView(hostname=snapshots[0].hostname, snapshot=snapshots[0], topology=left[0])
+        return
     for snapshot in snapshots:
         match = next((node for node in left if node.hostname == snapshot.hostname), None)
         if match is not None:
             left.remove(match)
         yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=match)
-    for node in left:
+    kinds = {(id(node.gpus), id(node.nics)): node for node in reversed(left)}
+    for node in reversed(kinds.values()):
         yield NodeView(hostname=node.hostname, snapshot=None, topology=node)
+
+
+def by_host(texts: Iterable[tuple[str, str]]) -> str:
+    """(host, text) pairs as one text, hosts that say the same named together."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in texts:
+        hosts.setdefault(text, []).append(host)
+    return "; ".join(f"{_some(names)}: {text}" for text, names in hosts.items())
+
+
+def together(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """One entry per host, its texts joined."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in pairs:
+        hosts.setdefault(host, []).append(text)
+    return [(host, ", ".join(texts)) for host, texts in hosts.items()]
+
+
+_NAMED_HOSTS = 3  # of a group: enough to find one, short enough to read
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED_HOSTS
+    return ", ".join(names[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def gid_address(gid: Gid) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
