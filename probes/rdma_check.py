@@ -189,7 +189,7 @@ def _gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
             message=(
                 "The types of the GIDs could not be read."
                 if unknown
-                else "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and NCCL's connections fail or stay "
+                else "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and connections fail or stay "
                 "in the subnet."
             ),
             evidence=listed or (f"{where}: no used entry",),

@@ -291,7 +291,8 @@ def _netns_mode(host: Host) -> str | None:
 def _pyverbs(host: Host) -> tuple[str, bool]:
     """Its version, or why it cannot be used."""
     try:
-        return f"pyverbs {host.verbs('version')}", True
+        version = str(host.verbs("version"))
+        return f"installed, version {version}", True
     except ImportError as error:
         return f"not installed: {error}", False
     except OSError as error:

@@ -28,6 +28,7 @@ BURST = "256kb"  # well above rate / HZ for any rate up to 500 Mbit/s at 250 Hz,
 # A host's first process: private mounts, then it waits on its standard input, which closes when the rig's process dies.
 _INIT = """
 mount --make-rprivate / && mount -t sysfs sysfs /sys && mount --bind "$2" /etc/hosts || exit 1
+mount --bind /dev/null /etc/resolv.conf || exit 1
 mkdir -p /run/lock && mount -t tmpfs tmpfs /run/lock || exit 1
 hostname "$1" && echo ready && exec cat
 """
@@ -92,7 +93,7 @@ def hosts(count: int, default_rate: str = "200mbit", fast_rate: str | None = Non
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="topoflight-rig-")))
         fabric = _start(stack, ["unshare", "-n", "sh", "-c", "echo ready && exec cat"])
         nodes = [_start(stack, ["unshare", "-n", "sh", "-c", "echo ready && exec cat"]) for _ in range(count)]
-        pids = [_start(stack, _host_argv(host, folder)) for host in range(count)]
+        pids = [_start(stack, _host_argv(host, count, folder)) for host in range(count)]
         _ip(fabric, "link add under type bridge", "link add fast type bridge", "link set under up", "link set fast up")
         for host in range(count):
             _join_underlay(fabric, nodes[host], host)
@@ -107,10 +108,12 @@ def hosts(count: int, default_rate: str = "200mbit", fast_rate: str | None = Non
         yield rig
 
 
-def _host_argv(host: int, folder: Path) -> list[str]:
-    """A host knows its own name by its default network, as a pod does."""
+def _host_argv(host: int, count: int, folder: Path) -> list[str]:
+    """Every host knows all names by the default network, as pods with a headless service do."""
     names = folder / f"hosts-{host}"
-    names.write_text(f"127.0.0.1 localhost\n{NETWORKS['eth0']}.{host + 1} host-{host}\n", encoding="utf-8")
+    lines = ["127.0.0.1 localhost", *(f"{NETWORKS['eth0']}.{other + 1} host-{other}" for other in range(count))]
+    names.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # No name server can be reached from here; without one to ask, a name that /etc/hosts lacks fails at once.
     return ["unshare", "-n", "-u", "-m", "sh", "-c", _INIT, "sh", f"host-{host}", str(names)]
 
 

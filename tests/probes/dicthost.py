@@ -1,0 +1,186 @@
+"""A host at the edge of the world: files, links and answers from dictionaries, errors included."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+Content = str | bytes | int
+"""Text, bytes, or the errno that reading answers."""
+
+DIRECTORY: Content = -1
+
+
+class DictHost:
+    """Answers as a kernel would: links are followed, folders exist because something is in them."""
+
+    def __init__(
+        self,
+        files: dict[str, Content] | None = None,
+        links: dict[str, str] | None = None,
+        *,
+        netlink: dict[str, list[dict[str, Any]]] | None = None,
+        rdma_netlink: dict[str, list[dict[str, Any]]] | None = None,
+        limits: dict[str, tuple[int | None, int | None]] | None = None,
+        environment: dict[str, str] | None = None,
+        identity: dict[str, Any] | None = None,
+        cpu: dict[str, Any] | None = None,
+        register_limit_bytes: int | None = None,
+        shm: tuple[int, int] | None = None,
+        unusable: tuple[str, ...] = (),
+    ) -> None:
+        self.files = dict(files or {})
+        self.links = dict(links or {})
+        self.answers = {"netlink": netlink, "rdma_netlink": rdma_netlink}
+        self.limits = limits or {}
+        self.env = environment or {}
+        self.who = {
+            "hostname": "h",
+            "pid": 7,
+            "uid": 1000,
+            "kernel": "6.1.0",
+            "architecture": "x86_64",
+            "home": "/root",
+        }
+        self.who |= identity or {}
+        self.cpus = cpu or {}
+        self.register_limit_bytes = register_limit_bytes
+        self.shm = shm
+        self.unusable = unusable
+        self.folders: set[str] = {"/"}
+        for path in (*self.files, *self.links):
+            while (path := path.rpartition("/")[0]) not in self.folders and path:
+                self.folders.add(path)
+        self.folders |= {path for path, content in self.files.items() if content == DIRECTORY}
+
+    def resolve(self, path: str) -> str:
+        """Follow links component by component, as the kernel does."""
+        pending, done, followed = path.split("/")[::-1], "", 0
+        while pending:
+            part = pending.pop()
+            if part in ("", "."):
+                continue
+            done = done.rpartition("/")[0] if part == ".." else f"{done}/{part}"
+            if done in self.links:
+                followed += 1
+                if followed > 40:
+                    raise OSError(errno.ELOOP, "loop", path)
+                target = self.links[done]
+                done = "" if target.startswith("/") else done.rpartition("/")[0]
+                pending += target.split("/")[::-1]
+        done = done or "/"
+        if done not in self.files and done not in self.folders:
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+        return done
+
+    def read_bytes(self, path: str, limit: int) -> bytes:
+        """Content, or the error that stands in its place."""
+        if "\0" in path:
+            raise ValueError("embedded null byte")  # as open(2)'s wrapper does
+        found = self.resolve(path)
+        content = self.files.get(found, DIRECTORY)
+        if content == DIRECTORY:
+            raise IsADirectoryError(errno.EISDIR, "is a directory", path)
+        if isinstance(content, int):
+            raise OSError(content, os.strerror(content), path)
+        return (content.encode() if isinstance(content, str) else content)[:limit]
+
+    def read_text(self, path: str) -> str:
+        """Content as text."""
+        return self.read_bytes(path, 1 << 20).decode(errors="replace")
+
+    def list_dir(self, path: str) -> tuple[str, ...]:
+        """Names of files, links and folders inside."""
+        folder = self.resolve(path)
+        if folder not in self.folders:
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
+        inside = folder.rstrip("/") + "/"
+        return tuple(
+            sorted(
+                {
+                    p[len(inside) :].partition("/")[0]
+                    for p in (*self.files, *self.links, *self.folders)
+                    if p.startswith(inside)
+                }
+            )
+        )
+
+    def exists(self, path: str) -> bool:
+        """Whether it resolves."""
+        try:
+            self.resolve(path)
+        except OSError:
+            return False
+        return True
+
+    def usable(self, path: str) -> bool:
+        """Whether it exists and is not in `unusable`."""
+        return self.exists(path) and path not in self.unusable
+
+    def statvfs(self, path: str) -> tuple[int, int]:
+        """The size of /dev/shm."""
+        if self.shm is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+        return self.shm
+
+    def limit(self, name: str) -> tuple[int | None, int | None]:
+        """A limit that was given."""
+        if name not in self.limits:
+            raise OSError(errno.EINVAL, "unknown limit", name)
+        return self.limits[name]
+
+    def environment(self) -> dict[str, str]:
+        """What was given."""
+        return self.env
+
+    def identity(self) -> dict[str, Any]:
+        """What was given over a default."""
+        return self.who
+
+    def cpu(self) -> dict[str, Any]:
+        """What was given."""
+        return self.cpus
+
+    def nvml(self, symbol: str, *arguments: Any) -> Any:
+        """No NVML here."""
+        raise FileNotFoundError(errno.ENOENT, "no NVML here", symbol)
+
+    def _answer(self, kind: str, what: str) -> tuple[dict[str, Any], ...]:
+        answers = self.answers[kind]
+        if answers is None:
+            raise OSError(errno.EPROTONOSUPPORT, f"no {kind}")
+        return tuple(answers.get(what, ()))
+
+    def netlink(self, what: str) -> tuple[dict[str, Any], ...]:
+        """What was given; refused where nothing was."""
+        return self._answer("netlink", what)
+
+    def rdma_netlink(self, what: str) -> tuple[dict[str, Any], ...]:
+        """What was given; refused where nothing was."""
+        return self._answer("rdma_netlink", what)
+
+    def verbs(self, what: str, *arguments: Any) -> Any:
+        """A library that registers up to a limit, or none."""
+        if self.register_limit_bytes is None:
+            raise ImportError("No module named 'pyverbs'")
+        if what == "register" and arguments[1] > self.register_limit_bytes:
+            raise OSError(errno.ENOMEM, "Failed to register a MR. Errno: 12, Cannot allocate memory")
+        return "44.0" if what == "version" else {}
+
+
+def corpus_tree(path: Path) -> tuple[dict[str, Content], dict[str, str]]:
+    """Files and links of a recorded /sys walk: "PATH [mode] = 'text'", "PATH -> target", "PATH !! ERRNO"."""
+    files: dict[str, Content] = {}
+    links: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        if found := re.match(r"(/\S+) \[\d+\] = (.*)", line):
+            files[found[1]] = str(ast.literal_eval(found[2]))
+        elif found := re.match(r"(/\S+) -> (\S+)", line):
+            links[found[1]] = found[2]
+        elif found := re.match(r"(/\S+) !! (\w+)", line):
+            files[found[1]] = getattr(errno, found[2])
+    return files, links

@@ -1,0 +1,102 @@
+"""The machine: CPU, NUMA, hypervisor, and the files NCCL takes settings from."""
+
+from __future__ import annotations
+
+import pytest
+from dicthost import DictHost
+
+from probes import hostinfo, hostinfo_read
+
+XEON = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Platinum 8480C
+physical id\t: 0
+flags\t\t: fpu vme {flag}
+
+processor\t: 1
+vendor_id\t: GenuineIntel
+physical id\t: 1
+"""
+GRACE = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
+POWER = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\n"
+DMI = "/sys/class/dmi/id/"
+
+
+def test_cpu_and_sockets() -> None:
+    facts = hostinfo.read(DictHost({"/proc/cpuinfo": XEON.format(flag="sse2")}, cpu={"logical": 2, "physical": 2}))
+    assert (facts.cpu_vendor, facts.cpu_family, facts.cpu_model, facts.sockets) == ("GenuineIntel", 6, 143, 2)
+    assert facts.virtual_machine is None
+    assert (facts.threads, facts.memory_bytes) == (2, None)
+
+
+@pytest.mark.parametrize(("text", "vendor"), [(GRACE, "ARM"), (POWER, "IBM"), ("", None)])
+def test_cpu_vendor_of_other_architectures(text: str, vendor: str | None) -> None:
+    assert hostinfo.read(DictHost({"/proc/cpuinfo": text})).cpu_vendor == vendor
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "vendor", "product", "name"),
+    [
+        (XEON.format(flag="hypervisor"), "Amazon EC2", "p4d.24xlarge", "Amazon EC2"),
+        (XEON.format(flag=""), "Amazon EC2", "c5.metal", None),
+        (XEON.format(flag="hypervisor"), "Microsoft Corporation", "Virtual Machine", "Hyper-V"),
+        (XEON.format(flag=""), "Microsoft Corporation", "C2080", None),
+        (XEON.format(flag="hypervisor"), "", "", "unknown hypervisor"),
+        (XEON.format(flag=""), "Dell Inc.", "PowerEdge XE9680", None),
+        (GRACE, "QEMU", "QEMU Virtual Machine", "QEMU"),
+        (GRACE, "NVIDIA", "GH200", None),
+    ],
+)
+def test_hypervisor(cpuinfo: str, vendor: str, product: str, name: str | None) -> None:
+    files = {"/proc/cpuinfo": cpuinfo, DMI + "sys_vendor": vendor + "\n", DMI + "product_name": product + "\n"}
+    assert hostinfo.read(DictHost(files)).virtual_machine == name
+
+
+def test_numa_nodes_may_have_gaps_and_no_memory() -> None:
+    nodes = "/sys/devices/system/node/"
+    host = DictHost(
+        {
+            nodes + "node0/cpulist": "0-79\n",
+            nodes + "node0/meminfo": "Node 0 MemTotal:       267000000 kB\nNode 0 MemFree: 1 kB\n",
+            nodes + "node0/distance": "10 40\n",
+            nodes + "node8/cpulist": "80-159\n",
+            nodes + "node8/meminfo": "Node 8 MemTotal:       0 kB\n",
+            nodes + "node8/distance": "40 10\n",
+            nodes + "possible": "0-255\n",
+            "/proc/sys/kernel/numa_balancing": "1\n",
+        }
+    )
+    facts = hostinfo.read(host)
+    assert [(n.node, n.cpus, n.memory_bytes, n.distances) for n in facts.numa] == [
+        (0, "0-79", 267000000 * 1024, (10, 40)),
+        (8, "80-159", 0, (40, 10)),
+    ]
+    assert {(f.code, f.subject) for f in hostinfo.check(facts)} == {
+        ("hostinfo.numa.memoryless", "NUMA8"),
+        ("hostinfo.numa.balancing", ""),
+    }
+    exported = {s.labels: s.value for s in hostinfo.samples(facts)}
+    assert exported["0", "8"] == 4.0
+
+
+def test_a_node_of_gpu_memory_has_no_cpus_and_is_no_fault() -> None:
+    node = hostinfo.NumaNode(node=1, cpus="", memory_bytes=0)
+    assert not list(hostinfo.check(hostinfo.HostinfoFacts(hostname="h", numa=(node,))))
+
+
+def test_nccl_conf_of_the_user_wins_over_that_of_the_machine() -> None:
+    files = {
+        "/root/.nccl.conf": "NCCL_DEBUG=INFO\n# NCCL_ALGO=Ring\n",
+        "/etc/nccl.conf": "NCCL_DEBUG=WARN\nNCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml\n",
+    }
+    conf, sources = hostinfo_read.nccl_conf(DictHost(files), "/root")
+    assert conf == {"NCCL_DEBUG": "INFO", "NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml"}
+    assert sources == ("/root/.nccl.conf", "/etc/nccl.conf")
+    assert hostinfo_read.nccl_conf(DictHost(), "/root") == (None, ())
+
+
+def test_a_busy_host_is_told_before_it_is_measured() -> None:
+    busy = hostinfo.HostinfoFacts(hostname="h", load=9.0, threads=8)
+    assert [f.code for f in hostinfo.check(busy)] == ["hostinfo.load.high"]

@@ -1,0 +1,298 @@
+"""RDMA devices: what sysfs, netlink and a real registration say, and what is wrong with it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dicthost import Content, DictHost, corpus_tree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from probes import rdma
+from probes.api import Finding, Severity, UnavailableError
+from probes.rdma_gids import ipv4_of, nccl_gid_index, rocev2_gid_index
+from probes.rdma_read import parse_rate, roce_mtu
+
+LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
+IPV4 = "0000:0000:0000:0000:0000:ffff:c0a8:4d01"
+EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
+V1, V2 = "IB/RoCE v1", "RoCE v2"
+ROCE_TABLE = [(LINK_LOCAL, V1), (LINK_LOCAL, V2), (IPV4, V1), (IPV4, V2)]
+
+
+class Fabric:
+    """Collects devices, then becomes a host."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, Content] = {}
+        self.links: dict[str, str] = {}
+
+    def add(self, name: str, number: int, **given_: Any) -> Fabric:
+        """One mlx5-like device with one port."""
+        want: dict[str, Any] = {
+            "state": "4: ACTIVE",
+            "phys": "5: LinkUp",
+            "rate": "400 Gb/sec (4X NDR)",
+            "layer": "Ethernet",
+            "type": "MT4129",
+            "mtu": 9000,
+            "gids": ROCE_TABLE,
+            "firmware": "28.39.1002",
+            "driver": "mlx5_core",
+            **given_,
+        }
+        function = f"0000:{0x10 + number:02x}:00.0"
+        pci, net = f"/sys/devices/pci0000:{0x10 + number:02x}/{function}", f"eth{number}"
+        folder, port = f"{pci}/infiniband/{name}", f"{pci}/infiniband/{name}/ports/1"
+        self.links |= {
+            f"/sys/class/infiniband/{name}": folder,
+            f"{folder}/device": "../..",
+            f"{pci}/driver": f"/sys/bus/pci/drivers/{want['driver']}",
+            f"/sys/class/net/{net}": f"{pci}/net/{net}",
+            f"/sys/class/infiniband_verbs/uverbs{number}": f"{pci}/infiniband_verbs/uverbs{number}",
+        }
+        self.files |= {
+            f"/sys/bus/pci/drivers/{want['driver']}/bind": "",
+            f"{pci}/numa_node": "1\n",
+            f"{pci}/net/{net}/mtu": f"{want['mtu']}\n",
+            f"{pci}/net/{net}/dev_port": "0\n",
+            f"{pci}/infiniband_verbs/uverbs{number}/ibdev": name + "\n",
+            f"{folder}/hca_type": want["type"] + "\n",
+            f"{folder}/board_id": "MT_0000000838\n",
+            f"{folder}/fw_ver": want["firmware"] + "\n",
+            f"{folder}/node_guid": "a088:c203:0012:3456\n",
+            f"{port}/state": want["state"] + "\n",
+            f"{port}/phys_state": want["phys"] + "\n",
+            f"{port}/rate": want["rate"] + "\n",
+            f"{port}/link_layer": want["layer"] + "\n",
+            f"{port}/counters/symbol_error": "3\n",
+            f"{port}/counters/port_rcv_data": errno.EINVAL,
+            f"{port}/hw_counters/out_of_sequence": "0\n",
+            f"{port}/hw_counters/lifespan": "12\n",
+        }
+        if want.get("node", True):
+            self.files[f"/dev/infiniband/uverbs{number}"] = ""
+        for index in range(want.get("table", 8)):
+            used = index < len(want["gids"])
+            self.files[f"{port}/gids/{index}"] = want["gids"][index][0] if used else EMPTY
+            self.files[f"{port}/gid_attrs/types/{index}"] = want["gids"][index][1] if used else errno.EINVAL
+            self.files[f"{port}/gid_attrs/ndevs/{index}"] = net if used else errno.EINVAL
+        return self
+
+    def host(self, **more: Any) -> DictHost:
+        return DictHost(self.files, self.links, **more)
+
+
+def findings(host: DictHost) -> list[Finding]:
+    return list(rdma.check(rdma.read(host)))
+
+
+def codes(host: DictHost) -> set[str]:
+    return {finding.code for finding in findings(host)}
+
+
+def test_a_sound_roce_device() -> None:
+    facts = rdma.read(Fabric().add("mlx5_0", 0).host(rdma_netlink={"system": [{"netns_mode": 0}]}))
+    device, port = facts.devices[0], facts.devices[0].ports[0]
+    assert (device.kind, device.bus_id, device.numa_node, device.model) == ("hca", "0000:10:00.0", 1, "ConnectX-7")
+    assert (device.uverbs, device.uverbs_usable, device.is_vf) == ("/dev/infiniband/uverbs0", True, False)
+    assert (port.state, port.physical_state, port.rate_bytes_per_second) == ("ACTIVE", "LinkUp", 50e9)
+    assert (port.netdev, port.netdev_mtu_bytes, port.active_mtu_bytes) == ("eth0", 9000, 4096)
+    assert port.counters == {"symbol_error": 3, "out_of_sequence": 0}, "an unreadable counter is left out, not zero"
+    assert (nccl_gid_index(port), rocev2_gid_index(port)) == (3, 3)
+    assert (facts.source, facts.netns_mode) == ("sysfs", "exclusive")
+    assert "not installed" in str(facts.pyverbs)
+    assert not list(rdma.check(facts))
+
+
+def test_no_rdma_is_absent() -> None:
+    with pytest.raises(UnavailableError, match="no RDMA device"):
+        rdma.read(DictHost())
+
+
+def test_devices_are_in_the_order_of_their_numbers() -> None:
+    fabric = Fabric()
+    for number in (10, 2, 0):
+        fabric.add(f"mlx5_{number}", number)
+    assert [d.name for d in rdma.read(fabric.host()).devices] == ["mlx5_0", "mlx5_2", "mlx5_10"]
+
+
+def test_a_dead_port_among_live_ones_and_none_alive() -> None:
+    down = {"state": "1: DOWN", "phys": "2: Polling"}
+    one = findings(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, **down).host())
+    assert [(f.code, f.severity, f.subject) for f in one] == [("rdma.port.down", Severity.WARN, "mlx5_1:1")]
+    assert "Polling" in one[0].message
+    none = {f.code: f.severity for f in findings(Fabric().add("mlx5_0", 0, **down).host())}
+    assert none["rdma.port.none_active"] is Severity.FAIL
+
+
+def test_an_infiniband_port_without_subnet_manager() -> None:
+    found = findings(Fabric().add("mlx5_0", 0, state="2: INIT", layer="InfiniBand").host())
+    assert any("subnet manager" in f.remedy for f in found if f.code == "rdma.port.down")
+
+
+def test_an_unreadable_state_is_unknown() -> None:
+    fabric = Fabric().add("mlx5_0", 0)
+    fabric.files = {path: content for path, content in fabric.files.items() if not path.endswith("/state")}
+    found = {f.code: f.severity for f in findings(fabric.host())}
+    assert found["rdma.port.unknown"] is Severity.UNKNOWN
+    assert "rdma.port.none_active" not in found
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "severity"),
+    [
+        ([(LINK_LOCAL, V1), (IPV4, V1)], "rdma.gid.missing_rocev2", Severity.FAIL),
+        ([], "rdma.gid.missing_rocev2", Severity.FAIL),
+        ([(IPV4, errno.EINVAL)], "rdma.gid.missing_rocev2", Severity.UNKNOWN),
+        ([(LINK_LOCAL, V1), (LINK_LOCAL, V2)], "rdma.gid.choice", Severity.WARN),
+        ([(LINK_LOCAL, V2)], "rdma.gid.no_ipv4", Severity.WARN),
+    ],
+)
+def test_gid_tables(table: list[tuple[str, Any]], code: str, severity: Severity) -> None:
+    found = findings(Fabric().add("mlx5_0", 0, gids=table).host())
+    assert [(f.code, f.severity) for f in found] == [(code, severity)]
+
+
+def test_nccl_takes_the_first_ipv4_entry_of_version_two() -> None:
+    host = Fabric().add("mlx5_0", 0, gids=[(LINK_LOCAL, V2), (IPV4, V1), (IPV4, V2), (IPV4, V2)]).host()
+    port = rdma.read(host).devices[0].ports[0]
+    assert nccl_gid_index(port) == 2
+    assert ipv4_of(port.gids[1]) == "192.168.77.1"
+
+
+def test_a_large_table_is_read_to_the_end_of_what_is_used() -> None:
+    asked: list[str] = []
+
+    class Counting(DictHost):
+        def read_text(self, path: str) -> str:
+            asked.append(path)
+            return super().read_text(path)
+
+    fabric = Fabric().add("mlx5_0", 0, table=1024)
+    port = rdma.read(Counting(fabric.files, fabric.links)).devices[0].ports[0]
+    assert len(port.gids) == 4
+    assert sum("/gid_attrs/types/" in path for path in asked) == 4, "types of empty entries answer EINVAL"
+    assert sum("/gids/" in path for path in asked) < 100
+
+
+def test_a_small_mtu_and_different_ones() -> None:
+    found = codes(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, mtu=1500).host())
+    assert found == {"rdma.mtu.small", "rdma.mtu.mismatch"}
+    assert [roce_mtu(m) for m in (1500, 4200, 9000, 256, None)] == [1024, 4096, 4096, None, None]
+
+
+def test_rates() -> None:
+    slow = findings(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, rate="200 Gb/sec (4X HDR)").host())
+    assert {(f.code, f.subject) for f in slow} == {
+        ("rdma.port.rate", "mlx5_1:1"),
+        ("rdma.port.family_rate", "mlx5_1:1"),
+    }
+    narrow = findings(Fabric().add("mlx5_0", 0, layer="InfiniBand", rate="100 Gb/sec (1X NDR)").host())
+    assert "rdma.port.rate" in {f.code for f in narrow}
+    assert [parse_rate(r) for r in ("2.5 Gb/sec (1X SDR)", "200 Gb/sec (4X HDR)", "fast", None)] == [
+        312.5e6,
+        25e9,
+        None,
+        None,
+    ]
+
+
+def test_mixed_link_layers_and_firmware() -> None:
+    host = Fabric().add("mlx5_0", 0, layer="InfiniBand").add("mlx5_1", 1, firmware="28.38.1000").host()
+    assert codes(host) == {"rdma.port.mixed_link_layer", "rdma.firmware.mixed"}
+
+
+def test_permissions() -> None:
+    denied = findings(Fabric().add("mlx5_0", 0).host(unusable=("/dev/infiniband/uverbs0",)))
+    assert [(f.code, f.severity) for f in denied] == [("rdma.uverbs.permission", Severity.FAIL)]
+    absent = findings(Fabric().add("mlx5_0", 0, node=False).host())
+    assert [(f.code, f.severity) for f in absent] == [("rdma.uverbs.missing", Severity.UNKNOWN)]
+
+
+def test_memlock_is_proven_by_registering() -> None:
+    fabric = Fabric().add("mlx5_0", 0)
+    bound = rdma.read(fabric.host(register_limit_bytes=65536))
+    assert bound.memlock_proof is not None
+    assert (bound.memlock_proof.registered_bytes, bound.memlock_proof.failed_bytes) == (65536, 262144)
+    assert {f.code: f.severity for f in rdma.check(bound)} == {"rdma.memlock.registration": Severity.FAIL}
+    free = rdma.read(fabric.host(register_limit_bytes=1 << 40))
+    assert free.memlock_proof is not None
+    assert (free.memlock_proof.registered_bytes, free.memlock_proof.failed_bytes) == (64 << 20, None)
+    assert not list(rdma.check(free))
+
+
+def test_efa_is_known_by_its_driver_and_spared_rules_of_roce() -> None:
+    host = Fabric().add("rdmap16s27", 0, driver="efa", type="", gids=[(LINK_LOCAL, errno.EINVAL)], layer="Unspecified")
+    facts = rdma.read(host.host())
+    assert facts.devices[0].kind == "efa"
+    assert not list(rdma.check(facts))
+
+
+def test_a_bond() -> None:
+    fabric = Fabric().add("mlx5_bond_0", 0)
+    fabric.links["/sys/devices/pci0000:10/0000:10:00.0/net/eth0/master"] = "/sys/devices/virtual/net/bond0"
+    fabric.files["/sys/devices/virtual/net/bond0/mtu"] = "9000"
+    assert rdma.read(fabric.host()).devices[0].bond == "bond0"
+
+
+def test_netlink_where_sysfs_is_not_mounted() -> None:
+    answers = {
+        "devices": [
+            {"name": "mlx5_1", "firmware": "28.39.1002", "node_guid": 0xA088C20300123456, "node_type": 1},
+            {"name": "rxe0", "node_type": 1},
+        ],
+        "ports": [
+            {"name": "mlx5_1", "port": 1, "state": 4, "physical_state": 5, "netdev": "eth1"},
+            {"name": "rxe0", "port": 1, "state": 1, "physical_state": 3, "netdev": "net1"},
+        ],
+        "system": [{"netns_mode": 1}],
+    }
+    facts = rdma.read(DictHost(rdma_netlink=answers))
+    assert (facts.source, facts.netns_mode) == ("netlink", "shared")
+    assert [(d.name, d.kind, d.ports[0].state, d.ports[0].physical_state) for d in facts.devices] == [
+        ("mlx5_1", "other", "ACTIVE", "LinkUp"),
+        ("rxe0", "rxe", "DOWN", "Disabled"),
+    ]
+    assert facts.devices[0].node_guid == "a088:c203:0012:3456"
+    found = {f.code: f.severity for f in rdma.check(facts)}
+    assert found["rdma.port.down"] is Severity.WARN
+    assert "rdma.gid.missing_rocev2" not in found, "netlink says nothing of GIDs, and nothing is no fault"
+
+
+def test_metrics_carry_the_labels_of_node_exporter() -> None:
+    exported = list(rdma.samples(rdma.read(Fabric().add("mlx5_0", 0).host())))
+    by_name = {metric.name: metric for metric in rdma.PROBE.metrics}
+    assert all(len(sample.labels) == len(by_name[sample.metric].labels) for sample in exported)
+    assert ("rdma_port_rocev2_gid_index", 3.0, ("mlx5_0", "1")) in {(s.metric, s.value, s.labels) for s in exported}
+
+
+@pytest.mark.corpus
+def test_a_recorded_soft_roce_device(corpus: Path) -> None:
+    files, links = corpus_tree(corpus / "sysfs" / "softroce_rxe0.txt")
+    facts = rdma.read(DictHost(files, links))
+    device, port = facts.devices[0], facts.devices[0].ports[0]
+    assert (device.name, device.kind, device.bus_id) == ("rxe0", "rxe", None)
+    assert (port.state, port.link_layer, port.netdev, port.rate_text) == (
+        "ACTIVE",
+        "Ethernet",
+        "net1",
+        "2.5 Gb/sec (1X SDR)",
+    )
+    assert [gid.type for gid in port.gids] == [V2, V2]
+    assert (nccl_gid_index(port), port.counters is not None) == (1, True)
+
+
+PATHS = sorted(Fabric().add("mlx5_0", 0).files)
+
+
+@given(st.dictionaries(st.sampled_from(PATHS), st.binary(max_size=64), max_size=8))
+def test_any_bytes_in_any_file_never_crash_the_probe(damage: dict[str, bytes]) -> None:
+    fabric = Fabric().add("mlx5_0", 0)
+    fabric.files |= damage
+    facts = rdma.read(fabric.host(register_limit_bytes=1))
+    list(rdma.check(facts))
+    list(rdma.samples(facts))

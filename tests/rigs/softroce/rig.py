@@ -1,0 +1,225 @@
+"""Runs a job on one or two QEMU guests that each have a real RDMA device, Soft-RoCE, with real verbs traffic between.
+
+    python tests/rigs/softroce/rig.py job.sh [more files and folders ...] [--guests 2] [--mtu 9000]
+
+The job is a bash script; it and the other paths lie in /job of each guest, in Python's path. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import build
+
+KERNEL_WORDS = (
+    "console=ttyS0 loglevel=4 panic=-1 mitigations=off nokaslr audit=0 apparmor=0 no_timer_check random.trust_cpu=on "
+    "net.ifnames=0"
+)
+RESULTS_BYTES = 64 << 20
+MARK = re.compile(rb"\x1eexit (\d+)\r?\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """What one guest's job said and left."""
+
+    rank: int
+    returncode: int | None  # None: it did not end in time, or the guest died
+    output: str
+    console: str  # the kernel's words
+    results: Path  # what the job left in /out
+
+
+def run(
+    job: str | Path,
+    paths: Sequence[Path] = (),
+    *,
+    guests: int = 2,
+    mtu: int = 1500,
+    memory_mib: int = 768,
+    timeout_seconds: float = 240.0,
+) -> list[Guest]:
+    """Boot the guests, run the bash script in each (text, or a file), end them, return what came back.
+
+    The job finds RANK, WORLD, PEER (the other guest on the RoCE network) and MANAGEMENT_PEER in its environment.
+    The caller owns the folders of results; they lie in the system's temporary folder.
+    """
+    if guests not in (1, 2):
+        raise ValueError(f"guests={guests}: the rig has 1 or 2")
+    cache = build.build()
+    folder = Path(tempfile.mkdtemp(prefix="softroce-"))
+    try:
+        _pack(folder / "job.tar", job, paths)
+        machines = [_start(cache, folder, rank, guests, mtu, memory_mib) for rank in range(guests)]
+        try:
+            outputs = _wait(machines, folder, time.monotonic() + timeout_seconds)
+        finally:
+            for machine in machines:
+                machine.kill()
+                machine.wait()
+        return [_collect(folder, rank, output) for rank, output in enumerate(outputs)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _pack(archive: Path, job: str | Path, paths: Sequence[Path]) -> None:
+    with tarfile.open(archive, "w", format=tarfile.GNU_FORMAT) as tar:
+        script = job if isinstance(job, Path) else archive.with_name("job.sh")
+        if isinstance(job, str):
+            script.write_text(job)
+        tar.add(script, "job.sh")
+        for path in paths:
+            tar.add(path, path.name, filter=_without_caches)
+    size = archive.stat().st_size
+    os.truncate(archive, -(-size // 512) * 512)
+
+
+def _without_caches(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if "__pycache__" in entry.name:
+        return None
+    entry.uid = entry.gid = 0
+    return entry
+
+
+def _start(cache: Path, folder: Path, rank: int, guests: int, mtu: int, memory_mib: int) -> subprocess.Popen[bytes]:
+    results = folder / f"results{rank}"
+    with results.open("wb") as handle:
+        handle.truncate(RESULTS_BYTES)
+    # Software emulation by default: /dev/kvm inside a virtual machine is often there and hangs. It is fast enough.
+    accelerator = os.environ.get("TOPOFLIGHT_SOFTROCE_ACCEL", "tcg,thread=multi")
+    command = [
+        *_qemu(cache),
+        *("-accel", accelerator, "-cpu", "max", "-M", "q35,hpet=off", "-smp", "1"),
+        *("-m", str(memory_mib), "-nodefaults", "-display", "none", "-no-reboot", "-monitor", "none"),
+        *("-kernel", f"{cache}/vmlinuz", "-initrd", f"{cache}/initramfs"),
+        *("-append", f"{KERNEL_WORDS} rank={rank} world={guests} mtu={mtu}"),
+        *("-serial", f"file:{folder}/console{rank}"),
+        *("-device", "virtio-serial-pci", "-chardev", f"file,id=words,path={folder}/output{rank}"),
+        *("-device", "virtconsole,chardev=words"),
+        *_drive("root", f"{cache}/root.ext4", "snapshot=on,cache=unsafe"),
+        *_drive("job", f"{folder}/job.tar", "readonly=on"),
+        *_drive("results", str(results), "cache=unsafe"),
+        *_network("mgmt", folder, rank, guests, "52:54:00:77:01"),
+        *_network("net1", folder, rank, guests, "52:54:00:77:02"),
+        *("-device", "virtio-rng-pci"),
+    ]
+    (folder / f"output{rank}").touch()
+    with (folder / f"qemu{rank}").open("wb") as words:
+        return subprocess.Popen(
+            command, env=_environment(cache), stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT
+        )
+
+
+def _qemu(cache: Path) -> list[str]:
+    unpacked = cache / "tools/usr"
+    folders = ("share/qemu", "share/seabios", "lib/ipxe/qemu")
+    return [str(unpacked / "bin/qemu-system-x86_64"), *(w for f in folders for w in ("-L", str(unpacked / f)))]
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    """Lets the unpacked QEMU find its own libraries; TMPDIR is where it keeps what the guests write."""
+    tools = cache / "tools"
+    libraries = [f"{tools}/usr/lib/x86_64-linux-gnu", f"{tools}/lib/x86_64-linux-gnu"]
+    modules = f"{tools}/usr/lib/x86_64-linux-gnu/qemu"
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(libraries), "QEMU_MODULE_DIR": modules}
+
+
+def _drive(name: str, path: str, options: str) -> list[str]:
+    drive = f"file={path},if=none,id={name},format=raw,{options}"
+    return ["-drive", drive, "-device", f"virtio-blk-pci,drive={name}"]
+
+
+def _network(name: str, folder: Path, rank: int, guests: int, mac: str) -> list[str]:
+    """A wire of two Unix sockets between two guests; a hub with nothing else on it for a single one."""
+    if guests == 1:
+        wire = f"hubport,hubid={['mgmt', 'net1'].index(name)},id={name}"
+    else:
+        here, there = (f"{folder}/{name}.{end}" for end in (rank, 1 - rank))
+        wire = f"dgram,id={name},local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
+    return ["-netdev", wire, "-device", f"virtio-net-pci,netdev={name},mac={mac}:0{rank},host_mtu=9000"]
+
+
+def _wait(machines: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> list[bytes]:
+    """The words of every guest, once all jobs have ended, a guest has died, or the time is over."""
+    outputs = [folder / f"output{rank}" for rank in range(len(machines))]
+    while time.monotonic() < deadline:
+        words = [path.read_bytes() for path in outputs]
+        ended = [MARK.search(w) is not None for w in words]
+        if all(ended):
+            return words
+        if any(m.poll() is not None and not e for m, e in zip(machines, ended, strict=True)):
+            break
+        time.sleep(0.2)
+    return [path.read_bytes() for path in outputs]
+
+
+def _collect(folder: Path, rank: int, output: bytes) -> Guest:
+    results = Path(tempfile.mkdtemp(prefix=f"softroce-out{rank}-"))
+    with contextlib.suppress(tarfile.TarError, OSError), tarfile.open(folder / f"results{rank}") as tar:
+        tar.extractall(results, filter="data")
+    mark = MARK.search(output)
+    console, qemu = (folder / f"{n}{rank}" for n in ("console", "qemu"))
+    return Guest(
+        rank=rank,
+        returncode=int(mark[1]) if mark else None,
+        output=(output[: mark.start()] if mark else output).decode(errors="replace").replace("\r\n", "\n"),
+        console="".join(p.read_text(errors="replace") for p in (console, qemu) if p.exists()),
+        results=results,
+    )
+
+
+def probe_paths() -> list[Path]:
+    """What the guest's Python needs to run our probes: the two rooms and the libraries they import."""
+    import attr
+    import attrs
+    import cattr
+    import cattrs
+    import psutil
+    import pyroute2
+    import typing_extensions
+
+    packages = (attr, attrs, cattr, cattrs, psutil, pyroute2)
+    folders = [Path(str(package.__file__)).parent for package in packages]
+    return [build.ROOT / "probes", build.ROOT / "topology", *folders, Path(typing_extensions.__file__)]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("paths", type=Path, nargs="*")
+    parser.add_argument("--guests", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--timeout", type=float, default=240.0)
+    parser.add_argument("--probes", action="store_true", help="add the probes and what they import")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the job, print what each guest said, and end as the worst of them did."""
+    asked = _arguments()
+    paths = [*asked.paths, *(probe_paths() if asked.probes else ())]
+    started = time.monotonic()
+    ended = run(asked.job, paths, guests=asked.guests, mtu=asked.mtu, timeout_seconds=asked.timeout)
+    for guest in ended:
+        print(f"===== rank {guest.rank}, exit code {guest.returncode}, results in {guest.results}")
+        print(guest.output if guest.returncode is not None else guest.console[-4000:] + guest.output)
+    print(f"===== {time.monotonic() - started:.1f} s")
+    return max(1 if guest.returncode is None else guest.returncode for guest in ended)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
