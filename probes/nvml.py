@@ -86,7 +86,8 @@ def plain(value: Any) -> Json:
         return {name: plain(getattr(value, name)) for name, *_ in value._fields_}
     if isinstance(value, ctypes.Array | list | tuple):
         return [plain(item) for item in value]
-    return {name: plain(item) for name, item in vars(value).items()}
+    fields = value if isinstance(value, dict) else vars(value)
+    return {name: plain(item) for name, item in fields.items()}
 
 
 def sysfs_bus_id(nvml: str) -> str | None:

@@ -1,0 +1,53 @@
+"""The fake NVML, built once, and a machine that answers through it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from probes.gpu import PROBE
+from probes.scanner import Scanner
+
+TESTS = Path(__file__).parent.parent
+sys.path.insert(0, str(TESTS / "fakes" / "nvml"))
+
+import nvml_profile  # noqa: E402 - found through the line above
+
+
+@pytest.fixture(scope="session")
+def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the fake libnvidia-ml.so.1."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler (cc) to build the fake NVML with")
+    return nvml_profile.build(tmp_path_factory.mktemp("nvml")).parent
+
+
+@pytest.fixture
+def recording() -> Callable[[str], dict[str, Any]]:
+    """A recording's content by its name."""
+    return lambda name: json.loads((TESTS / "machines" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def scanner_of(
+    fake_nvml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Callable[[str], dict[str, Any]]
+) -> Callable[..., Scanner]:
+    """A scanner whose child process finds a recorded machine's GPUs through the fake NVML, with failures on demand."""
+
+    def make(name: str, inject: str = "", **options: Any) -> Scanner:
+        answers = recording(name)["answers"]
+        profile, root = tmp_path / "profile", tmp_path / "root"
+        profile.write_text(nvml_profile.profile(answers["nvml"]), encoding="utf-8")
+        nvml_profile.restore_files(answers, root)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_nvml))
+        monkeypatch.setenv("FAKE_NVML_PROFILE", str(profile))
+        monkeypatch.setenv("FAKE_NVML_INJECT", inject)
+        return Scanner(str(root), **{"probes": (PROBE,), **options})
+
+    return make

@@ -1,0 +1,158 @@
+"""The gpu probe through pynvml and a libnvidia-ml.so.1 of our own, in a child process as on a live machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from probes.api import Absent, Failed, Ok
+from probes.gpu import GpuFacts
+from probes.recording import RecordedHost, load
+from probes.registry import BY_NAME
+from probes.scan import findings, scan
+from probes.scanner import Scanner
+
+MACHINES = Path(__file__).parent.parent / "machines"
+H100 = "hgx-h100-8xH100-8hca"
+
+
+def _facts(scanner: Scanner) -> GpuFacts:
+    with scanner:
+        outcome = scanner.scan().outcomes["gpu"]
+    assert isinstance(outcome, Ok), outcome
+    facts = outcome.facts
+    assert isinstance(facts, GpuFacts)
+    return facts
+
+
+@pytest.mark.parametrize(
+    "name",
+    [H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "l40s-4x-pcie", "titan-rtx-2x-nv2", "polaris-4xA100-nv4",
+     "sick-h100-thermal", "sick-h100-nvlink-missing"],
+)  # fmt: skip
+def test_the_same_facts_through_the_driver_library_as_from_the_recording(
+    name: str, scanner_of: Callable[..., Scanner]
+) -> None:
+    """Every symbol, structure and error code passes through ctypes unharmed."""
+    recorded = scan(load(MACHINES / f"{name}.json")).facts(GpuFacts)
+    assert recorded is not None
+    assert recorded.gpus
+    assert _facts(scanner_of(name)) == recorded
+
+
+def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of: Callable[..., Scanner]) -> None:
+    """Stated by hand, not taken from the recording."""
+    facts = _facts(scanner_of(H100))
+    gpu = facts.gpus[3]
+    assert (facts.driver_version, facts.cuda_version, len(facts.gpus), len(facts.pairs)) == ("550.90.07", "12.4", 8, 28)
+    assert (gpu.bus_id, gpu.name, gpu.compute_capability) == ("0000:61:00.0", "NVIDIA H100 80GB HBM3", (9, 0))
+    assert gpu.memory_bytes == 81559 << 20
+    assert (gpu.numa_node, gpu.cpu_affinity) == (0, "0-55,112-167")
+    assert len(gpu.nvlinks) == 18
+    assert {link.version for link in gpu.nvlinks} == {4}, "H100 answers 7 (NVLink 5.0) for its fourth generation"
+    assert {link.remote_kind for link in gpu.nvlinks} == {"nvswitch"}
+    assert {link.remote_bus_id for link in gpu.nvlinks} == {f"0000:{n}:00.0" for n in ("07", "08", "09", "0a")}
+    assert (gpu.fabric_state, gpu.fabric_clique) == ("completed", None)
+    assert (gpu.pcie_generation, gpu.pcie_width, gpu.mig_enabled, gpu.throttle_reasons) == (5, 16, False, ())
+    assert facts.pairs[0].ancestor == "NODE"
+    assert facts.pairs[-1].p2p_read == "ok"
+
+
+@pytest.mark.parametrize("kind", ["not_supported", "no_permission", "timeout", "unknown"])
+def test_a_refused_call_is_unknown_and_everything_else_stays(kind: str, scanner_of: Callable[..., Scanner]) -> None:
+    """One missing answer costs one field of one GPU."""
+    facts = _facts(scanner_of(H100, inject=f"nvmlDeviceGetTemperature@gpu2={kind}"))
+    assert [gpu.temperature_celsius is None for gpu in facts.gpus] == [i == 2 for i in range(8)]
+    assert facts.gpus[2].error is None
+    assert facts.gpus[2].power_watts == 105.0
+
+
+@pytest.mark.parametrize("symbol", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo", "*"])
+def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
+    """Whichever call finds out that it is lost."""
+    with scanner_of(H100, inject=f"{symbol}@gpu5=gpu_lost") as scanner:
+        snapshot = scanner.scan()
+    facts = snapshot.facts(GpuFacts)
+    assert facts is not None
+    assert [gpu.index for gpu in facts.gpus if gpu.error] == [5]
+    assert len(facts.pairs) == 21, "pairs of the seven that answer"
+    assert [(f.code, f.subject) for f in findings(snapshot)] == [("gpu.device.lost", "GPU5")]
+
+
+@pytest.mark.parametrize(
+    ("inject", "words"),
+    [
+        ("nvmlDeviceGetName@gpu1=hang", "no answer after"),
+        ("nvmlDeviceGetName@gpu1=crash", "SIGSEGV"),
+        ("nvmlInit=hang", "no answer after"),
+        ("nvmlDeviceGetCount=garbage", "not a number of GPUs"),
+    ],
+)
+def test_a_hang_crash_or_nonsense_costs_only_the_gpu_probe(
+    inject: str, words: str, scanner_of: Callable[..., Scanner]
+) -> None:
+    """The scan ends in bounded time, says what happened, and the probes after it still answer."""
+    probes = (BY_NAME["gpu"], BY_NAME["hostinfo"])
+    with scanner_of(H100, inject=inject, probes=probes, timeout_seconds=3.0) as scanner:
+        start = time.monotonic()
+        snapshot = scanner.scan()
+        took = time.monotonic() - start
+    outcome = snapshot.outcomes["gpu"]
+    assert isinstance(outcome, Failed)
+    assert words in outcome.error
+    assert isinstance(snapshot.outcomes["hostinfo"], Ok)
+    assert took < 3.0 + 60.0, "the limit, and at most the start of two child processes on a slow machine"
+    assert next(f.code for f in findings(snapshot)) == "gpu.probe.failed"
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    ["nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetPciInfo", "nvmlDeviceGetFieldValues",
+     "nvmlDeviceGetNvLinkState", "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetP2PStatus", "nvmlDeviceGetMigMode",
+     "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetUtilizationRates"],
+)  # fmt: skip
+def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
+    """A driver that fills a structure with rubbish must not spread it."""
+    facts = _facts(scanner_of(H100, inject=f"{symbol}@gpu4=garbage"))
+    recorded = scan(load(MACHINES / f"{H100}.json")).facts(GpuFacts)
+    assert recorded is not None
+    others = [gpu for gpu in facts.gpus if gpu.index != 4]
+    assert others == [gpu for gpu in recorded.gpus if gpu.index != 4]
+
+
+def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Callable[..., Scanner]) -> None:
+    """Standard output of the child is the pipe; a chatty driver must not write into it."""
+    assert len(_facts(scanner_of(H100, inject="nvmlDeviceGetName=noise")).gpus) == 8
+
+
+def test_the_next_scan_works_after_a_crash(scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new child is started once the old one is gone."""
+    with scanner_of(H100, inject="nvmlDeviceGetUUID=crash") as scanner:
+        assert isinstance(scanner.scan().outcomes["gpu"], Failed)
+        monkeypatch.setenv("FAKE_NVML_INJECT", "")
+        assert isinstance(scanner.scan().outcomes["gpu"], Ok)
+
+
+def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
+    scanner_of: Callable[..., Scanner], recording: Callable[[str], dict[str, Any]]
+) -> None:
+    """DRIVER_NOT_LOADED is a fault only where there is something to drive."""
+    with scanner_of(H100, inject="nvmlInit=driver_not_loaded") as scanner:
+        snapshot = scanner.scan()
+    found = findings(snapshot)
+    assert [(f.code, f.severity.value) for f in found] == [("gpu.driver.unusable", "fail")]
+    assert "8 NVIDIA GPU(s)" in found[0].message
+    bare = recording("cpu-only-vm")
+    bare["answers"]["nvml"] = {"nvmlDeviceGetCount": {"": {"$nvml": "DRIVER_NOT_LOADED"}}}
+    assert isinstance(scan(RecordedHost(bare)).outcomes["gpu"], Absent)
+
+
+def test_the_same_handles_serve_the_next_scan(scanner_of: Callable[..., Scanner]) -> None:
+    """The child stays, and two scans agree."""
+    with scanner_of(H100) as scanner:
+        first, second = scanner.scan(), scanner.scan()
+    assert first.facts(GpuFacts) == second.facts(GpuFacts)
