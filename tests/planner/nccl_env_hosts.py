@@ -1,0 +1,98 @@
+"""Hosts made by hand for the tests of the NCCL environment: only the facts that a rule asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from probes.api import Ok, Snapshot
+from probes.gpu import Gpu, GpuFacts, NvLink
+from probes.hostinfo import HostinfoFacts
+from probes.interfaces import Interface, InterfacesFacts
+from probes.limits import LimitsFacts
+from probes.rdma import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from topology.graph import ClusterTopology, NearestNic, NodeTopology
+
+GBIT = 1e9 / 8
+
+
+def interface(name: str, role: str, address: str = "10.0.0.1/24", **more: Any) -> Interface:
+    """An interface that is up and running."""
+    addresses = (address,) if address else ()
+    return Interface(**{"name": name, "role": role, "up": True, "running": True, "addresses": addresses, **more})
+
+
+def port(
+    name: str,
+    *,
+    layer: str = "InfiniBand",
+    gbit: float = 400,
+    state: str = "ACTIVE",
+    kind: str = "hca",
+    model: str = "ConnectX-7",
+    gids: Sequence[Gid] = (),
+    **more: Any,
+) -> RdmaDevice:
+    """A device with one port."""
+    one = RdmaPort(
+        port=1,
+        state=state,
+        link_layer=layer,
+        rate_bytes_per_second=gbit * GBIT,
+        gids=tuple(gids),
+        gids_known=bool(gids),
+        **more,
+    )
+    return RdmaDevice(name=name, kind=kind, model=model, ports=(one,))
+
+
+def v2_gid(index: int, address: str = "10.0.0.1") -> Gid:
+    """An IPv4-mapped RoCE v2 entry as sysfs prints it."""
+    high, low = (int(a) * 256 + int(b) for a, b in zip(address.split(".")[::2], address.split(".")[1::2], strict=True))
+    return Gid(index=index, gid=f"0000:0000:0000:0000:0000:ffff:{high:04x}:{low:04x}", type="RoCE v2")
+
+
+def host(
+    name: str = "a",
+    *,
+    gpus: int = 8,
+    gpu_name: str | None = None,
+    nvlink: bool = True,
+    rdma: Sequence[RdmaDevice] | None = (),
+    interfaces: Sequence[Interface] | None = (),
+    default_route: str | None = None,
+    **info: Any,
+) -> Snapshot:
+    """A snapshot of the facts given; None leaves the probe out."""
+    links = (NvLink(link=0, active=True),) if nvlink else ()
+    facts: dict[str, Any] = {
+        "gpu": GpuFacts(
+            driver_version="570",
+            cuda_version="12.8",
+            gpus=tuple(
+                Gpu(index=i, bus_id=None, name=gpu_name, nvlinks=links, nvlinks_known=True) for i in range(gpus)
+            ),
+        ),
+        "hostinfo": HostinfoFacts(**{"hostname": name, "cores": 64, **info}),
+        "limits": LimitsFacts(whose="this process", uid=0, memlock_soft_bytes=65536, memlock_hard_bytes=65536),
+    }
+    if rdma is not None:
+        facts["rdma"] = RdmaFacts(devices=tuple(rdma), source="sysfs")
+    if interfaces is not None:
+        facts["interfaces"] = InterfacesFacts(interfaces=tuple(interfaces), default_route=default_route)
+    outcomes = {probe: Ok(facts=value) for probe, value in facts.items()}
+    return Snapshot(hostname=name, taken_at_seconds=0.0, topoflight_version="test", outcomes=dict(outcomes))
+
+
+def cluster(*snapshots: Snapshot, nearest: Sequence[str] = (), virtual: str | None = None) -> ClusterTopology:
+    """Topology of the hosts: only what rules ask for. `nearest` is the NIC nearest to each GPU."""
+    near = tuple(
+        NearestNic(gpu=f"GPU{i}", label="PIX", path=None, nics=(nic,), local=True, decidable=True)
+        for i, nic in enumerate(nearest)
+    )
+    return ClusterTopology(
+        nodes=tuple(
+            NodeTopology(hostname=each.hostname, gpus=(), nics=(), pairs=(), nearest_nic=near, virtual=virtual)
+            for each in snapshots
+        )
+    )

@@ -1,0 +1,275 @@
+"""Each rule of the NCCL environment on the smallest host that decides it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nccl_env_hosts import cluster, host, interface, port, v2_gid
+
+from collectives.transport import Evidence
+from planner.nccl_env import EnvAdvice, settings
+from planner.nccl_names import names
+from probes.api import Snapshot
+from probes.rdma import Gid
+
+
+def advise(*snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any) -> EnvAdvice:
+    """Advice for the hosts."""
+    return settings(snapshots, cluster(*snapshots, nearest=nearest, virtual=virtual), **more)
+
+
+def values(advice: EnvAdvice) -> dict[str, str]:
+    """The settings by name."""
+    return {setting.name: setting.value for setting in advice.settings}
+
+
+def note(advice: EnvAdvice, topic: str) -> str:
+    """All that the notes say of one topic."""
+    return " ".join(note.text for note in advice.notes if note.topic == topic)
+
+
+ETH0 = interface("eth0", "pod-default")
+NET1 = interface("net1", "secondary", "192.168.2.5/24", rdma_device="mlx5_1", multus_network="default/rdma-net")
+ROCE = {"layer": "Ethernet", "gbit": 200}
+IB8 = tuple(port(f"mlx5_{i}") for i in range(8))
+
+
+def test_pod_with_secondary_network_gets_the_interface_and_its_hca_by_name() -> None:
+    """The pod of the two-node RoCE cluster: net1 and mlx5_1, and the needs that go with them."""
+    pod = host(gpus=2, rdma=[port("mlx5_0", **ROCE), port("mlx5_1", **ROCE)], interfaces=[ETH0, NET1])
+    advice = advise(pod)
+    assert values(advice)["NCCL_SOCKET_IFNAME"] == "net1"
+    assert values(advice)["NCCL_IB_HCA"] == "mlx5_1"
+    needs = {(need.name, need.value) for need in advice.needs}
+    assert {("network", "default/rdma-net"), ("capability", "IPC_LOCK"), ("memlock", "unlimited")} <= needs
+
+
+def test_hca_behind_a_macvlan_is_found_by_its_gid() -> None:
+    """Inside a pod the parent of net1 is out of sight: the GID that holds its address tells the device."""
+    net1 = interface("net1", "secondary", "192.168.2.5/24")
+    devices = [port("mlx5_0", **ROCE), port("mlx5_1", gids=[v2_gid(3, "192.168.2.5")], **ROCE)]
+    assert values(advise(host(rdma=devices, interfaces=[ETH0, net1])))["NCCL_IB_HCA"] == "mlx5_1"
+
+
+def test_all_hcas_of_the_fabric_means_set_nothing() -> None:
+    """Eight equal InfiniBand ports: no NCCL variable at all."""
+    advice = advise(host(rdma=IB8, interfaces=[interface("eno1", "host")]))
+    assert not [name for name in values(advice) if name.startswith("NCCL_")]
+    assert note(advice, "NCCL_IB_HCA").startswith("Set nothing")
+
+
+def test_storage_ports_far_from_every_gpu_need_no_setting() -> None:
+    """NCCL's search ends at the nearest HCA of each GPU; the note tells how to pin them all the same."""
+    storage = [port("mlx5_8", gbit=200, model="ConnectX-6"), port("mlx5_9", gbit=200, model="ConnectX-6")]
+    near = tuple(device.name for device in IB8)
+    advice = advise(host(rdma=[*IB8, *storage], interfaces=[interface("eno1", "host")]), nearest=near)
+    assert "NCCL_IB_HCA" not in values(advice)
+    assert f"NCCL_IB_HCA={','.join(near)}." in note(advice, "NCCL_IB_HCA")
+
+
+def test_prefix_that_would_catch_another_device_is_made_exact() -> None:
+    """mlx5_1 as a prefix also matches mlx5_10."""
+    devices = [port("mlx5_1"), port("mlx5_10", layer="Ethernet", gbit=100), port("mlx5_11", layer="Ethernet", gbit=100)]
+    assert values(advise(host(rdma=devices)))["NCCL_IB_HCA"] == "=mlx5_1"
+    both = [port("mlx5_1"), port("mlx5_10"), port("mlx5_4", layer="Ethernet", gbit=100)]
+    assert values(advise(host(rdma=both)))["NCCL_IB_HCA"] == "mlx5_1,mlx5_10"
+
+
+def test_mixed_link_layers_keep_the_faster_fabric() -> None:
+    """InfiniBand and Ethernet ports cannot talk to each other."""
+    devices = [*IB8[:2], port("mlx5_bond_0", layer="Ethernet", gbit=100, model="ConnectX-6")]
+    advice = advise(host(rdma=devices))
+    assert values(advice)["NCCL_IB_HCA"] == "mlx5_0,mlx5_1"
+    (setting,) = [each for each in advice.settings if each.name == "NCCL_IB_HCA"]
+    assert "mlx5_bond_0:1: Ethernet" in setting.reason.evidence
+
+
+def test_slower_port_of_another_model_is_left_out_and_a_trained_down_one_is_not() -> None:
+    """A slower ConnectX-4 is management; a slower ConnectX-7 among ConnectX-7 is a fault to mend."""
+    management = [port("mlx5_0"), port("mlx5_1"), port("mlx5_2", gbit=25, model="ConnectX-4")]
+    assert values(advise(host(rdma=management)))["NCCL_IB_HCA"] == "mlx5_0,mlx5_1"
+    trained_down = [port("mlx5_0"), port("mlx5_1"), port("mlx5_2", gbit=200)]
+    assert "NCCL_IB_HCA" not in values(advise(host(rdma=trained_down)))
+
+
+def test_port_that_is_down_is_named_for_its_return_and_noted() -> None:
+    """NCCL passes over a port that is down in silence; the list must not hide it once it is mended."""
+    devices = [port("mlx5_0"), port("mlx5_1", state="DOWN"), port("mlx5_2", layer="Ethernet", gbit=25)]
+    advice = advise(host(rdma=devices))
+    assert values(advice)["NCCL_IB_HCA"] == "mlx5_0,mlx5_1"
+    assert "mlx5_1:1 DOWN" in " ".join(each.evidence for each in advice.notes)
+
+
+def test_efa_gets_no_hca_and_the_plugin_is_named_only_between_nodes() -> None:
+    """EFA is the plugin's business; naming it makes a missing plugin an error instead of TCP."""
+    efa = [port(f"rdmap{i}", kind="efa", layer="Unspecified") for i in range(4)]
+    one = host(rdma=efa, interfaces=[interface("ens5", "host")])
+    advice = advise(one)
+    assert not [name for name in values(advice) if name.startswith("NCCL_")]
+    assert ("resource", "vpc.amazonaws.com/efa: 4") in {(need.name, need.value) for need in advice.needs}
+    assert values(advise(one, multi_node=True))["NCCL_NET"] == "AWS Libfabric"
+    assert values(advise(one, evidence=Evidence(inter_node_transport="Socket")))["NCCL_NET"] == "AWS Libfabric"
+    assert "NCCL_NET" not in values(advise(one, multi_node=False))
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [((2, 20, 5), "3"), ((2, 18), "3"), ((2, 21, 5), None), (None, None)],
+)
+def test_gid_index_is_set_only_before_2_21(version: tuple[int, ...] | None, expected: str | None) -> None:
+    """Later NCCL finds the RoCE v2 GID itself."""
+    v1 = Gid(index=0, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="IB/RoCE v1")
+    roce = host(rdma=[port("mlx5_0", gids=[v1, v2_gid(3)], **ROCE)])
+    assert values(advise(roce, nccl_version=version)).get("NCCL_IB_GID_INDEX") == expected
+
+
+def test_gid_index_that_differs_between_hosts_is_not_set() -> None:
+    """One index for all ports must be right on every port."""
+    hosts = [host(name, rdma=[port("mlx5_0", gids=[v2_gid(index)], **ROCE)]) for name, index in (("a", 3), ("b", 5))]
+    advice = advise(*hosts, nccl_version=(2, 20, 5))
+    assert "NCCL_IB_GID_INDEX" not in values(advice)
+    assert "per node" in note(advice, "NCCL_IB_GID_INDEX")
+
+
+def test_ipv6_only_fabric_gets_the_address_family() -> None:
+    """NCCL looks for an IPv4 GID unless told otherwise."""
+    v6 = Gid(index=3, gid="fd00:0000:0000:0000:0000:0000:0000:0001", type="RoCE v2")
+    roce = host(rdma=[port("mlx5_0", gids=[v6], **ROCE)])
+    assert values(advise(roce, nccl_version=(2, 27, 7)))["NCCL_IB_ADDR_FAMILY"] == "AF_INET6"
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"traffic_class": 106}, "106"),
+        ({"pfc_priorities": (3,)}, "106"),
+        ({"pfc_priorities": (5,)}, "170"),
+        ({"pfc_priorities": (3, 4)}, None),
+        ({"pfc_priorities": ()}, None),
+        ({}, None),
+    ],
+)
+def test_traffic_class_follows_the_lossless_priority(facts: dict[str, Any], expected: str | None) -> None:
+    """DSCP 26 (class field 106) for priority 3, as NVIDIA's RoCE configuration has it."""
+    roce = host(rdma=[port("mlx5_0", **ROCE, **facts)])
+    assert values(advise(roce)).get("NCCL_IB_TC") == expected
+
+
+def test_rails_in_subnets_of_their_own_are_not_crossed() -> None:
+    """Crossing rails would need routing between the subnets."""
+    apart = [port(f"mlx5_{i}", netdev=f"rail{i}", **ROCE) for i in range(2)]
+    rails = [interface(f"rail{i}", "host", f"10.1.{i}.1/24") for i in range(2)]
+    assert values(advise(host(rdma=apart, interfaces=rails)))["NCCL_CROSS_NIC"] == "0"
+    same = [interface(f"rail{i}", "host", f"10.1.0.{i + 1}/24") for i in range(2)]
+    assert "NCCL_CROSS_NIC" not in values(advise(host(rdma=apart, interfaces=same)))
+
+
+def test_docker_bridge_is_never_left_as_the_choice() -> None:
+    """Other nodes cannot reach a bridge of this host."""
+    taken = [interface("br-1a2b", "bridge", "172.18.0.1/16"), interface("ens3", "host")]
+    assert values(advise(host(interfaces=taken)))["NCCL_SOCKET_IFNAME"] == "ens3"
+
+
+def test_tcp_only_host_names_its_fastest_interface() -> None:
+    """Without RDMA NCCL spreads data over all interfaces; with RDMA the bootstrap alone needs no setting."""
+    slow = interface("eno1", "host", "10.0.0.1/24", speed_bytes_per_second=1 * GBIT_)
+    fast = interface("ens3", "host", "10.1.0.1/24", speed_bytes_per_second=100 * GBIT_)
+    assert values(advise(host(interfaces=[slow, fast])))["NCCL_SOCKET_IFNAME"] == "ens3"
+    assert "NCCL_SOCKET_IFNAME" not in values(advise(host(rdma=IB8, interfaces=[slow, fast])))
+    assert "NCCL_SOCKET_IFNAME" not in values(advise(host(interfaces=[fast])))
+
+
+GBIT_ = 1e9 / 8
+
+
+def test_interface_prefix_is_made_exact() -> None:
+    """net1 as a prefix also matches net10."""
+    more = interface("net10", "secondary", "192.168.3.5/24", speed_bytes_per_second=None)
+    pod = host(rdma=[port("mlx5_1", **ROCE)], interfaces=[ETH0, NET1, more])
+    assert values(advise(pod))["NCCL_SOCKET_IFNAME"] == "=net1"
+
+
+def test_other_interface_names_on_other_nodes_make_one_list_or_a_note() -> None:
+    """A list for all nodes is right only where no node has the other's name for something else."""
+    pods = [
+        host(name, interfaces=[ETH0, interface(net, "secondary", "192.168.2.5/24")])
+        for name, net in (("a", "net1"), ("b", "rail0"))
+    ]
+    assert values(advise(*pods))["NCCL_SOCKET_IFNAME"] == "net1,rail0"
+    clash = [
+        host("a", interfaces=[ETH0, interface("net1", "secondary", "192.168.2.5/24")]),
+        host("b", interfaces=[ETH0, interface("net1", "docker"), interface("net2", "secondary", "192.168.2.6/24")]),
+    ]
+    assert "NCCL_SOCKET_IFNAME" not in values(advise(*clash))
+    assert "per node" in note(advise(*clash), "NCCL_SOCKET_IFNAME")
+
+
+def test_job_on_one_node_gets_no_network_setting() -> None:
+    """Nothing of the network is opened; the pod's memory need stays."""
+    pod = host(gpus=2, rdma=[port("mlx5_1", **ROCE)], interfaces=[ETH0, NET1])
+    advice = advise(pod, multi_node=False)
+    assert not [name for name in values(advice) if name.startswith("NCCL_")]
+    assert {need.name for need in advice.needs} == {"shm_bytes", "resource"}
+
+
+def test_host_without_gpus_gets_gloo() -> None:
+    """gloo takes the address of the host name otherwise; NCCL is not mentioned."""
+    cpu = host(gpus=0, rdma=None, interfaces=[interface("lo", "loopback", "127.0.0.1/8"), interface("eth0", "host")])
+    advice = advise(cpu)
+    assert advice.backend == "gloo"
+    assert values(advice) == {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "32"}
+    assert not [each for each in advice.notes if each.topic.startswith("NCCL")]
+    alone = host(gpus=0, rdma=None, interfaces=[interface("lo", "loopback", "127.0.0.1/8")])
+    assert "GLOO_SOCKET_IFNAME" not in values(advise(alone))
+
+
+def test_vm_without_a_pcie_tree_gets_the_providers_topology_file() -> None:
+    """Only where the maker's images are known to carry one."""
+    flat = "every device sits on its own root"
+    vm = host(rdma=IB8, vendor="Microsoft Corporation", gpu_name="NVIDIA A100-SXM4-40GB")
+    assert values(advise(vm, virtual=flat))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
+    named = host(rdma=IB8, vendor="Microsoft Corporation", gpu_name="A100", nccl_conf={"NCCL_TOPO_FILE": "/x.xml"})
+    assert "NCCL_TOPO_FILE" not in values(advise(named, virtual=flat))
+    other = advise(host(rdma=IB8, vendor="QEMU"), virtual=flat)
+    assert "NCCL_TOPO_FILE" not in values(other)
+    assert "hides its PCIe tree" in note(other, "NCCL_TOPO_FILE")
+
+
+@pytest.mark.parametrize(("gpus", "says"), [(1, "one GPU"), (4, "limits direct access")])
+def test_p2p_level_of_the_machine_is_explained_never_advised(gpus: int, says: str) -> None:
+    """NCCL_P2P_LEVEL=NVL in an EFA pod: what it does there."""
+    pod = host(gpus=gpus, nccl_environment={"NCCL_P2P_LEVEL": "NVL"})
+    advice = advise(pod)
+    assert says in note(advice, "NCCL_P2P_LEVEL")
+    assert "NCCL_P2P_LEVEL" not in values(advice)
+
+
+def test_unread_interfaces_and_ports_are_unknown_not_fine() -> None:
+    """A probe that did not answer leads to no setting and says so."""
+    advice = advise(host(rdma=None, interfaces=None))
+    assert note(advice, "NCCL_SOCKET_IFNAME").startswith("Unknown")
+
+
+def test_only_system_configuration_names_are_advised() -> None:
+    """Over every host of this file: no variable of NCCL's Debugging section."""
+    v1 = Gid(index=0, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="IB/RoCE v1")
+    everything = host(
+        rdma=[port(f"mlx5_{i}", gids=[v1], netdev=f"rail{i}", traffic_class=106, **ROCE) for i in range(2)]
+        + [port("rdmap0", kind="efa")],
+        interfaces=[ETH0, *(interface(f"rail{i}", "secondary", f"10.1.{i}.1/24") for i in range(2))],
+    )
+    advised: set[str] = set()
+    for version in ((2, 18, 3), (2, 27, 7)):
+        advised |= set(values(advise(everything, multi_node=True, nccl_version=version)))
+    nccl = {name for name in advised if name.startswith("NCCL_")}
+    assert len(nccl) >= 5
+    assert {names()[name].doc_class for name in nccl} == {"system"}
+
+
+def test_every_setting_has_its_reason() -> None:
+    """Rule, evidence and source are never empty."""
+    pod = host(gpus=2, rdma=[port("mlx5_0", **ROCE), port("mlx5_1", **ROCE)], interfaces=[ETH0, NET1])
+    advice = advise(pod)
+    for each in (*advice.settings, *advice.needs):
+        assert each.reason.rule and each.reason.evidence and each.reason.source, each
