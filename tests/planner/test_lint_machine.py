@@ -1,0 +1,182 @@
+"""An environment against the machine it is for."""
+
+from __future__ import annotations
+
+import pytest
+from nccl_env_hosts import host, interface, port, v2_gid
+
+from planner.lint import CODES, lint
+from planner.lint_machine import NameList
+from probes.api import Finding, Severity, Snapshot
+from probes.rdma import Gid
+
+ETH0 = interface("eth0", "pod-default")
+NET1 = interface("net1", "secondary", "192.168.2.5/24")
+DOCKER0 = interface("docker0", "docker", "172.17.0.1/16")
+TWELVE = [port(f"mlx5_{i}") for i in range(12)]
+
+
+def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ...] = (2, 27, 7)) -> list[Finding]:
+    """All findings; each code is announced."""
+    findings = lint(environment, nccl_version=version, snapshot=machine)
+    assert {finding.code for finding in findings} <= set(CODES)
+    return list(findings)
+
+
+def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
+    """The codes alone."""
+    return [finding.code for finding in found(environment, machine)]
+
+
+@pytest.mark.parametrize(
+    ("text", "takes", "leaves"),
+    [
+        ("mlx5_1", ["mlx5_1", "mlx5_10"], ["mlx5_2"]),
+        ("=mlx5_1", ["mlx5_1"], ["mlx5_10"]),
+        ("^mlx5_1", ["mlx5_2"], ["mlx5_1", "mlx5_10"]),
+        ("^=mlx5_1", ["mlx5_10"], ["mlx5_1"]),
+        ("mlx5_0,mlx5_2", ["mlx5_0", "mlx5_2"], ["mlx5_1"]),
+    ],
+)
+def test_name_list_matches_as_nccl_does(text: str, takes: list[str], leaves: list[str]) -> None:
+    """Prefixes unless '=', all but them with '^'."""
+    names = NameList.parse(text)
+    assert all(names.takes(name) for name in takes)
+    assert not any(names.takes(name) for name in leaves)
+
+
+def test_name_list_ports() -> None:
+    """A port number restricts an entry to that port."""
+    names = NameList.parse("=mlx5_0:1,mlx5_1")
+    assert names.takes("mlx5_0", 1) and not names.takes("mlx5_0", 2) and names.takes("mlx5_1", 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("net1", []),
+        ("eth1", ["env.interface.absent"]),
+        ("eth0", ["env.interface.overlay"]),
+        ("docker0", ["env.interface.unfit"]),
+        ("^lo,docker", ["env.interface.overlay"]),
+        ("=net1", []),
+    ],
+)
+def test_interface(value: str, expected: list[str]) -> None:
+    """Absent, the pod's overlay, a bridge of this host."""
+    assert codes({"NCCL_SOCKET_IFNAME": value}, host(interfaces=[ETH0, NET1, DOCKER0])) == expected
+
+
+def test_absent_interface_ends_the_job() -> None:
+    """NCCL does not fall back: it ends with an error."""
+    (finding,) = found({"NCCL_SOCKET_IFNAME": "ib0"}, host(interfaces=[ETH0]))
+    assert finding.severity is Severity.FAIL
+    assert "no socket interface found" in finding.message
+    assert "running interfaces: eth0" in finding.evidence
+
+
+def test_interface_that_is_down_is_absent_to_nccl() -> None:
+    """Only running interfaces count."""
+    down = interface("net1", "secondary", running=False)
+    assert codes({"NCCL_SOCKET_IFNAME": "net1"}, host(interfaces=[ETH0, down])) == ["env.interface.absent"]
+
+
+def test_interface_prefix() -> None:
+    """eth1 also takes eth10."""
+    machine = host(interfaces=[interface("eth1", "host"), interface("eth10", "host")])
+    assert codes({"NCCL_SOCKET_IFNAME": "eth1"}, machine) == ["env.interface.prefix"]
+    assert codes({"NCCL_SOCKET_IFNAME": "=eth1"}, machine) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("mlx5_2", []),
+        ("mlx5_1", ["env.hca.prefix"]),
+        ("=mlx5_1", []),
+        ("^mlx5_1", ["env.hca.prefix"]),
+        ("mlx4_0", ["env.hca.absent"]),
+        ("mlx5_2,mlx4_0", ["env.hca.absent"]),
+        ("mlx5_2:2", ["env.hca.absent"]),
+    ],
+)
+def test_hca(value: str, expected: list[str]) -> None:
+    """Prefix surprises, and names that match nothing or only in part."""
+    assert codes({"NCCL_IB_HCA": value}, host(rdma=TWELVE)) == expected
+
+
+def test_hca_that_matches_nothing_means_tcp() -> None:
+    """FAIL where nothing is left, WARN where one entry is wrong."""
+    (nothing,) = found({"NCCL_IB_HCA": "mlx4_0"}, host(rdma=TWELVE))
+    assert nothing.severity is Severity.FAIL
+    assert "No device found" in nothing.message
+    (partly,) = found({"NCCL_IB_HCA": "mlx5_2,mlx4_0"}, host(rdma=TWELVE))
+    assert partly.severity is Severity.WARN
+
+
+def test_hca_that_is_down() -> None:
+    """One of several is a lost rail, the only one is TCP."""
+    machine = host(rdma=[port("mlx5_0"), port("mlx5_1", state="DOWN")])
+    (one,) = found({"NCCL_IB_HCA": "mlx5_0,mlx5_1"}, machine)
+    assert (one.code, one.severity) == ("env.hca.down", Severity.WARN)
+    (all_of_them,) = found({"NCCL_IB_HCA": "mlx5_1"}, machine)
+    assert (all_of_them.code, all_of_them.severity) == ("env.hca.down", Severity.FAIL)
+
+
+def test_efa_machine() -> None:
+    """IB settings do nothing, another provider or network breaks it, old advice is needless."""
+    efa = host(rdma=[port("rdmap0", kind="efa", layer="Unspecified")], interfaces=[ETH0])
+    assert codes({"NCCL_IB_HCA": "mlx5_0"}, efa) == ["env.hca.efa"]
+    assert codes({"NCCL_NET": "IB"}, efa) == ["env.net.absent"]
+    assert codes({"NCCL_NET": "Socket"}, efa) == ["env.rdma.tcp"]
+    assert codes({"FI_PROVIDER": "tcp"}, efa) == ["env.rdma.tcp"]
+    assert codes({"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}, efa) == ["env.efa.needless"] * 2
+    assert codes({"NCCL_NET": "AWS Libfabric", "NCCL_BUFFSIZE": "8388608"}, efa) == []
+
+
+def test_rdma_switched_off_on_an_rdma_machine() -> None:
+    """One finding, the machine's, and not a second one about leftovers."""
+    (finding,) = found({"NCCL_IB_DISABLE": "1"}, host(rdma=TWELVE))
+    assert (finding.code, finding.severity) == ("env.rdma.disabled", Severity.FAIL)
+    assert [f.code for f in found({"NCCL_IB_DISABLE": "true"}, host(rdma=TWELVE))] == ["env.value.ignored"]
+    assert codes({"NCCL_IB_DISABLE": "1"}, host(rdma=[])) == ["env.debug.leftover"]
+
+
+def test_peer_access_switched_off_between_nvlinked_gpus() -> None:
+    """The two-GPU experiment's NCCL_P2P_DISABLE=1."""
+    (finding,) = found({"NCCL_P2P_DISABLE": "1"}, host(gpus=2))
+    assert (finding.code, finding.severity) == ("env.p2p.nvlink", Severity.FAIL)
+    assert codes({"NCCL_P2P_DISABLE": "1"}, host(gpus=2, nvlink=False)) == ["env.debug.leftover"]
+
+
+def test_p2p_level_is_explained_for_this_machine() -> None:
+    """In the pod with one GPU it has no effect at all."""
+    (finding,) = found({"NCCL_P2P_LEVEL": "NVL"}, host(gpus=1))
+    assert (finding.code, finding.severity) == ("env.p2p.level", Severity.INFO)
+    assert "No effect" in finding.message
+
+
+def test_gid_index_against_the_table() -> None:
+    """Empty entries fail, RoCE v1 entries do not route."""
+    v1 = Gid(index=0, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="IB/RoCE v1")
+    machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v1, v2_gid(3)])])
+    assert "env.gid.absent" not in codes({"NCCL_IB_GID_INDEX": "3"}, machine)
+    by_index = {
+        index: next(f for f in found({"NCCL_IB_GID_INDEX": index}, machine) if f.code == "env.gid.absent")
+        for index in ("0", "7")
+    }
+    assert by_index["0"].severity is Severity.WARN
+    assert by_index["7"].severity is Severity.FAIL
+
+
+def test_gloo_takes_exact_names_only() -> None:
+    """'^' and '=' mean nothing to gloo."""
+    machine = host(gpus=0, interfaces=[ETH0])
+    assert codes({"GLOO_SOCKET_IFNAME": "eth0"}, machine) == []
+    assert codes({"GLOO_SOCKET_IFNAME": "^lo"}, machine) == ["env.gloo.interface"]
+
+
+def test_facts_that_were_not_read_are_not_judged() -> None:
+    """No interfaces, no RDMA facts: nothing is called absent because nobody looked."""
+    blind = host(rdma=None, interfaces=None)
+    assert codes({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}, blind) == []

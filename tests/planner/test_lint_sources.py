@@ -1,0 +1,196 @@
+"""Environments are found wherever they are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.lint import lint
+from planner.lint_sources import KINDS, EnvironmentTextError, NamedEnvironment, guess_kind, read_environment
+
+JOB = """
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {name: sft-roce}
+spec:
+  pytorchReplicaSpecs:
+    Master:
+      template: &template
+        spec:
+          containers:
+            - name: pytorch
+              env:
+                - {name: NCCL_SOCKET_IFNAME, value: "net1"}
+                - {name: NCCL_IB_HBA, value: "mlx5_1"}
+                - {name: NCCL_DEBUG, valueFrom: {configMapKeyRef: {name: x, key: y}}}
+                - {name: HF_TOKEN, value: "secret"}
+    Worker:
+      template: *template
+"""
+TRAINJOB = """
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: sft}
+spec:
+  trainer:
+    numNodes: 2
+    env:
+      - {name: PET_NNODES, value: "2"}
+"""
+MPIJOB = """
+kind: MPIJob
+metadata: {name: nccl-tests}
+spec:
+  mpiReplicaSpecs:
+    Launcher:
+      template:
+        spec:
+          containers:
+            - name: launcher
+              command: [mpirun, -x, NCCL_DEBUG=INFO, -x, 'NCCL_ALGO="Ring"', all_reduce_perf]
+            - name: other
+              args: ["export NCCL_IB_HCA=mlx5_0; NCCL_PROTO=Simple ./run"]
+"""
+
+
+def one(text: str, kind: str | None = None) -> NamedEnvironment:
+    """The only environment of a text."""
+    (found,) = read_environment(text, kind)
+    return found
+
+
+def test_pytorchjob() -> None:
+    """Anchored templates once; values from elsewhere and secrets are not kept."""
+    found = one(JOB)
+    assert found.environment == {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HBA": "mlx5_1"}
+    assert found.source == "PyTorchJob/sft-roce Master pytorch"
+
+
+def test_trainjob_and_its_reserved_names() -> None:
+    """The trainer's env, and the verdict that its source makes possible."""
+    found = one(TRAINJOB)
+    assert [f.code for f in lint(found.environment, source=found.source)] == ["env.name.reserved"]
+
+
+def test_mpirun_and_shell_inside_a_pod() -> None:
+    """mpirun -x and exports in a command line count too."""
+    launcher, other = read_environment(MPIJOB)
+    assert launcher.environment == {"NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"}
+    assert other.environment == {"NCCL_IB_HCA": "mlx5_0", "NCCL_PROTO": "Simple"}
+
+
+def test_json_manifests_and_config_maps() -> None:
+    """JSON is YAML; a ConfigMap may be taken in by envFrom."""
+    manifest = {"kind": "ConfigMap", "metadata": {"name": "env"}, "data": {"NCCL_NET": "IB", "train.py": "x"}}
+    assert one(json.dumps(manifest)).environment == {"NCCL_NET": "IB"}
+
+
+def test_numbers_in_yaml_become_the_text_kubernetes_would_want() -> None:
+    """An unquoted number is an error to the API server but still readable here."""
+    text = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_IB_TC, value: 106}\n"
+    assert one(text).environment == {"NCCL_IB_TC": "106"}
+
+
+def test_process_environment() -> None:
+    """NUL-separated, first of two wins, as getenv has it; nothing but communication is kept."""
+    text = "PATH=/bin\0NCCL_NET=IB\0AWS_SECRET_ACCESS_KEY=x\0NCCL_NET=Socket\0"
+    assert one(text).environment == {"NCCL_NET": "IB"}
+
+
+def test_env_file_keeps_quotes() -> None:
+    """docker does not strip them, and the linter says what comes of it."""
+    found = one('# comment\nNCCL_IB_HCA="mlx5_1"\n\nNCCL_DEBUG=INFO\n')
+    assert found.environment == {"NCCL_IB_HCA": '"mlx5_1"', "NCCL_DEBUG": "INFO"}
+    assert [f.code for f in lint(found.environment)] == ["env.value.quotes"]
+
+
+def test_shell_strips_quotes() -> None:
+    """Exports, prefixes, mpirun and continued lines."""
+    text = (
+        'export NCCL_IB_HCA="mlx5_1"\nNCCL_ALGO=Ring mpirun -x NCCL_PROTO=Simple \\\n  -x NCCL_NET="AWS Libfabric" a\n'
+    )
+    assert one(text).environment == {
+        "NCCL_IB_HCA": "mlx5_1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET": "AWS Libfabric",
+    }  # fmt: skip
+
+
+def test_nccl_conf_is_read_as_nccl_reads_it() -> None:
+    """No trimming and no export: such lines set names that nobody reads."""
+    found = one("NCCL_DEBUG = INFO\nexport NCCL_NET=IB\n#NCCL_ALGO=Ring\nNCCL_PROTO=Simple\n", "conf")
+    assert found.environment == {"NCCL_DEBUG ": " INFO", "export NCCL_NET": "IB", "NCCL_PROTO": "Simple"}
+    assert [f.code for f in lint(found.environment)].count("env.name.unknown") == 2
+
+
+def test_log() -> None:
+    """The "set by environment" lines of NCCL's log."""
+    log = (
+        "node1:10:20 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to net1\n"
+        "node1:10:20 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 0.\n"
+    )
+    found = one(log)
+    assert found.environment["NCCL_SOCKET_IFNAME"] == "net1"
+    assert found.source == "log"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "pod"), ("export A=1", "shell"),
+        ("mpirun -x A_B=1 x", "shell"), ("NCCL_NET=IB\n", "env"), ('{"kind": "Pod"}', "pod"), ("", "env"),
+    ],
+)  # fmt: skip
+def test_kinds_are_recognised(text: str, kind: str) -> None:
+    """By their looks."""
+    assert guess_kind(text) == kind
+
+
+def test_errors_name_what_is_wrong() -> None:
+    """Unknown kind, broken YAML, too large."""
+    with pytest.raises(EnvironmentTextError, match="toml"):
+        read_environment("", "toml")
+    with pytest.raises(EnvironmentTextError, match="not YAML"):
+        read_environment("kind: [", "pod")
+    with pytest.raises(EnvironmentTextError, match="characters"):
+        read_environment("x" * (9 << 20))
+
+
+def test_yaml_bombs_end() -> None:
+    """Anchors that multiply are walked once; nesting without end is refused."""
+    levels = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))
+    assert read_environment(f"kind: Pod\na0: &a0 [x]\n{levels}\n", "pod") == ()
+    with pytest.raises(EnvironmentTextError):
+        read_environment("[" * 3000 + "]" * 3000, "pod")
+
+
+@given(st.text(max_size=300), st.sampled_from([None, *KINDS]))
+def test_any_text_is_read_or_refused(text: str, kind: str | None) -> None:
+    """No text breaks the reader or the linter."""
+    try:
+        environments = read_environment(text, kind)
+    except EnvironmentTextError:
+        return
+    for each in environments:
+        lint(each.environment, source=each.source)
+
+
+@given(st.dictionaries(st.sampled_from(["NCCL_IB_HCA", "NCCL_ALGO", "NCCL_P2P_LEVEL", "NCCL_IB_TC"]), st.text()))
+def test_any_value_is_judged(environment: dict[str, str]) -> None:
+    """No value breaks the linter."""
+    lint(environment, nccl_version=(2, 27, 7))
+
+
+@pytest.mark.corpus
+def test_environments_of_real_logs(corpus: Path) -> None:
+    """Every real log's environment can be judged, and what the EFA plugin set is not held against the user."""
+    seen = 0
+    for path in sorted((corpus / "nccl_logs").glob("*.log")):
+        found = one(path.read_text(errors="replace"), "log")
+        findings = lint(found.environment, source=found.source)
+        seen += bool(found.environment)
+        if "efa" in path.name:
+            assert not [f for f in findings if f.subject in ("NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE")], path.name
+    assert seen >= 5

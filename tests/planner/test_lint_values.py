@@ -1,0 +1,248 @@
+"""What NCCL does with a name and the text of a value, without any machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.lint import CODES, lint
+from planner.lint_values import strtoll
+from probes.api import Finding, Severity
+
+
+def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[Finding]:
+    """All findings, each with a code that is announced, evidence and a remedy."""
+    findings = lint(environment, nccl_version=version, source=source)
+    for finding in findings:
+        assert finding.code in CODES, finding
+        assert finding.evidence and finding.remedy and finding.message.startswith(f"{finding.subject}="), finding
+    return list(findings)
+
+
+def codes(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[str]:
+    """The codes alone."""
+    return [finding.code for finding in found(environment, version, source)]
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "whole"),
+    [
+        ("1", 1, True), ("-2", -2, True), ("0x10", 16, True), ("010", 8, True), ("08", 0, False), (" 7", 7, True),
+        ("7 ", 7, False), ("true", 0, False), ("", 0, False), ("22ms", 22, False), ("+3", 3, True), ("0x", 0, False),
+    ],
+)  # fmt: skip
+def test_strtoll_as_the_c_library(text: str, value: int, whole: bool) -> None:
+    """Base 0: decimal, 0x hexadecimal, leading 0 octal; the rest is dropped."""
+    import ctypes
+
+    assert strtoll(text) == (value, whole)
+    libc = ctypes.CDLL(None)
+    libc.strtoll.restype = ctypes.c_longlong
+    assert libc.strtoll(text.encode(), None, 0) == value
+
+
+def test_the_seed_name_that_no_nccl_reads() -> None:
+    """NCCL_IB_HBA does nothing; NCCL_IB_HCA is meant, and stays at its default."""
+    (finding,) = found({"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HBA": "mlx5_1"})
+    assert finding.code == "env.name.unknown"
+    assert finding.remedy == "Write NCCL_IB_HCA=mlx5_1."
+    assert "all ACTIVE ports" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("environment", "version", "expected"),
+    [
+        ({"NCCL_IB_CUDA_SUPPORT": "1"}, (2, 27, 7), ["env.name.removed"]),
+        ({"NCCL_IB_CUDA_SUPPORT": "1"}, None, ["env.name.removed"]),
+        ({"NCCL_SHM_USE_CUDA_MEMCPY": "1"}, (2, 30, 7), ["env.name.removed"]),
+        ({"NCCL_SHM_USE_CUDA_MEMCPY": "1"}, (2, 27, 7), []),
+        ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 21, 5), ["env.name.too_new"]),
+        ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 29, 2), []),
+        ({"NCCL_MIN_CHANNELS": "4"}, (2, 27, 7), ["env.name.unknown"]),
+        ({"NCCL_FROM_THE_FUTURE": "1"}, (2, 31, 2), ["env.name.unknown"]),
+        ({"NCCL_BLOCKING_WAIT": "1"}, (2, 27, 7), ["env.torch.renamed"]),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLNG": "1"}, (2, 27, 7), ["env.name.unknown"]),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, (2, 27, 7), []),
+        ({"nccl_debug": "INFO"}, (2, 27, 7), ["env.name.unknown"]),
+        ({"export NCCL_DEBUG": "INFO"}, (2, 27, 7), ["env.name.unknown"]),
+        ({"NCCL_IB_HCA ": "mlx5_1"}, (2, 27, 7), ["env.name.unknown"]),
+        (
+            {"NCCL_TESTS_DEVICE": "1", "OFI_NCCL_PROTOCOL": "RDMA", "NCCL_FASTRAK_X": "1", "NCCL_IBEXT_DISABLE": "1"},
+            (2, 27, 7),
+            [],
+        ),
+        ({"HOME": "/root", "PATH": "/bin", "MY_NCCLX": "1"}, (2, 27, 7), []),
+    ],
+)
+def test_names(environment: dict[str, str], version: tuple[int, ...] | None, expected: list[str]) -> None:
+    """Unknown, removed, too new for the release in use, renamed, other software's."""
+    assert codes(environment, version) == expected
+
+
+def test_unknown_name_of_a_newer_nccl_is_not_called_wrong() -> None:
+    """The table ends at the newest release that was read."""
+    (finding,) = found({"NCCL_FROM_THE_FUTURE": "1"}, (2, 31, 2))
+    assert finding.severity is Severity.INFO
+    assert "unknown" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("NCCL_IB_DISABLE", "true", "reads it as 0, which is the default: it does nothing"),
+        ("NCCL_P2P_DISABLE", "yes", "only exactly 1 disables peer access"),
+        ("NCCL_P2P_DISABLE", "2", "Only exactly 1 disables peer access"),
+        ("NCCL_CROSS_NIC", "auto", "reads it as 0, instead of its default 2"),
+        ("NCCL_IB_TIMEOUT", "22s", "reads it as 22"),
+        ("NCCL_IB_TIMEOUT", "022", "octal: NCCL reads 18"),
+        ("NCCL_IB_QPS_PER_CONNECTION", "four", "reads it as 0"),
+    ],
+)
+def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> None:
+    """Every finding tells the number NCCL really takes."""
+    findings = [finding for finding in found({name: value}) if finding.code == "env.value.ignored"]
+    assert len(findings) == 1
+    assert says in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NCCL_IB_RETRY_CNT", "10"), ("NCCL_IB_TC", "300"), ("NCCL_IB_TIMEOUT", "99")]
+)
+def test_numbers_out_of_range(name: str, value: str) -> None:
+    """The HCA has fewer bits than the number."""
+    assert codes({name: value}) == ["env.value.range"]
+
+
+@pytest.mark.parametrize(
+    ("value", "version", "expected"),
+    [
+        ("NVL", (2, 27, 7), []),
+        ("phb", (2, 27, 7), ["env.value.level"]),
+        ("NVLINK", (2, 27, 7), ["env.value.level"]),
+        ("NET", (2, 27, 7), ["env.value.level"]),
+        ("3", (2, 27, 7), ["env.value.level"]),
+        ("C2C", (2, 21, 5), ["env.value.level"]),
+        ("C2C", (2, 27, 7), []),
+    ],
+)
+def test_levels(value: str, version: tuple[int, ...], expected: list[str]) -> None:
+    """Exact upper-case names; anything else is ignored in silence."""
+    for name in ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL"):
+        assert [code for code in codes({name: value}, version) if code != "env.debug.leftover"] == expected
+
+
+def test_old_level_number_is_translated() -> None:
+    """Legacy 3 is PHB."""
+    findings = found({"NCCL_P2P_LEVEL": "3"})
+    assert any("reads it as PHB" in finding.message for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("value", "version", "fails"),
+    [
+        ("Ring", (2, 27, 7), False),
+        ("ring,tree", (2, 27, 7), False),
+        ("^NVLS", (2, 27, 7), False),
+        ("allreduce:tree", (2, 27, 7), False),
+        ("Tree", (2, 27, 7), True),  # all-gather has no algorithm left
+        ("allgather:tree;broadcast:ring", (2, 27, 7), True),
+        ("Tree", (2, 21, 5), False),
+        ("Rings", (2, 27, 7), True),
+        ("Rings", (2, 21, 5), False),
+    ],
+)
+def test_algorithms(value: str, version: tuple[int, ...], fails: bool) -> None:
+    """Since 2.24 an unknown token, or a choice that leaves all-gather nothing, ends the job."""
+    severities = {finding.severity for finding in found({"NCCL_ALGO": value}, version)}
+    assert (Severity.FAIL in severities) == fails
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "clean"),
+    [
+        ("NCCL_SOCKET_IFNAME", "^docker0,^lo", "^docker0,lo"),
+        ("NCCL_IB_HCA", "mlx5_0, mlx5_1", "mlx5_0,mlx5_1"),
+        ("NCCL_IB_HCA", "=mlx5_0;mlx5_1", "=mlx5_0,mlx5_1"),
+        ("NCCL_IB_HCA", "=^mlx5_0", "=mlx5_0"),
+    ],
+)
+def test_lists_that_match_nothing(name: str, value: str, clean: str) -> None:
+    """The signs count at the start only, spaces and semicolons are part of a name."""
+    (finding,) = found({name: value})
+    assert finding.code == "env.value.list"
+    assert finding.remedy == f"Write {name}={clean}."
+
+
+@pytest.mark.parametrize("value", ["mlx5_0:1,mlx5_1:1", "^=mlx5_4", "=mlx5_1", "^docker0,lo"])
+def test_lists_that_are_right(value: str) -> None:
+    """Ports, exact and negated lists."""
+    assert codes({"NCCL_IB_HCA": value}) == []
+
+
+def test_quotes_that_stayed_in_the_value() -> None:
+    """An env file does not strip quotes."""
+    (finding,) = found({"NCCL_IB_HCA": '"mlx5_1"'})
+    assert finding.code == "env.value.quotes"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NCCL_SOCKET_FAMILY", "af_inet"), ("NCCL_DEBUG", "VERBOSE"), ("NCCL_IB_ADDR_FAMILY", "IPv6")],
+)
+def test_words_that_nccl_does_not_know(name: str, value: str) -> None:
+    """Enumerations with anything else in them."""
+    assert codes({name: value}) == ["env.value.token"]
+
+
+def test_debug_words_have_no_case() -> None:
+    """NCCL_DEBUG alone compares without case."""
+    assert codes({"NCCL_DEBUG": "info"}) == []
+
+
+def test_debugging_settings_that_stayed() -> None:
+    """Named with what they do; the default value is no leftover."""
+    findings = found({"NCCL_NVLS_ENABLE": "0", "NCCL_BUFFSIZE": "4194304"})
+    assert [finding.code for finding in findings] == ["env.debug.leftover"] * 2
+    assert "NVLink SHARP" in " ".join(finding.message for finding in findings)
+    assert codes({"NCCL_NVLS_ENABLE": "2", "NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"}) == []
+
+
+def test_what_the_efa_plugin_sets_is_not_the_users_doing() -> None:
+    """aws-ofi-nccl calls setenv; NCCL then prints the values as set by environment."""
+    plugin = {
+        "NCCL_BUFFSIZE": "8388608", "NCCL_P2P_NET_CHUNKSIZE": "524288", "NCCL_NVLSTREE_MAX_CHUNKSIZE": "524288",
+        "NCCL_NET_FORCE_FLUSH": "0", "NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-ofi-tuner.so",
+    }  # fmt: skip
+    assert codes(plugin, source="log") == []
+    assert "env.debug.leftover" in codes({"NCCL_BUFFSIZE": "8388608"})
+    assert "env.debug.leftover" in codes(plugin | {"NCCL_BUFFSIZE": "1048576"}, source="log")
+
+
+@pytest.mark.parametrize(("version", "expected"), [((2, 21, 5), ["env.gid.needless"]), ((2, 20, 5), []), (None, [])])
+def test_gid_index_is_needless_since_2_21(version: tuple[int, ...] | None, expected: list[str]) -> None:
+    """Before, it was the only way."""
+    assert codes({"NCCL_IB_GID_INDEX": "3"}, version) == expected
+
+
+def test_settings_that_cancel_each_other() -> None:
+    """The stronger one is named."""
+    assert "env.pair.shadowed" in codes({"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"})
+    assert "env.pair.shadowed" in codes({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "NVL"})
+    assert codes({"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}) == ["env.pair.sockets"]
+
+
+def test_reserved_names_fail_a_trainjob_only() -> None:
+    """Kubeflow Trainer's webhook rejects them; elsewhere torchrun reads them as its arguments."""
+    assert codes({"PET_NNODES": "2"}, source="TrainJob/sft trainer") == ["env.name.reserved"]
+    assert codes({"PET_NNODES": "2"}, source="process") == []
+
+
+def test_debugging_of_torch_and_cuda() -> None:
+    """Switches that serialise everything."""
+    assert codes({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) == ["env.torch.debug"] * 2
+    assert codes({"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "OFF"}) == []
+
+
+def test_worst_comes_first() -> None:
+    """FAIL before WARN before INFO."""
+    severities = [f.severity for f in found({"NCCL_NVLS_ENABLE": "0", "NCCL_IB_HBA": "x", "NCCL_ALGO": "Rings"})]
+    assert severities == sorted(severities, key=(Severity.FAIL, Severity.WARN, Severity.INFO).index)
