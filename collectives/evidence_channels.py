@@ -23,6 +23,7 @@ _TAIL = re.compile(
     rb")"
 )
 _FRAGMENT = re.compile(rb"(?:via )?NET/(?:" + _NAME + rb")/\d+(?:\(\d+\))?(?:/\S*)?\s*$")
+_PEER = re.compile(rb"-> \d+|\d+\[[0-9a-f]+\] +$")  # also where "0[0] -" was torn away
 _TAG = b"/GDRDMA"
 _OTHER_TAG = re.compile(rb"/(?:Shared|flush=\w|[A-Za-z]{2,20}(?:=\w*)?(?:/|$))")
 
@@ -62,9 +63,10 @@ def _tagged(run: bytes) -> tuple[bool | None, bool]:
 
 
 def _direction(head: bytes) -> str | None:
-    if head.endswith(b"[send] "):
+    head = head.rstrip()
+    if head.endswith(b"[send]"):
         return "send"
-    return "receive" if head.endswith(b"[receive] ") else None
+    return "receive" if head.endswith(b"[receive]") else None
 
 
 def parse_channels(line: bytes) -> Iterator[Channel]:
@@ -75,7 +77,7 @@ def parse_channels(line: bytes) -> Iterator[Channel]:
         if match is not None:
             head = line[max(0, start - 72) : start]
             direction = _direction(head)
-            if direction is not None or b"-> " in head or not head.strip(b"> \t*-`"):
+            if direction is not None or _PEER.search(head) or not head.strip(b"> \t*-`"):
                 yield _channel(match, direction, end=len(line))
         start = line.find(b"via ", start + 4)
 

@@ -93,12 +93,14 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     if any(problem.severity == "fail" for problem in found.found.values()):
         for code in _FOLLOW_ON:
             _demote(found, code, notes)
-    if "Libfabric" in (evidence.inter_node_transport or "") and evidence.transports:
+    if "Libfabric" in (evidence.inter_node_transport or "") and (evidence.transports or ledger.facts.provider):
         # One protocol of the plugin failed and another was chosen.
         _demote(found, "efa_plugin_init_failed", notes)
         _demote(found, "no_efa_provider", notes)
-    if "pxn_disabled_plugin" in found.found:
-        _demote(found, "pxn_disabled_plugin", notes)
+    _demote(found, "pxn_disabled_plugin", notes)
+    if evidence.inter_node_transport is None:
+        # One node needs no RDMA library.
+        _demote(found, "libibverbs_missing", notes)
     layers = layers_in_use(ledger)
     if "gid_index_invalid" in found.found and layers == {"IB"}:
         _demote(found, "gid_index_invalid", notes)
@@ -188,7 +190,9 @@ def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> N
     missing: list[str] = []
     if ports is not None:
         wanted = {port if ":" in port else f"{port}:1" for port in ports}
-        for host, row in (listed or {"": set()}).items():
+        # A plugin that lists no ports (EFA) says nothing about them.
+        none_found: dict[str, set[str]] = {"": set()} if ledger.facts.no_ib_device else {}
+        for host, row in (listed or none_found).items():
             seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
             missing += [f"{host or 'this host'}: {port}" for port in sorted(wanted - seen)]
     elif len(listed) > 1:

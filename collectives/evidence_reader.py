@@ -22,7 +22,7 @@ _HEADER = re.compile(rb"NCCL (INFO|WARN|TRACE|ERROR|VERSION) ")
 _HOST = re.compile(rb"([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\])? *(?:[^\s:]+:\d+ )?(?:\(\w+\) )?$")
 _NEXT_PREFIX = re.compile(rb"(?:\[[\d,]+\]<std\w+>:)?[A-Za-z0-9][\w.-]*:\d+:\d+ ?(?:\[-?\w*\] ?)?(?:\S+:\d+ )?$")
 _LAUNCHER = re.compile(
-    rb"^(?:\s*(?:\d+: |\[\d+,\d+\]<std\w+>: ?|\[rank\d+\]: ?|\([^()]{1,80}\) |"
+    rb"^(?:\s*(?:\d+: |\[\d+(?:,\d+)?\]<std\w+>: ?|\[rank\d+\]: ?|\([^()]{1,80}\) |"
     rb"\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? ?|> ?|\* |\| ))+"
 )
 _DULL_STARTS = (
@@ -172,7 +172,7 @@ class Reader:
                 self.ledger.orphan_tags += 1
                 return
             if is_fragment(body):
-                self._channels(b"-> via " + body, line)
+                self._channels(b"via " + body.removeprefix(b"via "), line)
                 return
         self._message(body, warn=False)
 

@@ -19,7 +19,7 @@ def table(evidence: Evidence) -> RenderableType:
         parts.append(_problems(evidence.problems, "Problems"))
     if evidence.notes:
         parts.append(_problems(evidence.notes, "Notes"))
-    if evidence.proof:
+    if evidence.proof or evidence.problems:
         parts.append(_proof(evidence))
     return Group(*parts)
 
@@ -69,6 +69,8 @@ def _problems(problems: tuple[LogProblem, ...], title: str) -> Table:
 
 def _proof(evidence: Evidence) -> Table:
     grid = Table("line", "proves", "text", title="Proof", title_justify="left")
-    for row in evidence.proof[:24]:
+    rows = {(row.line, row.proves): row for problem in evidence.problems for row in problem.lines}
+    rows |= {(row.line, row.proves): row for row in evidence.proof[:24]}
+    for _, row in sorted(rows.items()):
         grid.add_row(str(row.line), escape(row.proves), escape(row.text))
     return grid

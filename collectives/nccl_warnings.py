@@ -34,7 +34,7 @@ def _completion(number: int, name: str, code: str) -> Sign:
     return Sign(b"ompletion", (code,), re.compile(rb"ompletion .*(?:" + _status(number, name) + rb")"))
 
 
-_ENOMEM = rb"Cannot allocate memory|ENOMEM|(?:error|errno|with) 12\b"
+_ENOMEM = rb"Cannot allocate memory|ENOMEM|(?:error|errno|with) -?12\b"
 
 SIGNS: tuple[Sign, ...] = (
     _sign(b"Unable to open device", "ibv_open_device_failed", pattern=rb"NET/IB : Unable to open device"),
@@ -66,7 +66,8 @@ SIGNS: tuple[Sign, ...] = (
         pattern=rb"ibv_modify_qp failed with (?:error )?(?:22\b|61\b|Invalid argument|No data available)",
     ),
     _sign(b"async", "ib_port_error", pattern=rb"(?i)async (?:fatal )?event ?: port error|async event.*port error"),
-    _sign(b"async", "ib_async_event", pattern=rb"(?i)async fatal event|async event ?: (?!port )|GID table changed"),
+    _sign(b"async", "ib_async_event", pattern=rb"(?i)async fatal event|async event ?: (?!port )"),
+    _sign(b"GID table changed", "ib_async_event"),
     _sign(b"incompatible", "mixed_link_layers", pattern=rb"incompatible devices: .*one link|device is incompatible"),
     # EFA.
     _sign(b"fi_getinfo", "no_efa_provider", pattern=rb"fi_getinfo\(\) call failed: No data available"),
@@ -98,7 +99,7 @@ SIGNS: tuple[Sign, ...] = (
         b"onnect",
         "socket_connect_failed",
         pattern=rb"(?:[Cc]onnect(?: to| from)?\b|socketPollConnect|socketStartConnect|socketProgressOpt).*"
-        rb"(?:Connection refused|Connection timed out|No route to host|Network is unreachable)",
+        rb"(?:Connection refused|Connection timed out|No route to host|Network is unreachable)(?!.*retry)",
     ),
     _sign(b"losed by remote peer", "connection_closed_by_peer"),
     _sign(b"Connection reset by peer", "connection_closed_by_peer"),

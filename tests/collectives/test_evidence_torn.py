@@ -53,7 +53,7 @@ NOISE = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(LOGS), PREFIXES, COLOURS, ENDS, st.lists(NOISE, max_size=5))
 def test_prefixes_colours_and_line_ends(log: list[str], prefix: str, colour: str, end: str, noise: list[str]) -> None:
     """A log and the same log through a launcher and a terminal."""
@@ -63,7 +63,7 @@ def test_prefixes_colours_and_line_ends(log: list[str], prefix: str, colour: str
     assert essence(evidence.read(dressed)) == essence(evidence.read(log))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(st.sampled_from(LOGS), st.booleans(), st.sampled_from([1, 3, 40]))
 def test_bytes_text_and_blocks_agree(log: list[str], as_bytes: bool, times: int) -> None:
     """Lines as text or bytes, with or without newline, few or many: the same."""
@@ -74,7 +74,7 @@ def test_bytes_text_and_blocks_agree(log: list[str], as_bytes: bool, times: int)
     assert plain.send.total == (times if plain.gdrdma != "none" else 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from([IB_ON, SHM, FAILED]), st.integers(0, 10), st.booleans())
 def test_glued_lines(log: list[str], at: int, through_json: bool) -> None:
     """Two writers in one line: both messages are read; "0/GDRDMA" is whole even with a neighbour behind it."""
@@ -157,7 +157,7 @@ def test_html_and_json_logs() -> None:
     assert (verdict.gdrdma, verdict.intra_node_transport) == ("on", "P2P/CUMEM")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.one_of(st.binary(max_size=300), st.sampled_from([line.encode() for line in IB_ON + FAILED])), max_size=20
@@ -170,7 +170,7 @@ def test_any_bytes_give_a_verdict(lines: list[bytes]) -> None:
     assert evidence.exit_code(verdict) in (0, 3, 5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=66, deadline=None)
 @given(st.data())
 def test_random_cuts_never_turn_on_into_off(data: st.DataObject) -> None:
     """Interleaved writers lose and swap pieces; a log whose every channel is on is never called off."""

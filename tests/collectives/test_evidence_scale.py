@@ -1,0 +1,108 @@
+"""A log of any size is read in one pass, with flat memory and exact line numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import evidence
+from collectives.evidence_ledger import Ledger
+from collectives.evidence_reader import Reader
+
+HEAD = "n1:1:2 [0] NCCL INFO "
+ON = f"{HEAD}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
+
+CHILD = """
+import io, json, resource, sys
+from collectives import evidence
+
+class Endless(io.RawIOBase):
+    def __init__(self, total):
+        self.left, self.step = total, 0
+    def read(self, size=-1):
+        rows = []
+        for index in range(self.step, self.step + 4000):
+            host = f"node{index % 50000}:{index}:{index + 1} [0] NCCL "
+            head = f"{host}INFO Channel 00/0 : {index} -> 2[0]"
+            rows.append(f"{head} [send] via NET/Net{index % 5000}/{index}/GDRDMA")
+            rows.append(f"{host}INFO NCCL_VAR_{index} set by environment to {index}")
+            rows.append(f"{host}WARN something odd number {index}")
+            rows.append(f"{host}INFO NET/IB : Using [0]mlx5_{index}:1/IB [RO]; OOB eth{index}:1<0>")
+            rows.append("x" * (index % 300))
+        self.step += 4000
+        data = "\\n".join(rows).encode() + b"\\n" if self.left > 0 else b""
+        self.left -= len(data)
+        return data
+
+sizes = []
+for total in (8_000_000, 24_000_000):
+    verdict = evidence.read_file(Endless(total))
+    sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(json.dumps({"kib": sizes, "lines": verdict.lines_read, "gdrdma": verdict.gdrdma}))
+"""
+
+
+def test_memory_is_flat() -> None:
+    """Ever new hosts, variables, devices and warnings: three times the log takes no more memory."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], cwd=root, capture_output=True, text=True, check=True, timeout=240
+    )
+    seen = json.loads(done.stdout)
+    assert seen["gdrdma"] == "on"
+    assert seen["lines"] > 100_000
+    assert seen["kib"][1] - seen["kib"][0] < 16 * 1024
+
+
+def test_a_file_without_newlines() -> None:
+    """Binary or one endless line: an answer, and nothing kept."""
+    assert evidence.read_file(io.BytesIO(b"\x00" * 5_000_000)).gdrdma == "none"
+    assert evidence.read_file(io.BytesIO(b"x" * 3_000_000 + b"\n" + ON.encode() + b"\n")).gdrdma == "on"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 400))
+def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
+    """The number in a proof is that of the file, wherever blocks end and whatever was skipped."""
+    lines: list[str] = []
+    for index, gap in enumerate(gaps):
+        lines += ["noise"] * gap
+        lines.append(f"{HEAD}NCCL_A{index} set by environment to 1" if index % 2 else f"{HEAD}Using network N{index}")
+    want = [number for number, line in enumerate(lines, 1) if "Using network" in line]
+    text = "".join(line + "\n" for line in lines).encode()
+    reader = Reader(Ledger())
+    rest = b""
+    for start in range(0, len(text), size * 7):
+        block, newline, rest = (rest + text[start : start + size * 7]).rpartition(b"\n")
+        if newline:
+            reader.feed(block + newline)
+    ledger = reader.finish(cut=False)
+    assert ledger.lines == len(lines)
+    assert sorted(row.line for rows in ledger.proof.values() for row in rows) == want
+    assert evidence.read(lines).lines_read == len(lines)
+
+
+def test_per_process_files_join(tmp_path: Path) -> None:
+    """The files of one run are one verdict; a string, a path and an open file are all read."""
+    first, second = tmp_path / "nccl.n1.1.log", tmp_path / "nccl.n2.1.log"
+    first.write_text(ON + "\n")
+    second.write_text(ON.replace("[send]", "[receive]").replace("/GDRDMA", "") + "\n")
+    joined = evidence.read_files([str(first), second])
+    assert (joined.gdrdma, joined.lines_read) == ("partial", 2)
+    with first.open("rb") as file:
+        assert evidence.read_file(file).gdrdma == evidence.read_file(first).gdrdma == "on"
+
+
+def test_environment_names_one_file_per_process(tmp_path: Path) -> None:
+    """What a run must be started with: every process its own file, connections made at once."""
+    env = evidence.environment(tmp_path)
+    assert env["NCCL_DEBUG_FILE"] == f"{tmp_path}/nccl.%h.%p.log"
+    assert env["NCCL_DEBUG"] == "INFO"
+    assert {"INIT", "ENV", "NET", "P2P", "SHM"} <= set(env["NCCL_DEBUG_SUBSYS"].split(","))
+    assert env["NCCL_RUNTIME_CONNECT"] == "0"
