@@ -23,7 +23,7 @@ from rows import Row, read_rows
 
 from planner.compute import DEFAULT, Constants, gpu_rates
 from planner.explain import SIGMA_CALIBRATED, Z80, sigma_of
-from planner.layout import Checkpointing, Layout
+from planner.layout import Layout
 from planner.memory import DEFAULT_MEMORY, memory_parts
 from planner.steptime import Job, StepParts, step_parts
 
@@ -52,15 +52,17 @@ class Answer:
 
 
 def _layout(row: Row) -> Layout:
-    """The row's layout; where recomputation was not published, the lightest that could have fitted."""
-    if row.raw.get("act_recompute") or row.stack.name == "megatron":
+    """The row's layout; where recomputation was not published, what the stack does by itself."""
+    if row.raw.get("act_recompute"):
         return row.layout
-    choices: tuple[Checkpointing, ...] = ("none", "full")
-    for choice in choices:
-        layout = replace(row.layout, checkpointing=choice)
-        if memory_parts(row.model, row.train, layout, row.stack).total < 1.3 * row.gpu.memory_bytes:
-            return layout
-    return replace(row.layout, checkpointing="full")
+    choice = row.stack.default_checkpointing
+    if row.stack.name == "litgpt" and row.layout.world_size > 1:
+        choice = "full"  # its FSDP strategy checkpoints every block
+    layout = replace(row.layout, checkpointing=choice)
+    needed = memory_parts(row.model, row.train, layout, row.stack).total
+    if choice == "none" and row.stack.name not in ("megatron", "litgpt") and needed > 1.3 * row.gpu.memory_bytes:
+        return replace(row.layout, checkpointing="full")
+    return layout
 
 
 def _parts(job: Job, row: Row, layout: Layout) -> StepParts:
@@ -76,13 +78,19 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     rates = gpu_rates(row.gpu, row.train, row.stack, row.precision, constants)
     job = Job(model=row.model, train=row.train, links=row.links, rates=rates, stack=row.stack, constants=constants)
     parts = _parts(job, row, layout)
-    memory = memory_parts(row.model, row.train, layout, row.stack).total
+    fullest = memory_parts(row.model, row.train, layout, row.stack)
+    printed = fullest
+    if "as printed" in (row.raw.get("mem_kind") or ""):  # a log line of rank 0
+        printed = memory_parts(row.model, row.train, layout, row.stack, first_stage=True)
+    memory = printed.tensors if row.memory_kind == "tensors" else printed.total
+    if row.memory_kind == "reserved":
+        memory -= printed.context
     return Answer(
         row=row,
         seconds=parts.total,
         sigma=sigma_of(job, layout, parts, calibrated=False),
         memory_bytes=memory,
-        safe=memory <= DEFAULT_MEMORY.safe_share * row.gpu.memory_bytes,
+        safe=fullest.total <= DEFAULT_MEMORY.safe_share * row.gpu.memory_bytes,
     )
 
 

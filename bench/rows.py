@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.hardware import GIGA, Gpu, gpu_named
-from planner.layout import Checkpointing, Layout, LayoutError, Precision, Sharding
+from planner.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from planner.links import NETWORK_SHARE, Links, Speed
+from planner.models import ModelError, model_named
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack, stack_matching
 from planner.weights import weights
@@ -43,6 +44,7 @@ class Row:
     seconds: float | None  # of one step with `layout`
     exact_seconds: bool  # False: from published FLOP/s
     memory_bytes: float | None
+    memory_kind: str
     out_of_memory: bool
     doubtful: bool  # its time is not scored
     raw: Raw
@@ -74,6 +76,12 @@ def read_model(raw: Raw) -> ModelSpec:
     layers, hidden, heads = whole(raw, "layers"), whole(raw, "hidden"), whole(raw, "heads")
     kv_heads = whole(raw, "kv_heads", heads)
     name = raw.get("model", "")
+    try:
+        known = model_named(name)
+    except ModelError:
+        known = None
+    if known and (known.layers, known.hidden, known.heads) == (layers, hidden, heads):
+        return known
     gated = bool(_GATED.search(name))
     ffn = whole(raw, "ffn", 4 * hidden)
     head_dim = 128 if re.search(r"qwen3|nemo-12b|gemma-?2-27b", name, re.I) else hidden // heads
@@ -93,7 +101,7 @@ def read_precision(raw: Raw) -> Precision:
     text = (raw.get("precision") or "").lower()
     if "fp8" in text or "mxfp8" in text or "float8" in text:
         return "fp8"
-    if "fp16" in text or "float16" in text and "bfloat16" not in text:
+    if "fp16" in text or ("float16" in text and "bfloat16" not in text):
         return "fp16"
     if "32" in text and "bf16" not in text:
         return "fp32"
@@ -121,7 +129,7 @@ def read_sharding(raw: Raw, stack: Stack, dp: int) -> tuple[Sharding, int]:
     return (stack.default_sharding, dp) if stack.default_sharding != "ddp" else ("ddp", 1)
 
 
-def read_checkpointing(raw: Raw, stack: Stack) -> Checkpointing | None:
+def read_checkpointing(raw: Raw) -> Checkpointing | None:
     """None where the column is empty: the lightest that fits is then taken."""
     text = (raw.get("act_recompute") or "").lower()
     if not text:
@@ -131,6 +139,46 @@ def read_checkpointing(raw: Raw, stack: Stack) -> Checkpointing | None:
     if text.startswith(("sel", "op")):
         return "selective"
     return "none"
+
+
+def read_offload(raw: Raw) -> Offload:
+    """What lives in host memory."""
+    text = (raw.get("offload") or "").lower()
+    if not text or text in ("none", "no"):
+        return "none"
+    return "all" if "param" in text else "optimizer"
+
+
+def fused_loss(raw: Raw, stack: Stack) -> bool:
+    """Whether the logits of all tokens never exist at once."""
+    note = (raw.get("note") or "").lower()
+    if "without liger" in (raw.get("mem_kind") or "").lower():
+        return False
+    return (
+        "liger" in note or "chunked" in note or (stack.fused_cross_entropy and stack.name not in ("deepspeed", "trl"))
+    )
+
+
+def read_optimizer(raw: Raw, method: str) -> str:
+    """AdamW, or what the row or its note names for a single GPU."""
+    text = f"{raw.get('optimizer') or ''} {raw.get('note') or ''}".lower()
+    if method == "full" and whole(raw, "world", 1) == 1:
+        if "paged" in text:
+            return "paged_adamw8bit"
+        if "8bit" in text or "8-bit" in text:
+            return "adamw8bit"
+    return "adamw"
+
+
+def read_memory(raw: Raw) -> tuple[float | None, str]:
+    """Bytes, and what they count: "tensors" (allocated), "reserved", "device"."""
+    value, kind = number(raw, "mem_gib"), (raw.get("mem_kind") or "").lower()
+    if value is None or not raw.get("seq"):
+        return None, ""
+    unit = 1e9 if kind.startswith("gb ") else 1024.0**3
+    if "model:" in kind or "active" in kind or "alloc" in kind or "max over run" in kind:
+        return value * unit, "tensors"
+    return value * unit, "device" if "smi" in kind else "reserved"
 
 
 def read_links(raw: Raw, gpu: Gpu, world: int) -> Links:
@@ -166,6 +214,7 @@ def _train(raw: Raw, sequence: int, precision: Precision) -> TrainSpec:
     )
     rank = whole(raw, "lora_rank", 16)
     return TrainSpec(
+        optimizer=read_optimizer(raw, method),
         method=method, sequence_length=sequence, precision=precision, lora_rank=rank,  # type: ignore[arg-type]
         lora_targets=("q_proj", "k_proj", "v_proj"),
     )  # fmt: skip
@@ -205,7 +254,7 @@ def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: i
     return per_token * batch * sequence / (flops * 1e12 * world), False
 
 
-_DOUBT = re.compile(r"unclear|mislabel|impossible|not speed|columns swapped|typo|unpacked", re.I)
+_DOUBT = re.compile(r"unclear|unpadded|mislabel|impossible|not speed|columns swapped|typo|unpacked", re.I)
 
 
 def doubtful(raw: Raw) -> bool:
@@ -249,7 +298,7 @@ def read_row(raw: Raw) -> Row:
     sharding, shard = read_sharding(raw, stack, dp)
     virtual = whole(raw, "vpp", 1) if pp > 1 else 1
     sp = (raw.get("seq_parallel") or "").lower()
-    checkpointing = read_checkpointing(raw, stack)
+    checkpointing = read_checkpointing(raw)
     mfu, hfu = number(raw, "mfu_pct"), number(raw, "hfu_pct")
     share = None
     if checkpointing == "selective" and mfu and hfu and hfu >= mfu and "megatron" not in stack.name:
@@ -260,21 +309,20 @@ def read_row(raw: Raw) -> Row:
             sequence_parallel=tp > 1 and (sp == "yes" or (sp != "no" and stack.sequence_parallel)),
             schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
             gradient_accumulation=accumulation, checkpointing=checkpointing or "none", precision=precision,
-            offload="optimizer" if raw.get("offload") else "none",
+            offload=read_offload(raw),
             compile=(raw.get("compile") or "").lower() == "yes" or stack.compile,
-            fused_cross_entropy="liger on" in (raw.get("note") or "").lower() or stack.fused_cross_entropy,
+            fused_cross_entropy=fused_loss(raw, stack),
         )  # fmt: skip
     except LayoutError as error:
         raise SkipRowError(str(error)) from error
     seconds, exact = read_seconds(raw, model, world, sequence, layout.global_batch)
-    memory = number(raw, "mem_gib")
-    kind = raw.get("mem_kind") or ""
-    unit = 1e9 if kind.startswith("GB ") else 1024.0**3
+    memory, memory_kind = read_memory(raw)
     return Row(
-        row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?", gpu=gpu,
+        row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?",
+        gpu=gpu,
         precision=precision, model=model, train=_train(raw, sequence, precision), layout=layout,
         links=read_links(raw, gpu, world), stack=stack, recompute_share=share, seconds=seconds, exact_seconds=exact,
-        memory_bytes=memory * unit if memory else None, out_of_memory=(raw.get("mem_gib") or "") == "OOM", raw=raw,
+        memory_bytes=memory, memory_kind=memory_kind, out_of_memory=(raw.get("mem_gib") or "") == "OOM", raw=raw,
         doubtful=doubtful(raw),
     )  # fmt: skip
 

@@ -24,29 +24,30 @@ class Constants:
     depth_lost: float = 220.0  # c
     sustained_ampere: float = 0.95  # of the best measured multiplication, held over minutes at the power limit
     sustained_hopper: float = 0.80
-    sustained_blackwell: float = 0.73
+    sustained_blackwell: float = 0.70
     fp8_share: float = 0.95  # of the fp8 rate after quantising and scaling around each multiplication
     attention_ampere: float = 0.66  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
-    attention_hopper: float = 0.43  # FlashAttention-2 on Hopper
-    attention_hopper_3: float = 0.63  # FlashAttention-3, cuDNN 9
-    attention_blackwell: float = 0.60
+    attention_hopper: float = 0.41  # FlashAttention-2 on Hopper
+    attention_hopper_3: float = 0.55  # FlashAttention-3, cuDNN 9
+    attention_blackwell: float = 0.57
     attention_flash1: float = 0.55  # of FlashAttention-2's rate
     attention_short: float = 480.0  # tokens: a sequence this long runs attention at half its rate
     attention_unfused: float = 0.45  # batched multiplications with the scores written to memory
     score_passes: float = 5.0  # passes over the score matrix, forward, where it is stored
     hbm_share: float = 0.75  # of the data sheet's bandwidth that streaming kernels reach
     hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
-    hidden_passes_eager: float = 22.0
+    hidden_passes_eager: float = 20.0
     ffn_passes_fused: float = 3.0
     ffn_passes_eager: float = 5.0
     launch_seconds: float = 6e-6  # the host needs this long to start one kernel
-    kernels_eager: float = 34.0  # per layer, forward
+    kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
     tp_hidden: float = 0.5  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
-    overlap_loss: float = 0.15  # of the shorter of two overlapped things still shows: SMs and HBM are shared
+    overlap_loss: float = 0.16  # of the shorter of two overlapped things still shows: SMs and HBM are shared
     optimizer_bytes: float = 28.0  # HBM traffic per weight: AdamW reads w, g, m, v and writes w, m, v, half copy
     head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
-    lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, dropout
+    lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, scale
+    lora_inputs: float = 4.0  # over its input where not fused: dropout, cast, product
 
 
 DEFAULT = Constants()
@@ -182,7 +183,7 @@ def layer_cost(
                  "up_proj": (h, width), "down_proj": (width, h)}  # fmt: skip
         for target in lora_targets:
             into, out = sides.get(target, (0.0, 0.0))
-            moved += tokens * 2.0 * (into + constants.lora_passes * out)
+            moved += tokens * 2.0 * ((1.0 if fused else constants.lora_inputs) * into + constants.lora_passes * out)
             kernels += 4.0
     return LayerCost(gemm, attention, moved / rates.hbm, kernels * rates.launch_seconds)
 

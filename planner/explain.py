@@ -11,6 +11,7 @@ from planner.layout import Layout
 from planner.links import Links, Speed
 from planner.search import Candidate
 from planner.steptime import Job, StepParts, step_parts, strides
+from planner.weights import trained_weights, weights
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
 # (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
@@ -63,6 +64,26 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     return None
 
 
+def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
+    """What one part of the traffic sends per GPU and step, hidden or not; None where it is not counted."""
+    count = weights(job.model)
+    local = count.total / (layout.tp * layout.pp)
+    full = job.train.method == "full"
+    trained = local if full else trained_weights(job.model, job.train) / (layout.tp * layout.pp)
+    if part == "gather":
+        times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0) + (1.0 if full else 0.0)
+        return times * 2.0 * local * (layout.dp_shard - 1) / layout.dp_shard * layout.gradient_accumulation
+    if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
+        n = layout.data_parallel
+        return 2.0 * job.stack.gradient_bytes * trained * (n - 1) / n
+    if part == "tensor_parallel":
+        rounds = 6.0 if layout.checkpointing == "full" else 4.0
+        tokens = layout.micro_batch * job.sequence / layout.cp * layout.gradient_accumulation
+        each = 2.0 * 2.0 * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
+        return rounds * each * job.model.layers / layout.pp
+    return None
+
+
 def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
     """Uncertainty of log step time: that of the compute, and of links nobody measured by their share."""
     derived = SIGMA_CALIBRATED if calibrated else SIGMA_DERIVED
@@ -89,16 +110,16 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     by_name = parts._asdict()
     compute = sum(by_name[name] for name in _COMPUTE)
     communication = parts.communication
-    largest = max(by_name, key=lambda name: by_name[name])
-    share = by_name[largest] / total
-    if compute >= 0.6 * total:
-        return f"compute-bound: {_WORDS[largest]} take {share:.0%} of the step"
-    if communication >= 0.4 * total:
+    if communication >= 0.33 * total:
         worst = max(COMMUNICATION, key=lambda name: by_name[name])
         link = link_of(links, layout, worst)
         over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-        return f"communication-bound: {_WORDS[worst]}{over} takes {by_name[worst] / total:.0%} of the step"
-    return f"{_WORDS[largest]} takes {share:.0%} of the step"
+        return f"communication-bound: {_WORDS[worst]}{over}: {by_name[worst] / total:.0%} of the step"
+    if compute >= 0.6 * total:
+        most = max(_COMPUTE, key=lambda name: by_name[name])
+        return f"compute-bound: {_WORDS[most]}: {by_name[most] / total:.0%} of the step"
+    largest = max(by_name, key=lambda name: by_name[name])
+    return f"{_WORDS[largest]}: {by_name[largest] / total:.0%} of the step"
 
 
 def forecast_of(
@@ -111,8 +132,12 @@ def forecast_of(
         if seconds <= 0:
             continue
         link = link_of(job.links, layout, name) if name in COMMUNICATION else None
-        time_parts.append(Part(name=name, value=seconds * scale, detail=f"{_WORDS[name]}; exposed, over {link}" if link
-                               else _WORDS[name]))  # fmt: skip
+        detail = _WORDS[name]
+        if link:
+            moved = traffic_bytes(job, layout, name)
+            volume = f", {moved / GIGA:.0f} GB per GPU and step" if moved else ""
+            detail += f"; exposed, over {link}{volume}"
+        time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value * memory_scale, detail=f"{value * memory_scale / GIB:.2f} GiB")
         for name, value in memory._asdict().items()

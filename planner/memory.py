@@ -23,8 +23,9 @@ NF4_BYTES = 0.53
 class MemoryConstants:
     """What the allocator and the libraries take beyond the tensors; docs/model.md."""
 
-    fragmentation: float = 1.10  # of everything the caching allocator holds
-    fixed_bytes: float = 2.0 * GIB  # CUDA context, cuBLAS workspaces, NCCL buffers
+    fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
+    reserved_bytes: float = 1.3 * GIB  # cuBLAS workspaces, communication buffers of the framework
+    context_bytes: float = 1.2 * GIB  # CUDA context, kernels, NCCL: outside the allocator
     safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow
 
 
@@ -32,7 +33,7 @@ DEFAULT_MEMORY = MemoryConstants()
 
 
 class MemoryParts(NamedTuple):
-    """Bytes by what holds them."""
+    """Bytes by what holds them, at the moment of the peak."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -41,107 +42,142 @@ class MemoryParts(NamedTuple):
     activations: float = 0.0
     logits: float = 0.0
     fragmentation: float = 0.0
-    fixed: float = 0.0
+    reserved: float = 0.0  # workspaces
+    context: float = 0.0
 
     @property
     def total(self) -> float:
-        """Peak."""
+        """Peak on the device."""
         return sum(self)
 
+    @property
+    def tensors(self) -> float:
+        """What torch.cuda.max_memory_allocated would say."""
+        return self.total - self.fragmentation - self.reserved - self.context
 
-def activation_bytes_per_layer(model: ModelSpec, tokens: float, layout: Layout, stack: Stack, *, lora: bool) -> float:
-    """Bytes one layer keeps for the backward pass, without recomputation."""
+
+def activation_bytes_per_layer(
+    model: ModelSpec, train: TrainSpec, tokens: float, layout: Layout, stack: Stack
+) -> float:
+    """Bytes one layer keeps for the backward pass, without recomputation; flash attention stores no scores.
+
+    Counted in tensors: residual inputs and outputs of the norms (fp32 copies where not fused), q, k, v and the
+    attention's output, and the MLP's inner tensors.
+    """
     h, q = float(model.hidden), float(model.heads * model.head_dim)
     kv = float(model.kv_heads * model.head_dim)
     ffn = float(model.expert_ffn * model.experts_per_token if model.experts else model.ffn)
-    tp = layout.tp
-    # two residual inputs, two norm outputs, attention in and out: hidden-sized; flash attention stores no scores.
-    hidden = 2.0 * h * (6.0 if stack.fused or layout.compile else 9.0)
-    inner = 2.0 * (q + 2.0 * kv + q) + 2.0 * ffn * ((4.0 if model.gated_mlp else 2.5) - (1.0 if stack.fused else 0.0))
-    if lora:
-        inner *= 1.0
-    return tokens * (hidden / (tp if layout.sequence_parallel else 1) + inner / tp)
+    fused = stack.fused or layout.compile
+    hidden = 5.0 if fused else 9.0
+    inner = (3.0 if fused else 4.0) if model.gated_mlp else (2.0 if fused else 3.0)
+    if train.method == "lora":  # a frozen product keeps its input only where an adapter needs it
+        inner -= 0.0 if "down_proj" in train.lora_targets else 1.0
+        hidden -= 0.0 if "up_proj" in train.lora_targets else 1.0
+    split = layout.tp if layout.sequence_parallel else 1
+    scores = 0.0
+    if train.attention == "eager" or (stack.attention == "unfused" and layout.checkpointing == "none"):
+        scores = 5.0 * model.heads * train.sequence_length / layout.tp  # scores, softmax, dropout mask
+    return tokens * 2.0 * (hidden * h / split + (2.0 * q + 2.0 * kv + inner * ffn) / layout.tp) + tokens * scores
+
+
+def _state_bytes(train: TrainSpec, stack: Stack, *, on_cpu: bool) -> tuple[float, float, float]:
+    """Bytes per trained weight: weights, gradients, optimizer."""
+    if train.precision == "fp32" or on_cpu or stack.states == "fsdp_fp32":
+        state = (4.0, 4.0, 8.0)
+    elif stack.states == "pure":
+        state = (2.0, 2.0, 4.0)
+    else:
+        state = (2.0, 4.0, 12.0)
+    if train.optimizer == "paged_adamw8bit":  # states live in host memory, gradients are used up layer by layer
+        return state[0], 0.0, 0.0
+    if "8bit" in train.optimizer:
+        return state[0], state[1], 2.0 + (4.0 if stack.states == "megatron" else 0.0)
+    if train.optimizer in ("sgd", "adafactor"):
+        return state[0], state[1], 0.0 if stack.states != "megatron" else 4.0
+    return state
 
 
 def memory_parts(
     model: ModelSpec, train: TrainSpec, layout: Layout, stack: Stack, constants: MemoryConstants = DEFAULT_MEMORY,
-    *, on_cpu: bool = False,
+    *, on_cpu: bool = False, first_stage: bool = False,
 ) -> MemoryParts:  # fmt: skip
-    """Forecast the fullest rank's memory for one layout."""
+    """Forecast the fullest rank's memory for one layout, or the first pipeline stage's."""
     count = weights(model)
     lora = train.method != "full"
-    sequence = train.mean_tokens if train.mean_tokens is not None and not train.packing else train.sequence_length
-    # Memory is set by the longest micro-batch, not the mean one.
-    sequence = max(float(sequence), float(train.sequence_length)) if not train.packing else float(train.sequence_length)
-    tokens = layout.micro_batch * sequence / layout.cp
+    tokens = layout.micro_batch * float(train.sequence_length) / layout.cp  # the longest micro-batch sets the peak
     layers = float(-(-model.layers // layout.pp))
     if layout.stage_layers:
         layers = float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
-    ends = count.embedding + count.head if layout.pp == 1 else max(count.embedding, count.head or count.embedding)
-    expert_share = layout.ep if model.experts else 1
-    layer_weights = (count.layer - count.mlp_per_layer) + count.mlp_per_layer / expert_share
-    local = (layers * layer_weights + ends) / layout.tp
+    ends = float(count.embedding + count.head) if layout.pp == 1 else float(count.embedding)
+    layer = (count.layer - count.mlp_per_layer) + count.mlp_per_layer / (layout.ep if model.experts else 1)
+    local = (layers * layer + ends) / layout.tp
     trained = local if not lora else trained_weights(model, train) / (layout.tp * layout.pp)
-    shard3 = layout.dp_shard if layout.sharding == "zero3" else 1
-    shard2 = layout.dp_shard if layout.sharding in ("zero2", "zero3") else 1
-    shard1 = layout.dp_shard if layout.sharding != "ddp" else 1
+    zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding]
+    by = float(layout.dp_shard)
+    of_weights, of_gradients, of_optimizer = by if zero == 3 else 1.0, by if zero >= 2 else 1.0, by if zero else 1.0
 
+    w, g, o = _state_bytes(train, stack, on_cpu=on_cpu)
     if lora:
-        base = (
-            NF4_BYTES * layers * layer_weights / layout.tp + 2.0 * ends / layout.tp
-            if train.method == "qlora"
-            else 2.0 * local
-        )
-        if on_cpu or train.precision == "fp32":
-            base = 4.0 * local
-        held = base / shard3
-        weights_bytes, gradients, optimizer = held + 4.0 * trained, 4.0 * trained, 8.0 * trained
-    elif train.precision == "fp32" or on_cpu or stack.states == "fsdp_fp32":
-        weights_bytes, gradients, optimizer = 4.0 * local / shard3, 4.0 * local / shard2, 8.0 * local / shard1
-    elif stack.states == "pure":
-        weights_bytes, gradients, optimizer = 2.0 * local / shard3, 2.0 * local / shard2, 4.0 * local / shard1
+        base = (4.0 if on_cpu or train.precision == "fp32" else 2.0) * local
+        if train.method == "qlora":
+            base = (NF4_BYTES * layers * layer + 2.0 * ends) / layout.tp
+        in_weights = base / of_weights + 4.0 * trained
+        gradients, optimizer = 4.0 * trained, 8.0 * trained
     else:
-        weights_bytes, gradients, optimizer = 2.0 * local / shard3, 4.0 * local / shard2, 12.0 * local / shard1
+        in_weights, gradients = w * local / of_weights, g * local / of_gradients
+        optimizer = o * local / of_optimizer
     if layout.offload != "none":
         optimizer = 0.0
     if layout.offload == "all":
-        weights_bytes, gradients = 0.0, gradients / 2.0
-    gathered = 0.0
-    if shard3 > 1:
-        in_flight = 2.0 * max(layer_weights, ends / 2.0) / layout.tp * 2.0  # this layer and the one prefetched
-        if not layout.reshard_after_forward:
-            in_flight = 2.0 * local
-        gathered = in_flight + (2.0 * max(layer_weights, ends / 2.0) / layout.tp if not lora else 0.0)
+        in_weights, gradients = 0.0, 0.0
 
-    per_layer = activation_bytes_per_layer(model, tokens, layout, stack, lora=lora)
+    gathered = 0.0
+    if zero == 3 and by > 1:
+        unit = 2.0 * max(layer, ends / 2.0) / layout.tp
+        # This unit and the one prefetched, and the unit's whole gradient before it is scattered.
+        gathered = (2.0 * unit if layout.reshard_after_forward else 2.0 * local) + (0.0 if lora else unit)
+
+    per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
     boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-    in_flight_batches = 1.0
+    if layout.checkpointing == "selective" and stack.states != "megatron":
+        per_layer = (per_layer + boundary) / 2.0
+    flights = 1.0
     if layout.pp > 1:
-        in_flight_batches = float(layout.gradient_accumulation)
+        flights = float(layout.gradient_accumulation)
         if layout.schedule != "gpipe":
             extra = 1.0 + (layout.pp - 1) / (layout.pp * layout.virtual_stages) if layout.virtual_stages > 1 else 1.0
-            in_flight_batches = min(in_flight_batches, layout.pp * extra)
+            flights = min(flights, layout.pp * extra)
+    kept = layers * (boundary if layout.checkpointing == "full" else per_layer)
+    activations = flights * kept
     if layout.checkpointing == "full":
-        activations = in_flight_batches * layers * boundary + per_layer
-    else:
-        activations = in_flight_batches * layers * per_layer
-    logits_rate = 2.0 if layout.fused_cross_entropy else stack.logits_bytes
-    last_stage_logits = tokens * model.vocab / layout.tp * logits_rate
-    if layout.fused_cross_entropy:
-        last_stage_logits = min(last_stage_logits, 1024.0 * model.vocab / layout.tp * 8.0)  # chunks
-    first_stage_is_fuller = layout.pp > 1 and activations > last_stage_logits
-    logits = 0.0 if first_stage_is_fuller else last_stage_logits
-    if layout.pp > 1 and not first_stage_is_fuller:
-        activations = activations / in_flight_batches
-    held = weights_bytes + gradients + optimizer + gathered + activations + logits
-    fixed = 0.3 * GIB if on_cpu else constants.fixed_bytes
+        activations += per_layer
+
+    rate = 2.0 if layout.fused_cross_entropy else stack.logits_bytes
+    logits = tokens * model.vocab / layout.tp * rate
+    if layout.fused_cross_entropy:  # in chunks of a thousand tokens
+        logits = min(logits, 1024.0 * model.vocab / layout.tp * stack.logits_bytes)
+    last_activations = activations / flights if layout.checkpointing != "full" else kept + per_layer
+    if layout.pp > 1:
+        if first_stage or activations > last_activations + logits:
+            logits = 0.0
+        else:
+            activations = last_activations
+    # Gradients appear as the backward pass frees activations, unless a buffer holds them throughout.
+    persistent = lora or stack.states == "megatron" or layout.gradient_accumulation > 1 or zero in (1, 2)
+    if not persistent:
+        if activations + logits >= gradients + per_layer:
+            gradients = 0.0
+        else:
+            activations, logits = min(activations, per_layer), 0.0
+    held = in_weights + gradients + optimizer + gathered + activations + logits
     return MemoryParts(
-        weights=weights_bytes,
+        weights=in_weights,
         gradients=gradients,
         optimizer=optimizer,
         gathered=gathered,
         activations=activations,
         logits=logits,
         fragmentation=held * (constants.fragmentation - 1.0),
-        fixed=fixed,
+        reserved=0.0 if on_cpu else constants.reserved_bytes + stack.bucket_bytes,
+        context=0.4 * GIB if on_cpu else constants.context_bytes,
     )

@@ -21,7 +21,7 @@ from planner.rules import Question, first_broken
 from planner.search import Candidate, Found, search
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import engine_named
-from planner.steptime import Job, step_parts
+from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from probes.api import Snapshot
 from probes.hostinfo import HostinfoFacts
 from topology.graph import ClusterTopology
@@ -126,6 +126,7 @@ def plan(
         calibrated = rates.how == "measured"
         if calibration.step_scale and calibration.engine == train.engine:
             scale, calibrated = calibration.step_scale, True
+    adam = min(train.host_threads * ADAM_THREAD_BYTES_PER_SECOND, ADAM_RANK_BYTES_PER_SECOND)
     capacity = rates.memory_bytes
     if has_gpu:
         sizes = [g.memory_bytes for node in cluster.nodes for g in node.gpus if g.memory_bytes]
@@ -138,7 +139,8 @@ def plan(
         if speed is not None and speed.how == "assumed" and world > 1
     )
     return Planned(
-        job=Job(model=model, train=train, links=links, rates=rates, stack=stack),
+        job=Job(model=model, train=train, links=links, rates=rates, stack=stack,
+                host_adam_bytes_per_second=adam),
         question=Question(
             model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,
             compute_capability=_capability(cluster),

@@ -50,3 +50,4 @@ class TrainSpec:
     )
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has
+    host_threads: int = 1  # OMP threads per rank, for an optimizer on the CPU; torchrun sets OMP_NUM_THREADS=1

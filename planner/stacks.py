@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.hardware import Gpu
-from planner.layout import Sharding
+from planner.layout import Checkpointing, Sharding
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 States = Literal["megatron", "fsdp_fp32", "pure"]
@@ -41,7 +41,9 @@ class Stack:
     interleaved: bool = True
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     reshard: bool = True  # can keep the gathered weights between forward and backward
+    bucket_bytes: float = 0.0  # flat communication buffers outside the parts
     default_sharding: Sharding = "zero3"
+    default_checkpointing: Checkpointing = "none"
     sequence_parallel: bool = True  # used with TP where nothing else is said
 
 
@@ -61,10 +63,10 @@ STACKS: tuple[Stack, ...] = (
     TOPOFLIGHT,
     Stack(name="trl", pattern=r"trl|accelerate|hf peft|transformers|axolotl|llama.?factory|swift", states="fsdp_fp32",
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}), together=frozenset({"tp+dp"}),
-          checkpointing=("none", "full"), interleaved=False, logits_bytes=24.0),
+          checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0),
     Stack(name="deepspeed", pattern=r"deepspeed", states="megatron", reduce_every_micro_batch=True,
           can=frozenset({"ddp", "zero1", "zero2", "zero3"}), together=frozenset(), checkpointing=("none", "full"),
-          offload=True, interleaved=False, reshard=False, logits_bytes=24.0),
+          offload=True, interleaved=False, reshard=False, logits_bytes=20.0),
     Stack(name="torchtitan", pattern=r"torchtitan", fused=True, states="fsdp_fp32", tp_overlap=True, compile=True,
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,
           methods=frozenset({"full", "lora"})),
@@ -79,17 +81,25 @@ ENGINES: tuple[str, ...] = tuple(stack.name for stack in STACKS)
 OBSERVED: tuple[Stack, ...] = (
     Stack(name="megatron-2022", pattern=r"megatron.?deepspeed", fused=True, attention="unfused", states="megatron",
           dp_overlap=False, gradient_bytes=2, default_sharding="ddp", sequence_parallel=False,
-          fused_cross_entropy=False),
+          fused_cross_entropy=False, bucket_bytes=2e9),  # two buckets of 5e8 half-precision values
     Stack(name="megatron-2022", pattern=r"megatron.?lm|megatron.?llama", fused=True, attention="unfused",
           states="megatron", dp_overlap=False, gradient_bytes=4, default_sharding="ddp", sequence_parallel=False,
           fused_cross_entropy=False),
     Stack(name="llm-foundry", pattern=r"llm.?foundry|composer", attention="flash1", states="fsdp_fp32", fused=False,
           reduce_every_micro_batch=True, fused_cross_entropy=False),
-    Stack(name="nanotron", pattern=r"nanotron", fused=False, states="megatron", gradient_bytes=4,
+    Stack(name="nanotron", pattern=r"nanotron", fused=False, states="megatron", gradient_bytes=4, logits_bytes=8.0,
           default_sharding="zero1", fused_cross_entropy=False),
-    Stack(name="maxtext", pattern=r"maxtext|jax", fused=True, states="fsdp_fp32", fused_cross_entropy=True),
-    Stack(name="torchtune", pattern=r"torchtune|litgpt|lit-gpt|peft", states="pure", fused=False,
-          fused_cross_entropy=False, default_sharding="zero3"),
+    Stack(name="maxtext", pattern=r"maxtext|jax", fused=True, states="fsdp_fp32", fused_cross_entropy=True,
+          default_checkpointing="full"),
+    Stack(name="automodel", pattern=r"automodel", attention="flash3", states="fsdp_fp32", fused=True,
+          fused_cross_entropy=False),
+    Stack(name="torchtune", pattern=r"torchtune", states="pure", default_checkpointing="full", logits_bytes=10.0,
+          default_sharding="zero3"),
+    Stack(name="litgpt", pattern=r"litgpt|lit-gpt", states="pure", fused_cross_entropy=False,
+          default_sharding="zero3"),
+    Stack(name="peft", pattern=r"peft", states="pure", fused_cross_entropy=False, logits_bytes=20.0),
+    Stack(name="xtuner", pattern=r"xtuner|llama.?factory", states="megatron", default_checkpointing="full",
+          fused_cross_entropy=False, logits_bytes=20.0),
     Stack(name="colossalai", pattern=r"coloss", fused=True, states="megatron", default_sharding="zero1"),
     Stack(name="fsdp", pattern=r"fsdp", states="fsdp_fp32", fused_cross_entropy=False),
 )  # fmt: skip

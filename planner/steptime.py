@@ -14,6 +14,7 @@ from typing import NamedTuple
 from planner.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.layout import Layout
 from planner.links import Links
+from planner.memory import NF4_BYTES
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack
 from planner.weights import trained_weights, weights
@@ -51,6 +52,12 @@ class StepParts(NamedTuple):
         )  # fmt: skip
 
 
+# DRAM traffic that a CPU optimizer reaches: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and
+# eight ranks share the 150-300 GB/s of a two-socket server.
+ADAM_THREAD_BYTES_PER_SECOND = 5.5e9
+ADAM_RANK_BYTES_PER_SECOND = 20e9
+
+
 @dataclass(slots=True, kw_only=True)
 class Job:
     """One model, run and cluster; layer costs are cached over the layouts tried."""
@@ -61,8 +68,8 @@ class Job:
     rates: Rates
     stack: Stack
     constants: Constants = DEFAULT
-    host_bytes_per_second: float = 20e9  # one rank's link to host memory (PCIe Gen4 x16 as NCCL plans it: 24 GB/s)
-    host_adam_bytes_per_second: float = 50e9  # DRAM traffic of one rank's CPU optimizer
+    host_bytes_per_second: float = 12e9  # one rank's link to host memory: PCIe Gen4 x16, two GPUs behind one uplink
+    host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
     _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict)
 
@@ -80,8 +87,8 @@ class Job:
         if cost is None:
             cost = self._layers[key] = layer_cost(
                 self.model, tokens, self.sequence, layout.tp, layout.sequence_parallel, self.rates, self.stack,
-                ep=layout.ep, lora_targets=self.train.lora_targets if self.train.method != "full" else (), compiled=layout.compile,
-                constants=self.constants,
+                ep=layout.ep, lora_targets=self.train.lora_targets if self.train.method != "full" else (),
+                compiled=layout.compile, constants=self.constants,
             )  # fmt: skip
         return cost
 
@@ -116,7 +123,6 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     full = train.method == "full"
     tokens = layout.micro_batch * job.sequence / layout.cp
     micro_batches = layout.gradient_accumulation
-    stages = layout.pp * layout.virtual_stages
     per_rank = model.layers / layout.pp
     if layout.stage_layers:
         per_rank = float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
@@ -138,21 +144,22 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     head_gemm, head_loss = job.head(layout, tokens)
     head = head_gemm * (2.0 + (1.0 if full else 0.0)) + head_loss
 
+    wide = 4.0 if layout.precision == "fp32" else 2.0  # bytes of an activation or a gathered weight
     # Tensor parallelism: an all-reduce (or its two halves) after attention and after the MLP, forward and backward.
     tp_layer = 0.0
     if layout.tp > 1:
         rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
         exposed = 1.0 - k.tp_hidden if stack.tp_overlap and layout.sequence_parallel else 1.0
-        tp_layer = rounds * exposed * links.all_reduce_seconds(2.0 * tokens * model.hidden, layout.tp, 1)
+        tp_layer = rounds * exposed * links.all_reduce_seconds(wide * tokens * model.hidden, layout.tp, 1)
     cp_stride, shard_stride, replicate_stride, pp_stride = strides(layout)
     cp_layer = 0.0
     if layout.cp > 1:
-        kv = 2.0 * 2.0 * tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
+        kv = 2.0 * wide * tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
         ring = links.ring_seconds(kv, layout.cp, cp_stride)
         cp_layer = max(0.0, ring - cost.attention) + max(0.0, 2.0 * ring - 2.5 * cost.attention) + 0.3 * ring
     ep_layer = 0.0
     if layout.ep > 1:
-        sent = 2.0 * tokens * model.experts_per_token * model.hidden
+        sent = wide * tokens * model.experts_per_token * model.hidden
         ep_layer = 4.0 * links.all_to_all_seconds(sent, layout.ep, layout.tp)
 
     # One micro-batch on the fullest stage, forward and backward.
@@ -160,19 +167,19 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     backward = per_rank * (
         backward_layer + recompute_layer + tp_layer / 2.0 + cp_layer * 2.0 / 3.0 + ep_layer / 2.0 + host_layer
     )
-    last_stage = head if layout.pp == 1 else max(0.0, head - 0.0)
-    backward += last_stage
+    backward += head
     compute_micro = forward + backward
 
     local = (count.total / (layout.tp * layout.pp)) if layout.pp == 1 else (
         (count.layers * count.layer / layout.pp + max(count.embedding, count.head)) / layout.tp
     )  # fmt: skip
+    gradient_bytes = 4.0 if layout.precision == "fp32" else float(stack.gradient_bytes)
     gather = reduce = 0.0
+    gathered_bytes = (NF4_BYTES if train.method == "qlora" else wide) * local
     if layout.sharding == "zero3" and layout.dp_shard > 1:
-        gather_once = links.ring_seconds(2.0 * local, layout.dp_shard, shard_stride, per_rank + 1.0)
+        gather_once = links.ring_seconds(gathered_bytes, layout.dp_shard, shard_stride, per_rank + 1.0)
         scatter = gather_once if full else 0.0
-        if stack.gradient_bytes == 4 and full:
-            scatter *= 2.0
+        scatter *= gradient_bytes / wide
         gathers_per_step = micro_batches if (layout.reshard_after_forward or layout.pp == 1) else 1
         first = gather_once / max(1.0, per_rank)
         ahead = _overlap(forward, gather_once, k.overlap_loss) - forward + first
@@ -184,14 +191,14 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
             gather = ahead + behind
         if layout.dp_replicate > 1:
             across = links.all_reduce_seconds(
-                stack.gradient_bytes * trained_weights(model, train) / (layout.tp * layout.pp * layout.dp_shard),
+                gradient_bytes * trained_weights(model, train) / (layout.tp * layout.pp * layout.dp_shard),
                 layout.dp_replicate, replicate_stride,
             )  # fmt: skip
             reduce = _overlap(backward, across, k.overlap_loss) - backward + across / max(1.0, per_rank)
     elif layout.data_parallel > 1:
         trained = local if full else trained_weights(model, train) / (layout.tp * layout.pp)
         group, stride = layout.data_parallel, shard_stride
-        one_way = links.ring_seconds(stack.gradient_bytes * trained, group, stride, per_rank)
+        one_way = links.ring_seconds(gradient_bytes * trained, group, stride, per_rank)
         back_way = one_way
         if layout.sharding in ("zero1", "zero2"):
             back_way = links.ring_seconds(2.0 * trained, group, stride, per_rank)  # updated half-precision weights
@@ -212,10 +219,8 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     gathered_micro = gather / micro_batches
     bubble = send = 0.0
     if layout.pp > 1:
-        bubble = (layout.pp - 1) / layout.virtual_stages * (compute_micro - last_stage + gathered_micro)
-        if layout.schedule == "gpipe" and layout.checkpointing == "none":
-            bubble *= 1.0
-        message = 2.0 * tokens * model.hidden / layout.tp
+        bubble = (layout.pp - 1) / layout.virtual_stages * (compute_micro - head + gathered_micro)
+        message = wide * tokens * model.hidden / layout.tp
         one = links.send_seconds(message, pp_stride)
         # Each boundary: activations forward, gradients back; sends run under the compute of other micro-batches,
         # but a stage waits for its neighbour once per chunk.
@@ -232,8 +237,8 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         offload = 28.0 * trained_here / job.host_adam_bytes_per_second
         offload += (2.0 + 4.0) * trained_here / job.host_bytes_per_second
         if layout.offload == "all":
-            offload += 2.0 * 2.0 * local / layout.dp_shard * micro_batches / job.host_bytes_per_second
-    _ = stages
+            shard = local / layout.dp_shard  # weights in for both passes, gradients out, each micro-batch
+            offload += (2.0 * 2.0 + 2.0) * shard * micro_batches / job.host_bytes_per_second
     m, layers = micro_batches, per_rank
     return StepParts(
         gemm=m * (layers * cost.gemm * (1.0 + gemm_back) + head_gemm * (2.0 + (1.0 if full else 0.0))),
