@@ -27,7 +27,8 @@ KIND = "topoflight-recording"
 SIZE_LIMIT_BYTES = 256 << 20  # unpacked; a 16-GPU host takes about 1 MB
 
 _SECRET_PAIR = re.compile(
-    r"([\w.-]*(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\"']?\s*[=:]\s*)[^\s,]+",
+    r"""([\w.-]{0,64}(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\\"']*\s*[=:]\s*)"""
+    r"""(?:(\\*["'])[^"'\\]*|[^\s,;"'\\]+)""",
     re.IGNORECASE,
 )
 _METHODS = (
@@ -78,7 +79,8 @@ class RecordingHost:
 
     def archive(self, source: str = "") -> dict[str, Json]:
         """The recording so far."""
-        return archive(self.identity(), self.answers, source)
+        identity = self.answers.get("identity", {}).get("") or self.identity()
+        return archive(identity, self.answers, source)
 
 
 def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
@@ -230,7 +232,7 @@ def _raised(answer: Json, asked: str) -> Json:
 def _without_secrets(answer: Json) -> Json:
     """The answer with the value of every name=value or name: value pair that looks like a secret left out."""
     if isinstance(answer, str):
-        return _SECRET_PAIR.sub(r"\1(left out)", answer)
+        return _SECRET_PAIR.sub(r"\1\2(left out)", answer)
     if isinstance(answer, dict):
         return {k: _without_secrets(v) for k, v in answer.items()}
     if isinstance(answer, list | tuple):

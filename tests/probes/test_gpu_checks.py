@@ -1,0 +1,211 @@
+"""What the gpu probe concludes, on recorded machines and on single facts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from probes.api import Finding, Severity
+from probes.gpu import PROBE, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
+from probes.gpu_read import cpu_list
+from probes.nvml import nvml_bus_id, sysfs_bus_id
+from probes.recording import load
+from probes.scan import scan
+
+MACHINES = Path(__file__).parent.parent / "machines"
+HEALTHY = Gpu(index=0, bus_id="0000:1b:00.0", name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
+
+
+def _check(*gpus: Gpu, **facts: Any) -> list[Finding]:
+    found = GpuFacts(**{"driver_version": "550", "cuda_version": "12.4", "gpus": gpus, **facts})
+    return list(PROBE.check(found))
+
+
+def _links(active: int, of: int) -> dict[str, Any]:
+    return {"nvlinks_known": True, "nvlinks": tuple(NvLink(link=n, active=n < active) for n in range(of))}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hgx-h100-8xH100-8hca", []),
+        ("aws-p4d-8xA100-4efa", []),
+        ("gb200-nvl72-tray", []),
+        ("polaris-4xA100-nv4", []),
+        ("l40s-4x-pcie", []),
+        ("r760xa-2xA40-bf3", []),
+        ("azure-nd-a100-flat-vm", []),
+        ("titan-rtx-2x-nv2", [("gpu.bar1.small", "GPU0, GPU1"), ("gpu.persistence.off", "GPU0, GPU1")]),
+        ("sick-l40s-x4", [("gpu.pcie.width", "GPU2")]),
+        ("sick-h100-gpu-lost", [("gpu.device.lost", "GPU5")]),
+        ("sick-h100-nvlink-missing", [("gpu.nvlink.missing", "GPU3")]),
+        (
+            "sick-h100-thermal",
+            [("gpu.thermal.hot", "GPU6"), ("gpu.thermal.throttling", "GPU6"), ("gpu.power.brake", "GPU7"),
+             ("gpu.power.limit", "GPU7")],
+        ),
+    ],
+)  # fmt: skip
+def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expected: list[tuple[str, str]]) -> None:
+    """A healthy machine is quiet, a sick one names its fault and nothing else."""
+    facts = scan(load(MACHINES / f"{name}.json")).facts(GpuFacts)
+    assert facts is not None
+    assert [(f.code, f.subject) for f in PROBE.check(facts)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "severity"),
+    [
+        ({"pcie_width": 8, "pcie_width_max": 16}, "gpu.pcie.width", "warn"),
+        ({"pcie_generation": 1, "pcie_generation_max": 4, "utilization_ratio": 0.9}, "gpu.pcie.generation", "warn"),
+        ({"ecc_uncorrected": 1}, "gpu.ecc.uncorrected", "fail"),
+        ({"remapping_failed": True}, "gpu.memory.remap_failed", "fail"),
+        ({"remapped_rows_uncorrectable": 513}, "gpu.memory.remap_failed", "fail"),
+        ({"remapping_pending": True}, "gpu.memory.remap_pending", "warn"),
+        ({"retired_pages": 3}, "gpu.memory.retired", "info"),
+        ({"temperature_celsius": 84.0}, "gpu.thermal.hot", "warn"),
+        ({"temperature_celsius": 80.0, "temperature_slowdown_celsius": 79.0}, "gpu.thermal.hot", "warn"),
+        ({"throttle_reasons": ("hw_slowdown",)}, "gpu.thermal.throttling", "warn"),
+        ({"throttle_reasons": ("sw_thermal",)}, "gpu.thermal.throttling", "warn"),
+        ({"throttle_reasons": ("hw_power_brake", "hw_slowdown")}, "gpu.power.brake", "warn"),
+        ({"throttle_reasons": ("sw_power_cap",)}, "gpu.power.capped", "info"),
+        ({"power_limit_watts": 300.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "warn"),
+        ({"mig_enabled": True}, "gpu.mig.enabled", "warn"),
+        ({"compute_mode": "prohibited"}, "gpu.device.mode", "fail"),
+        ({"compute_mode": "exclusive_process"}, "gpu.device.mode", "info"),
+        ({"fabric_state": "in_progress"}, "gpu.fabric.incomplete", "fail"),
+        ({"fabric_state": "completed", "fabric_degraded": True}, "gpu.fabric.degraded", "warn"),
+        ({"bar1_bytes": 256 << 20}, "gpu.bar1.small", "info"),
+        ({"persistence_mode": False}, "gpu.persistence.off", "info"),
+        ({"processes": (GpuProcess(pid=7, memory_bytes=None),)}, "gpu.process.running", "info"),
+        ({"error": "GPU_IS_LOST"}, "gpu.device.lost", "fail"),
+        (
+            {"nvlinks_known": True, "nvlinks": (NvLink(link=2, active=True, errors={"replay": 5, "recovery": 0}),)},
+            "gpu.nvlink.errors",
+            "info",
+        ),
+    ],
+)
+def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: str) -> None:
+    """Exactly the code that belongs to it, with evidence, and a remedy unless it is a note."""
+    found = _check(dataclasses.replace(HEALTHY, **changes))
+    assert [(f.code, f.severity.value) for f in found] == [(code, severity)]
+    assert found[0].evidence
+    assert found[0].remedy or found[0].severity is Severity.INFO
+    assert code in PROBE.codes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pcie_generation": 1, "pcie_generation_max": 5, "utilization_ratio": 0.0},
+        {"pcie_generation": 1, "pcie_generation_max": 5},
+        {"temperature_celsius": 83.0, "temperature_slowdown_celsius": 90.0},
+        {"throttle_reasons": ("applications_clocks",)},
+        {"power_limit_watts": 400.0, "power_limit_default_watts": 400.0},
+        {"fabric_state": "not_supported"},
+        {"remapped_rows_uncorrectable": 512},
+        {},
+    ],
+)
+def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None:
+    """An idle GPU's slow PCIe link above all."""
+    assert _check(dataclasses.replace(HEALTHY, **changes)) == []
+
+
+def test_a_gpu_is_compared_with_its_twins_only() -> None:
+    """Boards with different numbers of links may share a host; the same board may not differ."""
+    full = dataclasses.replace(HEALTHY, **_links(12, 12))
+    short = dataclasses.replace(HEALTHY, index=1, **_links(8, 12))
+    found = _check(full, short)
+    assert [(f.code, f.subject) for f in found] == [("gpu.nvlink.missing", "GPU1")]
+    assert "8, 9, 10, 11" in found[0].evidence[0]
+    other = dataclasses.replace(short, name="NVIDIA A30")
+    assert [f.code for f in _check(full, other)] == ["gpu.device.mixed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", ["gpu.nvlink.none"]),
+        ("NVIDIA H200", ["gpu.nvlink.none"]),
+        ("NVIDIA GB200", ["gpu.nvlink.none"]),
+        ("NVIDIA A100-SXM4-80GB", ["gpu.nvlink.none"]),
+        ("NVIDIA H100 PCIe", []),
+        ("NVIDIA H200 NVL", []),
+        ("NVIDIA A40", []),
+        ("NVIDIA L40S", []),
+    ],
+)
+def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, expected: list[str]) -> None:
+    """A PCIe card may go without a bridge."""
+    pair = [dataclasses.replace(HEALTHY, index=i, name=name, **_links(0, 4)) for i in range(2)]
+    assert [f.code for f in _check(*pair)] == expected
+    unknown = [dataclasses.replace(gpu, nvlinks=(), nvlinks_known=False) for gpu in pair]
+    assert _check(*unknown) == []
+
+
+def test_refused_p2p_is_one_finding_a_reason() -> None:
+    """Not one for each of 28 pairs."""
+    pairs = tuple(GpuPair(a=a, b=b, p2p_read="chipset_not_supported") for a in range(8) for b in range(a + 1, 8))
+    found = _check(pairs=pairs)
+    assert [(f.code, f.severity.value) for f in found] == [("gpu.p2p.refused", "warn")]
+    assert "and 24 more pairs" in found[0].message
+    by_design = _check(pairs=(GpuPair(a=0, b=1, p2p_read="gpu_not_supported"), GpuPair(a=0, b=2, p2p_read=None)))
+    assert [f.severity.value for f in by_design] == ["info"]
+
+
+def test_samples_carry_the_labels_of_dcgm_exporter_and_leave_out_the_unknown() -> None:
+    """Base units, declared families, no value where there is none."""
+    families = {metric.name: metric for metric in PROBE.metrics}
+    for path in sorted(MACHINES.glob("*.json")):
+        facts = scan(load(path)).facts(GpuFacts)
+        if facts is None:
+            continue
+        seen = set()
+        for sample in PROBE.samples(facts):
+            assert len(sample.labels) == len(families[sample.metric].labels), sample
+            assert (sample.metric, sample.labels) not in seen, sample
+            seen.add((sample.metric, sample.labels))
+    unknown = GpuFacts(driver_version=None, cuda_version=None, gpus=(Gpu(index=0, bus_id="0000:1b:00.0"),))
+    samples = {s.metric: s for s in PROBE.samples(unknown)}
+    assert set(samples) == {"gpu_up", "gpu_info"}
+    assert samples["gpu_up"].labels == ("0", "", "00000000:1B:00.0")
+
+
+@given(st.integers(0, 0xFFFF), st.integers(0, 255), st.integers(0, 31), st.integers(0, 7))
+def test_bus_ids_pass_between_nvml_and_sysfs(domain: int, bus: int, device: int, function: int) -> None:
+    """Eight digits there, four and lower case here."""
+    nvml = f"{domain:08X}:{bus:02X}:{device:02X}.{function}"
+    sysfs = sysfs_bus_id(nvml)
+    assert sysfs == f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
+    assert nvml_bus_id(sysfs) == nvml
+
+
+@given(st.text())
+def test_any_text_is_a_bus_id_or_none(text: str) -> None:
+    """Drivers print "FFFFFFFF:FF:FF.0" and empty text for hidden ends."""
+    assert sysfs_bus_id(text) is None or ":" in text
+    assert sysfs_bus_id("FFFFFFFF:FF:FF.0") is None
+    assert sysfs_bus_id("") is None
+
+
+@given(st.sets(st.integers(0, 511)))
+def test_a_cpu_mask_becomes_the_list_of_its_cpus(cpus: set[int]) -> None:
+    """As Linux prints lists."""
+    words = [sum(1 << cpu % 64 for cpu in cpus if cpu // 64 == word) for word in range(8)]
+    text = cpu_list(words)
+    if not cpus:
+        assert text is None
+        return
+    assert text is not None
+    back: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        back.update(range(int(first), int(last or first) + 1))
+    assert back == cpus

@@ -1,0 +1,177 @@
+"""Recordings: what goes in, what comes out, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from probes.api import SCHEMA_VERSION
+from probes.host import GpuHandle, Host, NvmlError
+from probes.live import LiveHost
+from probes.recording import KIND, RecordedHost, RecordingError, RecordingHost, dumps, load
+from probes.scan import scan
+from probes.scanner import Scanner
+from probes.wire import to_json
+
+MACHINES = Path(__file__).parent.parent / "machines"
+NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def _recorder(root: Path) -> tuple[Host, RecordingHost]:
+    recorder = RecordingHost(LiveHost(str(root)))
+    return cast("Host", recorder), recorder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recorded_machine_replays_and_names_its_source(name: str) -> None:
+    """No probe fails on a recording, and each file says where its facts come from."""
+    content = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
+    assert len(content["source"]) > 40
+    outcomes = to_json(scan(load(MACHINES / f"{name}.json")))["outcomes"]
+    assert {probe: o["status"] for probe, o in outcomes.items() if o["status"] == "failed"} == {}
+
+
+def test_the_built_recordings_are_what_the_builder_writes() -> None:
+    """Edit the builder, not the files."""
+    done = subprocess.run(
+        [sys.executable, str(MACHINES / "build.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
+    """Answers and errors alike, through the file and back."""
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "sys/value").write_text("7\n")
+    (tmp_path / "sys/link").symlink_to("/sys/value")
+    (tmp_path / "sys/config").write_bytes(b"\x01\x02" + bytes(100))
+    host, recorder = _recorder(tmp_path)
+    questions: list[tuple[str, tuple[Any, ...]]] = [
+        ("read_text", ("/sys/value",)), ("read_text", ("/sys/missing",)), ("read_text", ("/sys",)),
+        ("read_bytes", ("/sys/config", 64)), ("list_dir", ("/sys",)), ("exists", ("/sys/none",)),
+        ("resolve", ("/sys/link",)), ("limit", ("memlock",)), ("statvfs", ("/sys",)), ("cpu", ()), ("identity", ()),
+        ("nvml", ("nvmlDeviceGetCount",)), ("nvml", ("nvmlDeviceGetName", GpuHandle(0))), ("verbs", ("version",)),
+        ("netlink", ("links",)), ("usable", ("/sys/value",)), ("environment", ()),
+    ]  # fmt: skip
+    live = [_answer(host, method, arguments) for method, arguments in questions]
+    path = tmp_path / "host.json"
+    path.write_text(dumps(recorder.archive("test")), encoding="utf-8")
+    recorded = load(path)
+    assert [_answer(recorded, method, arguments) for method, arguments in questions] == live
+    assert live[1] == ("FileNotFoundError", errno.ENOENT)
+    assert live[2] == ("IsADirectoryError", errno.EISDIR)
+    assert live[3] == b"\x01\x02" + bytes(62)
+    assert live[6] == "/sys/value"
+
+
+def _answer(host: Any, method: str, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return getattr(host, method)(*arguments)
+    except NvmlError as error:
+        return type(error).__name__, error.code, error.name
+    except OSError as error:
+        return type(error).__name__, error.errno
+    except ImportError as error:
+        return "ImportError", str(error)
+
+
+def test_what_was_never_asked_is_not_there() -> None:
+    """A newer probe on an older recording sees a host without the thing, not a crash."""
+    host = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": {}})
+    for method, arguments in [
+        ("read_text", ("/sys/new",)), ("read_bytes", ("/sys/new", 4)), ("list_dir", ("/sys",)), ("resolve", ("/sys",)),
+        ("statvfs", ("/",)), ("limit", ("memlock",)), ("netlink", ("links",)), ("rdma_netlink", ("devices",)),
+        ("verbs", ("version",)), ("usable", ("/dev/x",)),
+    ]:  # fmt: skip
+        assert _answer(host, method, arguments) == ("FileNotFoundError", errno.ENOENT)
+    assert host.exists("/sys/new") is False
+    assert host.environment() == {}
+    assert host.cpu() == {}
+    assert host.identity() == {"hostname": "old", "time": 1.0}
+    assert _answer(host, "nvml", ("nvmlDeviceGetCount",))[2] == "LIBRARY_NOT_FOUND"
+    some = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": {"nvml": {"nvmlDeviceGetCount": {"": 1}}}})
+    assert _answer(some, "nvml", ("nvmlDeviceGetNew", GpuHandle(0)))[2] == "NOT_SUPPORTED"
+    outcomes = to_json(scan(host))["outcomes"]
+    assert {name: o for name, o in outcomes.items() if o["status"] == "failed"} == {}
+
+
+def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name in the environment, by pair in every text; what NCCL needs stays."""
+    monkeypatch.setenv("NCCL_IB_PKEY", "1")
+    monkeypatch.setenv("NVIDIA_API_KEY", "nvapi-hidden")
+    monkeypatch.setenv("UCX_AUTH_TOKEN", "hidden")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cmdline").write_text("ro iommu=pt join_token=hidden db.password=hidden quiet\n")
+    (tmp_path / "proc/note").write_text('{"annotation": "{\\"apiKey\\": \\"hidden\\", \\"ips\\": [\\"10.0.0.1\\"]}"}\n')
+    host, recorder = _recorder(tmp_path)
+    host.environment()
+    host.read_text("/proc/cmdline")
+    host.read_text("/proc/note")
+    text = dumps(recorder.archive())
+    assert "hidden" not in text
+    assert "NCCL_IB_PKEY" in text
+    assert "iommu=pt" in text
+    assert "quiet" in text
+    assert "10.0.0.1" in text
+
+
+def test_gzip_is_read_like_plain(tmp_path: Path) -> None:
+    """Whatever the file is called."""
+    path = tmp_path / "packed.json"
+    path.write_bytes(gzip.compress((MACHINES / f"{NAMES[0]}.json").read_bytes()))
+    assert load(path).identity() == load(MACHINES / f"{NAMES[0]}.json").identity()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", KIND),
+        (b'{"kind": "pod"}', KIND),
+        (b"\x1f\x8b\x08broken", "gzip"),
+        (b"[" * 100_000, "not JSON"),
+        (json.dumps({"kind": KIND, "schema_version": SCHEMA_VERSION + 1}).encode(), f"reads 1 to {SCHEMA_VERSION}"),
+        (json.dumps({"kind": KIND, "schema_version": "1"}).encode(), "schema_version is '1'"),
+        (json.dumps({"kind": KIND, "schema_version": 1, "answers": []}).encode(), '"answers"'),
+        (json.dumps({"kind": KIND, "schema_version": 1, "answers": {}, "hostname": 3}).encode(), '"hostname"'),
+        (
+            json.dumps(
+                {"kind": KIND, "schema_version": 1, "answers": {"nvml": {"x": 1}}, "hostname": "a", "captured_at": 1}
+            ).encode(),
+            "answers.nvml",
+        ),
+    ],
+)
+def test_a_file_that_is_no_recording_is_refused_by_name(content: bytes, words: str, tmp_path: Path) -> None:
+    """The message names the file and what is allowed."""
+    path = tmp_path / "node17.json"
+    path.write_bytes(content)
+    with pytest.raises(RecordingError, match="node17") as caught:
+        load(path)
+    assert words in str(caught.value)
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+    """The system's own error says it best."""
+    with pytest.raises(FileNotFoundError, match="none"):
+        load(tmp_path / "none.json")
+
+
+def test_this_machine_is_captured_and_replayed(tmp_path: Path) -> None:
+    """`topoflight capture` end to end: the replay finds what the live scan found."""
+    with Scanner() as scanner:
+        snapshot, archive = scanner.capture("this machine")
+    path = tmp_path / "me.json"
+    path.write_text(dumps(archive), encoding="utf-8")
+    live, replayed = to_json(snapshot)["outcomes"], to_json(scan(load(path)))["outcomes"]
+    assert {n: o.get("facts") for n, o in replayed.items()} == {n: o.get("facts") for n, o in live.items()}
+    assert snapshot.hostname == archive["hostname"]

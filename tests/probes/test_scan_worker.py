@@ -1,0 +1,241 @@
+"""The scan: outcomes, the child process and its ends, and snapshots as JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from probes.api import Absent, Failed, Finding, Ok, Probe, Severity, UnavailableError
+from probes.host import Host
+from probes.limits import LimitsFacts
+from probes.live import LiveHost
+from probes.recording import load
+from probes.registry import ALL, BY_NAME
+from probes.scan import SCAN_METRICS, findings, run, samples, scan
+from probes.scanner import Scanner, scan_live
+from probes.wire import SnapshotError, dumps, from_json, loads, outcome_from_json, to_json
+
+MACHINES = Path(__file__).parent.parent / "machines"
+RECORDINGS = sorted(MACHINES.glob("*.json"))
+
+
+def _probe(read: Any) -> Probe[Any]:
+    return Probe(name="limits", facts=LimitsFacts, read=read, check=lambda _facts: ())
+
+
+def test_what_a_probe_does_becomes_an_outcome() -> None:
+    """Absent is not failed, and no error leaves the scan."""
+
+    def absent(_host: Host) -> None:
+        raise UnavailableError("no such thing here")
+
+    def broken(_host: Host) -> None:
+        raise ZeroDivisionError("by zero")
+
+    host = LiveHost()
+    assert isinstance(run(_probe(absent), host), Absent)
+    outcome = run(_probe(broken), host)
+    assert isinstance(outcome, Failed)
+    assert outcome.error == "ZeroDivisionError: by zero"
+    assert run(_probe(lambda _host: 5), host).seconds >= 0
+
+
+def test_the_probes_stand_in_their_order() -> None:
+    """Order of the report; names are unique and every code carries its probe's name."""
+    assert [probe.name for probe in ALL] == ["hostinfo", "limits", "pci", "gpu", "rdma", "interfaces"]
+    for probe in ALL:
+        assert all(code.startswith(f"{probe.name}.") and code.count(".") == 2 for code in probe.codes), probe.name
+        assert all(metric.name.startswith(f"{probe.name}_") for metric in probe.metrics), probe.name
+
+
+def test_a_live_scan_answers_with_every_probe() -> None:
+    """On whatever machine this runs; nothing fails, and the facts have the declared types."""
+    snapshot = scan_live()
+    assert list(snapshot.outcomes) == [probe.name for probe in ALL]
+    for name, outcome in snapshot.outcomes.items():
+        assert not isinstance(outcome, Failed), (name, outcome)
+        if isinstance(outcome, Ok):
+            assert type(outcome.facts) is BY_NAME[name].facts
+
+
+def test_findings_use_declared_codes_only_and_samples_declared_families() -> None:
+    """What `explain` and the dashboards know is what the checks return."""
+    for path in RECORDINGS:
+        snapshot = scan(load(path))
+        for finding in findings(snapshot):
+            probe = BY_NAME[finding.code.partition(".")[0]]
+            assert finding.code in probe.codes, (path.name, finding)
+            assert finding.message
+            assert finding.evidence, (path.name, finding)
+            assert finding.remedy or finding.severity is Severity.INFO, (path.name, finding)
+        families = {m.name: m for m in (*SCAN_METRICS, *(m for probe in ALL for m in probe.metrics))}
+        for sample in samples(snapshot):
+            assert len(sample.labels) == len(families[sample.metric].labels), (path.name, sample)
+
+
+def test_a_failed_probe_is_an_unknown_finding() -> None:
+    """The gate can require a probe."""
+    snapshot = scan(load(RECORDINGS[0]), [_probe(lambda _host: 1 / 0)])
+    assert [(f.code, f.severity) for f in findings(snapshot)] == [("limits.probe.failed", Severity.UNKNOWN)]
+    assert isinstance(findings(snapshot)[0], Finding)
+
+
+# The child ---------------------------------------------------------------------------------------------------------
+
+
+def _child(scanner: Scanner) -> psutil.Process:
+    scanner.scan()
+    assert scanner._worker is not None
+    return psutil.Process(scanner._worker.process.pid)
+
+
+def _gone(process: psutil.Process, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_child_is_kept_between_scans_and_gone_after_close() -> None:
+    """One start, many scans."""
+    scanner = Scanner(probes=(BY_NAME["limits"],))
+    child = _child(scanner)
+    assert _child(scanner).pid == child.pid
+    scanner.close()
+    assert _gone(child)
+
+
+def test_a_killed_child_costs_at_most_one_probe() -> None:
+    """Something else ends it between two scans (the OOM killer): the scan after that is whole again."""
+    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:
+        child = _child(scanner)
+        os.kill(child.pid, signal.SIGKILL)
+        assert _gone(child)
+        broken = scanner.scan()
+        assert isinstance(broken.outcomes["limits"], Failed)
+        assert "SIGKILL" in broken.outcomes["limits"].error
+        assert isinstance(broken.outcomes["hostinfo"], Ok)
+        assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
+
+
+def test_a_stopped_child_is_replaced() -> None:
+    """SIGSTOP stands for a process that hangs without taking a signal's default action."""
+    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"]), timeout_seconds=2.0) as scanner:
+        child = _child(scanner)
+        child.suspend()
+        outcomes = scanner.scan().outcomes
+        assert isinstance(outcomes["limits"], Failed)
+        assert "no answer after 2" in outcomes["limits"].error
+        assert isinstance(outcomes["hostinfo"], Ok)
+        assert _gone(child)
+
+
+def test_no_child_outlives_a_parent_that_is_killed() -> None:
+    """Even one that cannot say goodbye."""
+    code = (
+        "from probes.scanner import Scanner; import time\n"
+        "s = Scanner(); s.scan(); print(s._worker.process.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert _gone(child)
+
+
+def test_threads_may_share_a_scanner() -> None:
+    """The agent scans from a pool of threads; a thread that ends must not take the child along."""
+    results: list[Any] = []
+    with Scanner(probes=(BY_NAME["limits"],)) as scanner:
+        for _ in range(2):
+            threads = [threading.Thread(target=lambda: results.append(scanner.scan())) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert [type(s.outcomes["limits"]) for s in results] == [Ok] * 6
+
+
+def test_a_users_mistake_is_named() -> None:
+    """Root and timeout."""
+    with pytest.raises(NotADirectoryError, match="nowhere"):
+        Scanner("/nowhere/at/all")
+    with pytest.raises(ValueError, match=r"timeout_seconds is -1"):
+        Scanner(timeout_seconds=-1)
+
+
+def test_paths_stay_below_the_root(tmp_path: Path) -> None:
+    """Links that point up or to absolute paths are followed inside the root, loops end."""
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "secret").write_text("inside\n")
+    (tmp_path / "sys/absolute").symlink_to("/secret")
+    (tmp_path / "sys/up").symlink_to("../../../../secret")
+    (tmp_path / "sys/loop").symlink_to("loop")
+    host = LiveHost(str(tmp_path))
+    assert host.read_text("/sys/absolute") == "inside\n"
+    assert host.read_text("/sys/up") == "inside\n"
+    assert host.resolve("/sys/up") == "/secret"
+    assert host.exists("/sys/loop") is False
+    with pytest.raises(OSError, match="symbolic links"):
+        host.read_text("/sys/loop")
+    with pytest.raises(FileNotFoundError):
+        host.read_text("/etc/hostname")
+
+
+# Snapshots as JSON -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_a_snapshot_survives_json(path: Path) -> None:
+    """Every type of every probe, tuples and None included."""
+    snapshot = scan(load(path))
+    assert loads(dumps(snapshot)) == snapshot
+
+
+def test_unknown_fields_are_left_out_and_newer_schemas_refused() -> None:
+    """A newer agent's extra field does no harm; a newer meaning does."""
+    data = to_json(scan(load(RECORDINGS[0])))
+    data["outcomes"]["limits"]["facts"]["field_of_next_year"] = 1
+    assert isinstance(from_json(data).outcomes["limits"], Ok)
+    data["outcomes"]["quantum"] = {"status": "ok", "facts": {}, "seconds": 0.1}
+    assert isinstance(from_json(data).outcomes["quantum"], Failed)
+    data["schema_version"] = 99
+    with pytest.raises(SnapshotError, match="99"):
+        from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        ({}, "status"),
+        ({"status": "maybe"}, "allowed"),
+        ({"status": "ok"}, "facts"),
+        ({"status": "ok", "facts": {}}, "uid"),
+        ({"status": "ok", "facts": {"whose": "me", "uid": "root"}}, "uid"),
+        ({"status": "absent"}, "why"),
+        (None, "outcome of probe"),
+    ],
+)
+def test_an_outcome_that_does_not_fit_says_where(outcome: Any, words: str) -> None:
+    """The probe's name and the field."""
+    with pytest.raises(SnapshotError, match="'limits'") as caught:
+        outcome_from_json("limits", outcome)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"outcomes": 3}', "[" * 100_000])
+def test_text_that_is_no_snapshot_is_refused(text: str) -> None:
+    """One error type for all of it."""
+    with pytest.raises(SnapshotError):
+        loads(text)
