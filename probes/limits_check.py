@@ -80,7 +80,10 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
         # structures: at or below that no RDMA connection of NCCL can be set up.
         too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
         severity = Severity.FAIL if facts.rdma_present and too_small else Severity.WARN
-        message = f"RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, and NCCL asks for unlimited."
+        message = (
+            f"RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, "
+            "and NCCL asks for unlimited."
+        )
         if facts.memlock_hard_bytes is None:
             message += " The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
     yield Finding(

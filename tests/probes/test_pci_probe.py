@@ -77,6 +77,7 @@ class Machine:
         return name
 
     def host(self, **more: Any) -> DictHost:
+        """The machine so far."""
         return DictHost(self.files | more.pop("files", {}), self.links, **more)
 
 

@@ -83,6 +83,7 @@ class Fabric:
         return self
 
     def host(self, **more: Any) -> DictHost:
+        """The fabric so far."""
         return DictHost(self.files, self.links, **more)
 
 

@@ -1,0 +1,137 @@
+"""The interfaces probe in real network namespaces: roles, kinds, parents, and what NCCL would take."""
+
+from __future__ import annotations
+
+import pytest
+from namespaces import look, obstacle
+
+from probes import interfaces
+from probes.interfaces import Interface, InterfacesFacts
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(obstacle() is not None, reason=str(obstacle())),
+]
+
+# A wire to a card cannot be had without one: a veth pair stands in for it, which shows as "virtual".
+HOST = """
+ip link add wire type veth peer name wireend
+ip address add 10.0.0.1/24 dev wire
+ip link set wire mtu 9000 up; ip link set wireend mtu 9000 up
+ip link add docker0 type bridge
+ip address add 172.17.0.1/16 dev docker0
+ip link add cni0 type bridge
+ip address add 10.244.0.1/24 dev cni0
+ip link add flannel.1 type vxlan id 1 dev wire local 10.0.0.1 dstport 8472
+ip link add peer0 type veth peer name peer1
+ip link set peer0 master docker0
+for i in docker0 cni0 flannel.1 peer0 peer1; do ip link set $i up; done
+"""
+
+# What Multus and a macvlan attachment leave in a pod: eth0 is a veth whose other end is the host's, net1 a macvlan
+# whose parent is not visible.
+POD_DEVICES = """
+ip link add eth0 type veth peer name cali0
+ip link set eth0 netns $POD
+ip link set cali0 up
+ip link add wire type veth peer name wireend
+ip link set wire mtu 9000 up; ip link set wireend mtu 9000 up
+ip link add net1 link wire type macvlan mode bridge
+ip link set net1 netns $POD
+"""
+POD = """
+ip address add 10.244.1.7/24 dev eth0
+ip link set eth0 mtu 1450 up
+ip route add default via 10.244.1.1
+ip address add 192.168.77.1/24 dev net1
+ip link set net1 up
+"""
+
+
+def by_name(facts: InterfacesFacts) -> dict[str, Interface]:
+    return {interface.name: interface for interface in facts.interfaces}
+
+
+def test_a_host_with_every_kind() -> None:
+    facts = look(HOST)
+    found = by_name(facts)
+    assert facts.source == "netlink"
+    assert {name: (found[name].role, found[name].kind) for name in found if name not in ("wireend", "peer1")} == {
+        "lo": ("loopback", None),
+        "wire": ("virtual", "veth"),
+        "docker0": ("docker", "bridge"),
+        "cni0": ("bridge", "bridge"),
+        "flannel.1": ("virtual", "vxlan"),
+        "peer0": ("virtual", "veth"),
+    } | {name: (found[name].role, found[name].kind) for name in found if name.startswith(("ifb", "dummy", "tunl"))}
+    assert (found["flannel.1"].parent, found["wire"].parent) == ("wire", None)
+    assert found["peer0"].master == "docker0"
+    assert found["wire"].addresses[0] == "10.0.0.1/24"
+    assert (found["wire"].mtu_bytes, found["wire"].running) == (9000, True)
+    assert found["wire"].speed_bytes_per_second is None, "a veth's 10 Gb/s is a constant of its driver"
+
+
+def test_what_stands_on_a_wire() -> None:
+    """Macvlan everywhere; vlan and ipvlan where this kernel has them (the Soft-RoCE guest's kernel does)."""
+    tops = {"macvlan": "mode bridge", "vlan": "id 7", "ipvlan": "mode l2"}
+    lower = "".join(
+        f"ip link add low{kind} type veth peer name end{kind}; ip link set low{kind} up; ip link set end{kind} up;"
+        f"ip link add top{kind} link low{kind} type {kind} {options} && ip link set top{kind} up || true\n"
+        for kind, options in tops.items()
+    )
+    found = by_name(look(lower))
+    assert "topmacvlan" in found
+    for kind in (kind for kind in tops if f"top{kind}" in found):
+        top = found[f"top{kind}"]
+        assert (top.role, top.kind, top.parent, top.parent_elsewhere) == ("host", kind, f"low{kind}", False)
+
+
+def test_nccl_takes_the_wire_before_docker0() -> None:
+    assert look(HOST).nccl_choice == "wire"
+
+
+def test_nccl_takes_docker0_where_nothing_else_has_an_address() -> None:
+    facts = look(HOST + "ip address flush dev wire; ip address flush dev cni0")
+    docker = by_name(facts)["docker0"]
+    assert docker.running
+    others = [i for i in facts.interfaces if i.running and i.role != "loopback" and i.name != "docker0"]
+    if not any(i.addresses for i in others):  # link-local IPv6 addresses come on their own where IPv6 is on
+        assert facts.nccl_choice == "docker0"
+    else:
+        assert facts.nccl_choice in {"docker0", *(i.name for i in others)}
+
+
+def test_a_pod_with_a_macvlan_beside_its_overlay() -> None:
+    facts = look(POD_DEVICES, POD)
+    found = by_name(facts)
+    assert (found["eth0"].role, found["net1"].role) == ("pod-default", "secondary")
+    assert (found["net1"].kind, found["net1"].parent, found["net1"].parent_elsewhere) == ("macvlan", None, True)
+    assert (facts.default_route, facts.nccl_choice) == ("eth0", "eth0")
+    wrong = [f for f in interfaces.check(facts) if f.code == "interfaces.choice.wrong"]
+    assert [f.subject for f in wrong] == ["eth0"]
+    assert "NCCL_SOCKET_IFNAME=net1" in wrong[0].remedy
+
+
+def test_a_pod_without_an_address_on_its_second_network() -> None:
+    facts = look(POD_DEVICES, POD.replace("ip address add 192.168.77.1/24 dev net1", ""))
+    assert "interfaces.address.missing" in {f.code for f in interfaces.check(facts)}
+    assert facts.nccl_choice == "eth0"
+
+
+def test_a_second_network_that_is_down() -> None:
+    facts = look(POD_DEVICES, POD.replace("ip link set net1 up", ""))
+    down = [f.subject for f in interfaces.check(facts) if f.code == "interfaces.link.down"]
+    assert down == ["net1"]
+
+
+def test_a_macvlan_with_a_smaller_mtu_than_its_parent() -> None:
+    facts = look(HOST + "ip link add net1 link wire mtu 1500 type macvlan mode bridge; ip link set net1 up")
+    found = [f for f in interfaces.check(facts) if f.code == "interfaces.mtu.mismatch"]
+    assert [f.subject for f in found] == ["net1"]
+    assert "9000" in found[0].message
+
+
+def test_nothing_is_up() -> None:
+    facts = look("ip link set lo down")
+    assert facts.nccl_choice is None
+    assert "interfaces.choice.none" in {f.code for f in interfaces.check(facts)}

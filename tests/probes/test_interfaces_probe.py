@@ -1,0 +1,277 @@
+"""Interfaces from netlink's answers: roles, RDMA devices, NCCL's choice, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from dicthost import Content, DictHost
+from hypothesis import given
+from hypothesis import strategies as st
+
+from probes import interfaces
+from probes.api import Severity, UnavailableError
+from probes.interfaces import Interface
+from probes.interfaces_roles import nccl_choice
+from probes.interfaces_status import annotation, parse_network_status
+
+UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
+STATUS = [
+    {"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.0.7"], "default": True, "dns": {}},
+    {
+        "name": "ai/rdmashared-net",
+        "interface": "net1",
+        "ips": ["192.168.77.1"],
+        "mtu": 9000,
+        "device-info": {
+            "type": "pci",
+            "version": "1.1.0",
+            "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_3"},
+        },
+    },
+]
+
+
+class Network:
+    """Collects links, then becomes a host."""
+
+    def __init__(self) -> None:
+        self.links: list[dict[str, Any]] = []
+        self.addresses: list[dict[str, Any]] = []
+        self.routes: list[dict[str, Any]] = []
+        self.files: dict[str, Content] = {}
+        self.symlinks: dict[str, str] = {}
+
+    def add(self, name: str, address: str | None = None, **more: Any) -> Network:
+        """One link, as pyroute2 answers it, and its files."""
+        index = len(self.links) + 1
+        link: dict[str, Any] = {"index": index, "IFLA_IFNAME": name, "flags": more.get("flags", UP), "IFLA_MTU": 1500}
+        if name == "lo":
+            link["flags"] |= 0x8
+        if "kind" in more:
+            link["IFLA_LINKINFO"] = {"IFLA_INFO_KIND": more["kind"]}
+        for key, attribute in (
+            ("mtu", "IFLA_MTU"),
+            ("master", "IFLA_MASTER"),
+            ("link", "IFLA_LINK"),
+            ("netnsid", "IFLA_LINK_NETNSID"),
+        ):
+            if key in more:
+                link[attribute] = more[key]
+        if address:
+            self.addresses.append({"index": index, "IFA_LOCAL": address, "IFA_ADDRESS": address, "prefixlen": 24})
+        if more.get("default"):
+            self.routes.append(
+                {"RTA_TABLE": 254, "RTA_OIF": index, "dst_len": 0, "family": 2, "RTA_GATEWAY": "10.0.0.1"}
+            )
+        folder = f"/sys/class/net/{name}"
+        if "speed" in more:
+            self.files[f"{folder}/speed"] = f"{more['speed']}\n"
+        if "pci" in more:
+            device = f"/sys/devices/pci0000:10/{more['pci']}"
+            self.symlinks |= {f"{folder}/device": device, f"{device}/driver": "/sys/bus/pci/drivers/mlx5_core"}
+            self.symlinks[f"/sys/bus/pci/devices/{more['pci']}"] = device
+            self.files |= {f"{device}/numa_node": "1\n", "/sys/bus/pci/drivers/mlx5_core/bind": ""}
+        if "rdma" in more:
+            device = f"/sys/devices/pci0000:10/{more['pci']}"
+            self.symlinks[f"/sys/class/infiniband/{more['rdma']}"] = f"{device}/infiniband/{more['rdma']}"
+            self.symlinks[f"{device}/infiniband/{more['rdma']}/device"] = "../.."
+            self.files[f"{device}/infiniband/{more['rdma']}/ports/1/gids/0"] = more.get("gid", "fe80::1")
+        self.links.append(link)
+        return self
+
+    def host(self, **more: Any) -> DictHost:
+        """The network so far."""
+        answers = {"links": self.links, "addresses": self.addresses, "routes": self.routes}
+        return DictHost(self.files | more.pop("files", {}), self.symlinks, netlink=answers, **more)
+
+
+def pod() -> Network:
+    """A pod's overlay and its macvlan on mlx5_3, whose netdev is the host's."""
+    network = Network().add("lo", "127.0.0.1").add("eth0", "10.128.0.7", kind="veth", link=9, netnsid=0, default=True)
+    network.add("net1", "192.168.77.1", kind="macvlan", link=4, netnsid=0, mtu=9000, speed=100000)
+    gid = "0000:0000:0000:0000:0000:ffff:c0a8:4d01"
+    network.symlinks["/sys/class/infiniband/mlx5_3"] = "/sys/devices/pci0000:10/0000:1a:00.0/infiniband/mlx5_3"
+    network.files["/sys/devices/pci0000:10/0000:1a:00.0/infiniband/mlx5_3/ports/1/gids/3"] = gid
+    return network
+
+
+def look(host: DictHost) -> dict[str, Interface]:
+    return {interface.name: interface for interface in interfaces.read(host).interfaces}
+
+
+def found(host: DictHost) -> list[tuple[str, Severity, str]]:
+    return [(f.code, f.severity, f.subject) for f in interfaces.check(interfaces.read(host))]
+
+
+def test_a_host_with_a_fast_card_behind_docker() -> None:
+    host = (
+        Network()
+        .add("lo", "127.0.0.1")
+        .add("eno1", "10.0.0.5", pci="0000:01:00.0", speed=1000, default=True)
+        .add("ens1", "192.168.1.5", pci="0000:1a:00.0", rdma="mlx5_0", speed=400000)
+        .add("docker0", "172.17.0.1", kind="bridge")
+        .add("br-0123456789ab", "172.18.0.1", kind="bridge")
+        .add("virbr0", "192.168.122.1", kind="bridge")
+        .add("vethabc", kind="veth", link=99, netnsid=1)
+        .host()
+    )
+    names = look(host)
+    assert {name: i.role for name, i in names.items()} == {
+        "lo": "loopback",
+        "eno1": "host",
+        "ens1": "host",
+        "docker0": "docker",
+        "br-0123456789ab": "docker",
+        "virbr0": "docker",
+        "vethabc": "virtual",
+    }
+    ens1 = names["ens1"]
+    assert (ens1.rdma_device, ens1.speed_bytes_per_second, ens1.bus_id, ens1.numa_node, ens1.driver) == (
+        "mlx5_0",
+        50e9,
+        "0000:1a:00.0",
+        1,
+        "mlx5_core",
+    )
+    assert found(host) == [("interfaces.choice.wrong", Severity.WARN, "eno1")]
+
+
+def test_docker0_first_is_a_failure() -> None:
+    network = Network().add("br-0123456789ab", "172.18.0.1", kind="bridge").add("ens1", "10.0.0.1", pci="0000:1a:00.0")
+    assert found(network.host()) == [("interfaces.choice.wrong", Severity.FAIL, "br-0123456789ab")]
+
+
+def test_a_pod_is_told_by_its_network_status() -> None:
+    host = pod().host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
+    facts = interfaces.read(host)
+    names = look(host)
+    assert facts.network_status_source == "/etc/podinfo/network-status"
+    assert (names["eth0"].role, names["net1"].role) == ("pod-default", "secondary")
+    assert (names["net1"].multus_network, names["net1"].rdma_device) == ("ai/rdmashared-net", "mlx5_3")
+    assert names["eth0"].speed_bytes_per_second is None
+    assert facts.nccl_choice == "eth0"
+    wrong = next(f for f in interfaces.check(facts) if f.code == "interfaces.choice.wrong")
+    assert "NCCL_SOCKET_IFNAME=net1 and GLOO_SOCKET_IFNAME=net1" in wrong.remedy
+
+
+def test_a_pod_without_network_status_is_told_by_its_links_and_its_gid() -> None:
+    names = look(pod().host())
+    assert (names["eth0"].role, names["net1"].role) == ("pod-default", "secondary")
+    assert names["net1"].rdma_device == "mlx5_3", "the GID table holds the macvlan's own address"
+
+
+def test_network_status_in_a_file_of_all_annotations() -> None:
+    line = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
+    assert look(pod().host(files={"/etc/podnetinfo/annotations": line}))["net1"].multus_network == "ai/rdmashared-net"
+
+
+@pytest.mark.parametrize("text", ["{", '{"name": 1}', "[" * 100_000, "null"])
+def test_a_broken_network_status_is_said(text: str) -> None:
+    found_ = found(pod().host(files={"/etc/podinfo/network-status": text}))
+    assert ("interfaces.network_status.invalid", Severity.UNKNOWN, "") in found_
+
+
+def test_an_mtu_other_than_the_attachment_asked_for() -> None:
+    network = pod()
+    network.links[2]["IFLA_MTU"] = 1500
+    host = network.host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
+    assert ("interfaces.mtu.mismatch", Severity.WARN, "net1") in found(host)
+
+
+def test_rails_that_differ() -> None:
+    network = Network().add("lo", "127.0.0.1")
+    for number, (speed, mtu) in enumerate([(400000, 9000), (400000, 9000), (100000, 1500)]):
+        network.add(
+            f"rail{number}", f"10.0.{number}.1", pci=f"0000:1{number}:00.0", rdma=f"mlx5_{number}", speed=speed, mtu=mtu
+        )
+    codes = found(network.host())
+    assert ("interfaces.speed.low", Severity.WARN, "rail2") in codes
+    assert ("interfaces.mtu.mismatch", Severity.WARN, "") in codes
+
+
+def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
+    network = Network().add("bond0", "10.0.0.1", kind="bond", speed=200000, default=True)
+    network.add("ens1", pci="0000:1a:00.0", rdma="mlx5_bond_0", speed=100000, master=1)
+    names = look(network.add("vlan7", "10.7.0.1", kind="vlan", link=1).host())
+    assert (names["bond0"].rdma_device, names["vlan7"].rdma_device) == ("mlx5_bond_0", "mlx5_bond_0")
+    assert (names["ens1"].master, names["vlan7"].parent, names["vlan7"].role) == ("bond0", "bond0", "host")
+
+
+@pytest.mark.parametrize(
+    ("names", "choice"),
+    [
+        (["eth0", "ib0"], "ib0"),  # ib* first, wherever it stands
+        (["docker0", "eth0"], "eth0"),
+        (["virbr0", "docker0", "lo"], "docker0"),
+        (["virbr0", "lo"], "lo"),
+        (["lo", "br-0123456789ab", "eth0"], "br-0123456789ab"),  # only the three prefixes are last
+        ([], None),
+    ],
+)
+def test_the_order_of_nccl(names: list[str], choice: str | None) -> None:
+    listed = [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
+    assert nccl_choice(listed) == choice
+
+
+def test_nccl_skips_what_is_not_running_and_prefers_ipv4() -> None:
+    listed = [
+        Interface(name="a", role="host", up=True, running=False, addresses=("10.0.0.1/24",)),
+        Interface(name="b", role="host", up=True, running=True, addresses=()),
+        Interface(name="c", role="host", up=True, running=True, addresses=("fe80::1/64",)),
+        Interface(name="d", role="host", up=True, running=True, addresses=("10.0.0.2/24",)),
+    ]
+    assert nccl_choice(listed) == "d"
+
+
+def test_sysfs_where_netlink_is_refused() -> None:
+    files: dict[str, Content] = {
+        "/sys/class/net/eth0/flags": "0x1003\n",
+        "/sys/class/net/eth0/operstate": "up\n",
+        "/sys/class/net/eth0/ifindex": "2\n",
+        "/sys/class/net/eth0/iflink": "2\n",
+        "/sys/class/net/eth0/mtu": "9000\n",
+        "/proc/net/route": "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\n"
+        "eth0\t00000000\t0102A8C0\t0003\t0\t0\t0\t00000000\t0\n",
+    }
+    facts = interfaces.read(DictHost(files))
+    assert (facts.source, facts.default_route, facts.nccl_choice) == ("sysfs", "eth0", None)
+    assert (facts.interfaces[0].running, facts.interfaces[0].mtu_bytes) == (True, 9000)
+    assert not list(interfaces.check(facts)), "addresses are unknown without netlink, and that is no fault"
+
+
+def test_nothing_to_list_is_absent() -> None:
+    with pytest.raises(UnavailableError):
+        interfaces.read(DictHost())
+
+
+def test_samples_fit_their_families() -> None:
+    families = {metric.name: metric for metric in interfaces.PROBE.metrics}
+    for sample in interfaces.samples(interfaces.read(pod().host())):
+        assert len(sample.labels) == len(families[sample.metric].labels)
+
+
+@given(st.text(max_size=200))
+def test_any_text_as_network_status(text: str) -> None:
+    annotation(text)
+    try:
+        parse_network_status(text)
+    except ValueError as error:
+        assert str(error)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda j: (
+        st.lists(j, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "interface", "mtu", "default", "device-info", "pci"]), j, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_any_json_as_network_status(value: Any) -> None:
+    host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
+    list(interfaces.check(interfaces.read(host)))
