@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -57,6 +59,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo")
         self.pending: Future[Any] | None = None
         self.error: BaseException | None = None
+        self.published = threading.Event()
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".checkpoint-*"):
@@ -79,13 +82,14 @@ class Checkpoints:
         self.pending = saving if isinstance(saving, Future) else saving.upload_completion
         if self.rank == 0:
             # Rank 0 coordinates: when its part is done, every rank's is.
+            self.published.clear()
             self.pending.add_done_callback(lambda done: self._publish(done, draft, final, {**about, "step": step}))
 
     def _publish(self, done: Future[Any], draft: Path, final: Path, about: Mapping[str, Any]) -> None:
-        if done.exception() is not None:
-            shutil.rmtree(draft, ignore_errors=True)
-            return
         try:
+            if done.exception() is not None:
+                shutil.rmtree(draft, ignore_errors=True)
+                return
             with (draft / "trainer.json").open("w") as file:
                 json.dump({"schema_version": SCHEMA_VERSION, **about}, file)
                 file.flush()
@@ -97,6 +101,8 @@ class Checkpoints:
         except OSError as error:
             self.error = error
             shutil.rmtree(draft, ignore_errors=True)
+        finally:
+            self.published.set()
 
     def failed(self) -> bool:
         """Whether the one being written is known to have failed; does not wait."""
@@ -109,7 +115,8 @@ class Checkpoints:
         if self.pending is not None:
             problem = self.pending.exception()
             self.pending = None
-        dist.barrier(group=self.group)  # rank 0 has renamed, or noted why not: its callback runs before result
+            if self.rank == 0:
+                self.published.wait()  # a future's callbacks may run after its waiters wake
         problem = problem or self.error
         bad = torch.tensor([float(problem is not None)])
         dist.all_reduce(bad, group=self.group)
@@ -133,16 +140,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_resume(config: JobConfig) -> Path | None:
     """The checkpoint to go on from: "auto" and true take the newest, a path that one."""
     wanted = config.resume_from_checkpoint
-    if wanted in (None, False):
-        return None
-    if wanted in (True, "auto"):
-        newest = list_checkpoints(Path(config.output_dir))
-        if not newest and wanted is True:
-            raise ConfigError(f"resume_from_checkpoint=true: no checkpoint in {config.output_dir}")
-        return newest[-1] if newest else None
-    path = Path(str(wanted))
-    if not (path / "trainer.json").is_file():
+    newest = next(reversed(list_checkpoints(Path(config.output_dir))), None)
+    if wanted == "auto" or (wanted is True and newest is not None):
+        return newest
+    if wanted is True:
+        raise ConfigError(f"resume_from_checkpoint=true: no checkpoint in {config.output_dir}")
+    path = Path(str(wanted)) if wanted else None
+    if path is not None and not (path / "trainer.json").is_file():
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no trainer.json)")
+    if newest is not None and (path is None or path.resolve() != newest.resolve()):
+        # Two runs in one folder would take each other's newest for their own.
+        raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; go on from it, or set output_dir")
     return path
 
 
@@ -159,7 +167,9 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     folder = Path(config.output_dir)
     model = build_model(config, precision)
     trained = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    dcp.load(trained, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process reads alone is meant
+        dcp.load(trained, checkpoint_id=path, no_dist=True)
     if not config.use_peft:
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")

@@ -44,6 +44,7 @@ def build_model(config: JobConfig, precision: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(config.seed)
+    four_bit = _four_bit(config)
     attention, _ = attention_that_exists(config.attn_implementation)
     name = config.model_name_or_path
     stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
@@ -63,7 +64,7 @@ def build_model(config: JobConfig, precision: str) -> Any:
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=attention, dtype=stored)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            name, revision=config.model_revision, attn_implementation=attention, dtype=stored, **_four_bit(config)
+            name, revision=config.model_revision, attn_implementation=attention, dtype=stored, **four_bit
         )
     if model.config.model_type not in FAMILIES:
         raise ConfigError(
@@ -76,6 +77,8 @@ def build_model(config: JobConfig, precision: str) -> Any:
 def _four_bit(config: JobConfig) -> dict[str, Any]:
     if not config.load_in_4bit:
         return {}
+    if config.model_name_or_path.startswith("random:"):
+        raise ConfigError("load_in_4bit=true: random weights have nothing to quantise; needs a GPU and a real model")
     if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("load_in_4bit=true: QLoRA needs an NVIDIA GPU and the bitsandbytes package")
     from transformers import BitsAndBytesConfig

@@ -29,6 +29,7 @@ from finetune import checkpoint, data, flight, model, optim, parallel, verify
 from finetune.config import ConfigError, JobConfig, Plan, read_config, read_plan, settle_layout
 from planner.layout import Layout
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 OK, CONFIG, DIVERGED, DISK, RESUMABLE, MISMATCH = 0, 2, 65, 74, 75, 76
 
 log = logging.getLogger("finetune")
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own calls of its own names
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    before = signal.getsignal(signal.SIGTERM)
     device = join_ranks()
     recorder: flight.Recorder | None = None
     code, status, reason = OK, "complete", None
@@ -77,12 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, status, reason = error.code, "interrupted" if error.code == RESUMABLE else "failed", str(error)
     except checkpoint.SaveError as error:
         code, status, reason = DISK, "failed", str(error)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        code, status, reason = DISK, "failed", str(error)
     if reason and speaks:
         print(f"finetune: {status}: {reason}", file=sys.stderr)  # noqa: T201
     if recorder is not None:
         with contextlib.suppress(OSError):  # the disk may be what is full
             recorder.end(status, code, reason)
     leave_ranks(agreed=code in (OK, RESUMABLE))
+    signal.signal(signal.SIGTERM, before)
     return code
 
 
@@ -105,7 +112,7 @@ def leave_ranks(agreed: bool) -> None:
     """Leave together where all ranks end alike; else go, and let torchrun end the others."""
     if agreed:
         dist.barrier()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 @dataclass(slots=True)
@@ -278,7 +285,9 @@ class Run:
         self.recorder.step(seconds, mean, share.tokens, profiled)
         self.recorder.document["steps_done"] = place.step
         bar.show(place.step, mean, share.tokens / seconds, self.recorder)
-        if self.config.logging_strategy == "steps" and (place.step % self.config.logging_steps == 0 or place.step == 1):
+        if self.config.logging_strategy == "steps" and (
+            place.step % self.config.logging_steps == 0 or place.step in (1, self.steps)
+        ):
             numbers = {"loss": mean, "learning_rate": rate, "grad_norm": norm, "seconds": seconds}
             pace = {"tokens_per_second": share.tokens / seconds, "epoch": float(place.epoch)}
             self.recorder.log(place.step, {**numbers, **pace})
@@ -334,7 +343,7 @@ def exported(config: JobConfig, layout: Layout, run: Run, recorder: flight.Recor
         try:
             recorder.document.update(checkpoint.export(config, layout.precision, last, tokenizer))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            if error.errno not in DISK_ERRORS:
                 raise
             failed = [f"export: {error}"]
     dist.broadcast_object_list(failed, src=0)

@@ -18,6 +18,7 @@ from finetune.data import Loader, load_tokenizer, prepare
 from finetune.model import build_model
 from finetune.optim import build_optimizer, clip_gradients
 from finetune.parallel import Engine, build_mesh
+from finetune.verify import compare, observe
 from planner.layout import Layout
 
 SEQUENCES = 16  # per optimizer step
@@ -42,6 +43,7 @@ def run(case, layout, mesh):
     model = build_model(config, layout.precision)
     randomise_lora_b(model)
     engine = Engine(model, layout, torch.device("cpu"), mesh)
+    got = observe(engine) if mesh else None
     named = engine.named_parameters()
     optimizer = build_optimizer(named.values(), config)
     at = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard") if mesh else 0
@@ -65,7 +67,7 @@ def run(case, layout, mesh):
         losses.append(float(loss))
     trainable = [name for name, p in named.items() if p.requires_grad]
     missing = sorted(set(trainable) - set(grads))
-    return losses, norms, grads, missing
+    return losses, norms, grads, missing, got
 
 
 def randomise_lora_b(model):
@@ -90,21 +92,25 @@ def main(path):
         if key not in references:
             alone = Layout(world_size=1, precision="fp32", micro_batch=SEQUENCES, sharding="ddp")
             references[key] = run(case, alone, None)
-        ref_losses, ref_norms, ref_grads, _ = references[key]
+        ref_losses, ref_norms, ref_grads, *_ = references[key]
         assert layout.global_batch == SEQUENCES, (case, layout.global_batch)
-        losses, norms, grads, missing = run(case, layout, build_mesh(layout, torch.device("cpu")))
+        losses, norms, grads, missing, got = run(case, layout, build_mesh(layout, torch.device("cpu")))
+        # What runs is what was asked, and is not taken for any other layout of the list.
+        others = [Layout(world_size=world, precision="fp32", **c["layout"]) for c in cases]
+        confused = [o.family for o in others if o.family != layout.family and not compare(o, got, {})]
         worst = max(
             (float((grads[n] - ref_grads[n]).norm() / ref_grads[n].norm().clamp_min(1e-8)) for n in grads), default=0.0
         )
         names = [None] * world
-        dist.all_gather_object(names, (sorted(grads), worst, missing))
+        dist.all_gather_object(names, (sorted(grads), worst, missing, compare(layout, got, {})))
         if dist.get_rank() == 0:
-            seen = sorted({n for one, _, _ in names for n in one})
+            seen = sorted({n for one, *_ in names for n in one})
             print("CASE " + json.dumps({
                 "name": case["name"], "family": layout.family, "losses": losses, "reference": ref_losses,
                 "norms": norms, "reference_norms": ref_norms,
-                "gradient_difference": max(w for _, w, _ in names), "all_gradients": seen == sorted(ref_grads),
-                "missing": sorted({m for _, _, one in names for m in one}),
+                "gradient_difference": max(w for _, w, *_ in names), "all_gradients": seen == sorted(ref_grads),
+                "missing": sorted({m for _, _, one, _ in names for m in one}),
+                "mismatches": [m for *_, one in names for m in one], "confused_with": confused,
                 "seconds": round(time.monotonic() - began, 2),
             }), flush=True)  # fmt: skip
     dist.barrier()

@@ -92,7 +92,10 @@ def hold(results, name):
     assert got["losses"] == pytest.approx(got["reference"], rel=TOLERANCE)
     assert got["norms"] == pytest.approx(got["reference_norms"], rel=TOLERANCE)
     assert got["gradient_difference"] < TOLERANCE
-    assert got["all_gradients"] and not got["missing"]
+    assert got["all_gradients"]
+    assert not got["missing"]
+    assert not got["mismatches"]
+    assert not got["confused_with"]
 
 
 @pytest.mark.ranks

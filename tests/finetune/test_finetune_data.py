@@ -1,0 +1,163 @@
+"""Rows to batches: shapes of rows, masks, packing, order."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from finetune.config import ConfigError, JobConfig
+from finetune.data import IGNORED, Loader, encode, load_rows, load_tokenizer, pack, prepare
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The built-in tokenizer: no download."""
+    return load_tokenizer(JobConfig(tokenizer_name="builtin:bytes"))
+
+
+def job(**settings):
+    """Settings of a small job."""
+    return JobConfig(**{"max_length": 128, **settings})
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]},
+    {"prompt": "Née?", "completion": "Oui."},
+    {"prompt": [{"role": "user", "content": "Née?"}], "completion": [{"role": "assistant", "content": "Oui."}]},
+    {"question": "Née?", "answer": "Oui."},
+    {"text": "Née? Oui."},
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["messages", "prompt", "conversation", "question", "text"])
+def test_each_row_shape_is_learnt_from(tokenizer, row):
+    """Labels are the next token, everywhere."""
+    example = encode(row, tokenizer, job())
+    assert example is not None
+    assert example.labels[:-1] == example.tokens[1:]
+    assert example.labels[-1] == IGNORED
+    assert "Oui." in tokenizer.decode(example.tokens)
+
+
+@pytest.mark.parametrize("row", ROWS[:4], ids=["messages", "prompt", "conversation", "question"])
+def test_only_answers_count_when_asked(tokenizer, row):
+    """completion_only_loss masks the question, not the answer nor its end mark."""
+    example = encode(row, tokenizer, job(completion_only_loss=True))
+    counted = tokenizer.decode([label for label in example.labels if label != IGNORED])
+    assert counted == "Oui." + tokenizer.eos_token
+
+
+def test_every_assistant_turn_counts(tokenizer):
+    """Two answers of one talk."""
+    talk = [("user", "a?"), ("assistant", "b."), ("user", "c?"), ("assistant", "d.")]
+    row = {"messages": [{"role": r, "content": c} for r, c in talk]}
+    example = encode(row, tokenizer, job(completion_only_loss=True))
+    assert tokenizer.decode([x for x in example.labels if x != IGNORED]).replace(tokenizer.eos_token, "|") == "b.|d.|"
+
+
+def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
+    """Such a row is dropped and counted, not trained on."""
+    row = {"question": "x" * 200, "answer": "y"}
+    assert encode(row, tokenizer, job(completion_only_loss=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "word"),
+    [({"q": 1}, {}, "question"), ({"text": "a"}, {"completion_only_loss": True}, "answer")],
+)
+def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
+    """The message says what is needed."""
+    with pytest.raises(ConfigError, match=word):
+        encode(row, tokenizer, job(**settings))
+
+
+def test_packing_keeps_every_token_and_every_boundary(tokenizer):
+    """Packed rows hold the same tokens and labels; positions start again with each."""
+    config = job(dataset_rows=50)
+    rows, _ = prepare(config, "train", tokenizer)
+    packed = pack(rows, 128)
+    assert len(packed) < len(rows)
+    assert all(len(e.tokens) <= 128 for e in packed)
+    assert Counter(t for e in packed for t in e.tokens) == Counter(t for e in rows for t in e.tokens)
+    assert sum(e.positions.count(0) for e in packed) == len(rows)
+    for e in packed:
+        for i, start in enumerate(e.positions[1:], 1):
+            if start == 0:
+                assert e.labels[i - 1] == IGNORED
+
+
+@pytest.mark.parametrize(("micro", "count", "ranks"), [(2, 1, 4), (1, 8, 1), (4, 2, 1), (1, 2, 4)])
+@pytest.mark.parametrize("by_length", [False, True])
+def test_every_split_of_the_batch_sees_the_same_rows(tokenizer, micro, count, ranks, by_length):
+    """Layouts of one global batch walk through the same rows in the same steps."""
+    rows, _ = prepare(job(dataset_rows=40), "train", tokenizer)
+
+    def steps(micro, count, ranks):
+        shares = [
+            list(Loader(examples=rows, pad=2, micro_batch=micro, micro_batches=count, rank=r, ranks=ranks, seed=5,
+                        by_length=by_length).epoch(1))
+            for r in range(ranks)
+        ]  # fmt: skip
+        return [
+            sorted(bytes(t.tolist()).rstrip(b"\x02") if max(t) < 256 else tuple(x for x in t.tolist() if x != 2)
+                   for s in at for b in s.batches for t in b.tokens)
+            for at in zip(*shares, strict=True)
+        ]  # fmt: skip
+
+    assert steps(micro, count, ranks) == steps(8, 1, 1)
+
+
+def test_evaluation_sees_each_row_once(tokenizer):
+    """The last, short batch is filled with padding that does not count."""
+    rows, _ = prepare(job(dataset_rows=13), "test", tokenizer)
+    loader = Loader(examples=rows, pad=2, micro_batch=4, micro_batches=1, rank=1, ranks=2, shuffle=False)
+    other = Loader(examples=rows, pad=2, micro_batch=4, micro_batches=1, rank=0, ranks=2, shuffle=False)
+    counted = sum(int((b.labels != IGNORED).sum()) for one in (loader, other) for s in one.epoch(0) for b in s.batches)
+    assert counted == sum(label != IGNORED for e in rows for label in e.labels)
+
+
+def test_an_epoch_goes_on_where_it_was_left(tokenizer):
+    """first_step skips exactly the steps before it."""
+    rows, _ = prepare(job(dataset_rows=32), "train", tokenizer)
+    loader = Loader(examples=rows, pad=2, micro_batch=4, micro_batches=1, rank=0, ranks=1, seed=1)
+    whole, rest = list(loader.epoch(3)), list(loader.epoch(3, 5))
+    assert [s.batches[0].tokens.tolist() for s in whole[5:]] == [s.batches[0].tokens.tolist() for s in rest]
+    assert [s.batches[0].tokens.tolist() for s in loader.epoch(4)] != [s.batches[0].tokens.tolist() for s in whole]
+
+
+def test_local_files_and_folders(tmp_path):
+    """JSON lines, a JSON list, a folder with one file per split."""
+    lines = tmp_path / "train.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+    (tmp_path / "test.json").write_text(json.dumps(ROWS[:2]))
+    assert len(load_rows(job(dataset_name=str(lines)), "train")) == 3
+    assert len(load_rows(job(dataset_name=str(tmp_path)), "train")) == 3
+    assert len(load_rows(job(dataset_name=str(tmp_path)), "test")) == 2
+    assert len(load_rows(job(dataset_name=str(tmp_path), dataset_rows=1), "test")) == 1
+    with pytest.raises(ConfigError, match="validation"):
+        load_rows(job(dataset_name=str(tmp_path)), "validation")
+    lines.write_text("{]")
+    with pytest.raises(ConfigError, match="JSON"):
+        load_rows(job(dataset_name=str(lines)), "train")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_rows(job(dataset_name=str(tmp_path / "absent.jsonl")), "train")
+
+
+def test_parquet(tmp_path):
+    """Parquet reads like JSON lines, where pyarrow is installed."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(ROWS[3:4]), tmp_path / "train-00000-of-00001.parquet")
+    assert load_rows(job(dataset_name=str(tmp_path)), "train") == ROWS[3:4]
+
+
+def test_synthetic_sums_are_right_and_splits_differ():
+    """The built-in set: correct, reproducible, no shared stream."""
+    train, test = (load_rows(job(dataset_rows=64), split) for split in ("train", "test"))
+    assert train == load_rows(job(dataset_rows=64), "train")
+    assert train != test
+    for row in train:
+        left, right = row["answer"].split(" = ")
+        a, b = left.split(" + ")
+        assert int(a) + int(b) == int(right)

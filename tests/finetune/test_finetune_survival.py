@@ -1,0 +1,242 @@
+"""The job in one process: it stops in order, goes on to the same curve, and what it saves is whole."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune import train
+from finetune.checkpoint import list_checkpoints
+
+JOBS = Path(__file__).with_name("jobs")
+JOB = """
+model_name_or_path: random:micro-llama
+dataset_name: synthetic:arithmetic
+dataset_rows: 96
+max_length: 48
+use_peft: true
+lora_r: 4
+lora_dropout: 0.1
+lora_modules_to_save: [embed_tokens, lm_head]
+learning_rate: 5.0e-3
+lr_scheduler_type: inverse_sqrt
+warmup_steps: 2
+per_device_train_batch_size: 16
+max_steps: 14
+save_strategy: steps
+save_steps: 4
+save_total_limit: 2
+logging_steps: 1
+profile_steps: 0
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fly(folder, *overrides, job=JOB, plan=None):
+    """Run the job in this process; returns exit code and flight."""
+    folder.mkdir(exist_ok=True, parents=True)
+    config = folder.parent / "job.yaml"
+    config.write_text(job)
+    argv = ["--config", str(config), f"output_dir={folder}", *overrides]
+    if plan is not None:
+        (folder.parent / "plan.json").write_text(json.dumps(plan))
+        argv += ["--plan", str(folder.parent / "plan.json")]
+    code = train.main(argv)
+    flight = folder / "flight.json"
+    return code, json.loads(flight.read_text()) if flight.exists() else None
+
+
+def curve(folder):
+    """Loss by step, as the last run of each step wrote it."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    code, flight = fly(folder, "export_merged=true", "eval_strategy=epoch")
+    return folder, code, flight
+
+
+def test_a_run_ends_with_everything_written(whole):
+    """Loss fell, flight complete, checkpoints limited, evaluation each epoch."""
+    folder, code, flight = whole
+    assert code == 0
+    assert (flight["schema_version"], flight["status"], flight["exit_code"]) == (1, "complete", 0)
+    assert flight["loss"]["last"] < 0.8 * flight["loss"]["first"]
+    assert flight["steps_done"] == 14
+    assert len(flight["step_seconds"]) == 14
+    assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-12", "checkpoint-14"]
+    assert [one["step"] for one in flight["eval_loss"]] == [6, 12, 14]
+    assert not list(folder.glob(".checkpoint-*"))
+    assert len(curve(folder)) == 14
+
+
+def test_adapter_and_merged_model_load_in_plain_transformers(whole):
+    """Base + adapter and the merged model give the same logits; the base alone does not."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, _, flight = whole
+    tokens = AutoTokenizer.from_pretrained(flight["adapter"])("What is 7 + 5?", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(flight["base"]).eval()
+        bare = plain(tokens).logits
+        adapted = PeftModel.from_pretrained(plain, flight["adapter"]).eval()(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(flight["merged"]).eval()(tokens).logits
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+    assert (adapted - bare).abs().max() > 0.1
+
+
+def test_sigterm_saves_and_the_next_run_ends_on_the_same_curve(whole, tmp_path):
+    """Exit code 75, a checkpoint of the very step, and no difference to the uninterrupted run (dropout is on)."""
+    folder = tmp_path / "out"
+
+    def stop_at(step):
+        while not (folder / "metrics.jsonl").exists() or len(curve(folder)) < step:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watcher = threading.Thread(target=stop_at, args=(6,))
+    watcher.start()
+    code, flight = fly(folder)
+    watcher.join()
+    assert code == train.RESUMABLE == 75
+    assert (flight["status"], flight["exit_code"]) == ("interrupted", 75)
+    stopped = int(list_checkpoints(folder)[-1].name.removeprefix("checkpoint-"))
+    assert 6 <= stopped < 14
+    code, flight = fly(folder)
+    assert code == 0
+    assert f"resumed from checkpoint-{stopped}" in "".join(flight["notes"])
+    assert curve(folder) == pytest.approx(curve(whole[0]), rel=1e-6)
+
+
+def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, tmp_path):
+    """Exit code 65; the checkpoint before still resumes."""
+    folder = tmp_path / "out"
+    assert fly(folder, "max_steps=4")[0] == 0
+    code, flight = fly(folder, "max_steps=12", "learning_rate=1e30", "save_steps=100")
+    assert code == train.DIVERGED
+    assert flight["status"] == "failed"
+    assert "nan" in flight["reason"] or "inf" in flight["reason"]
+    assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-4"]
+    assert fly(folder, "max_steps=6")[0] == 0
+    expected = {step: loss for step, loss in curve(whole[0]).items() if step in (5, 6)}
+    assert {s: v for s, v in curve(folder).items() if s in (5, 6)} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3400k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mount is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        whole_model = ("use_peft=false", "lora_modules_to_save=[]", "save_total_limit=1")
+        code, _ = fly(disk / "out", *whole_model)
+        assert code == train.DISK
+        assert [p.name for p in list_checkpoints(disk / "out")] == ["checkpoint-4"]
+        assert not list((disk / "out").glob(".checkpoint-*"))
+        shutil.copytree(disk / "out", tmp_path / "roomy")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    code, flight = fly(tmp_path / "roomy", *whole_model)
+    assert code == 0
+    assert "resumed from checkpoint-4" in "".join(flight["notes"])
+
+
+def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkeypatch):
+    """Exit code 76, before the first step, with the difference as its reason."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    plan = {
+        "layout": {"world_size": 1, "micro_batch": 16, "precision": "fp32"},
+        "environment": {"GLOO_SOCKET_IFNAME": "net1"},
+    }
+    code, flight = fly(tmp_path / "out", plan=plan)
+    assert code == train.MISMATCH
+    assert flight["status"] == "mismatch"
+    assert "GLOO_SOCKET_IFNAME=net1" in flight["reason"]
+    assert flight["loss"]["first"] is None
+
+
+def test_forecast_and_measurement_stand_side_by_side(tmp_path):
+    """One line per quantity, with the interval and whether it held."""
+    plan = {
+        "layout": {"world_size": 1, "micro_batch": 16, "precision": "fp32"},
+        "forecast": {
+            "step_seconds": {"low": 1e-6, "mid": 1.0, "high": 1e6},
+            "memory_bytes": {"low": 2**60, "mid": 2**61, "high": 2**62},
+        },
+    }
+    code, flight = fly(tmp_path / "out", "max_steps=4", plan=plan)
+    assert code == 0
+    by_name = {one["quantity"]: one for one in flight["comparison"]}
+    assert by_name["step_seconds"]["within"] is True
+    assert by_name["memory_bytes"]["within"] is False
+    assert by_name["step_seconds"]["line"].startswith("step seconds: forecast 1 s (1e-06-1e+06), measured ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["layout.cp=1", "layout.precision=fp16"], "fp16"),
+        (["load_in_4bit=true"], "GPU"),
+        (["tf32=true"], "GPU"),
+        (["lora_target_modules=[nothing]"], "lora_target_modules"),
+        (["dataset_name=nowhere.jsonl"], "no such file"),
+        (["model_name_or_path=random:huge"], "random:huge"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_reason(tmp_path, overrides, word):
+    """Exit code 2 and the setting's name."""
+    if word == "GPU" and torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    code, flight = fly(tmp_path / "out", *overrides)
+    assert code == train.CONFIG
+    assert word in flight["reason"]
+
+
+def test_a_second_run_does_not_mix_with_the_first(tmp_path):
+    """Another model, or a fresh start, in a folder with checkpoints is refused."""
+    folder = tmp_path / "out"
+    assert fly(folder, "max_steps=2")[0] == 0
+    assert fly(folder, "lora_r=8")[0] == train.CONFIG
+    assert fly(folder, "resume_from_checkpoint=false")[0] == train.CONFIG
+
+
+def test_a_config_of_older_releases_trains_as_it_stands(tmp_path):
+    """The file unchanged; only model, data and folder are small ones of this host."""
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(32)]
+    for split, count in (("train", 32), ("test", 8)):
+        lines = [json.dumps(row) + "\n" for row in rows[:count]]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    job = (JOBS / "llama_gsm8k_trl.yaml").read_text()
+    small = ["model_name_or_path=random:micro-llama", f"dataset_name={tmp_path}", "profile_steps=0"]
+    code, flight = fly(tmp_path / "out", *small, job=job)
+    assert code == 0
+    assert flight["steps_done"] == 10  # 32 rows, 32 a batch, 10 epochs
+    assert len(flight["eval_loss"]) == 10
+    assert flight["layout"]["effective"]["precision"] == "bf16"
+    assert flight["layout"]["effective"]["checkpointed_layers"] == 4
+    assert flight["loss"]["last"] < flight["loss"]["first"]
+    assert list((tmp_path / "out" / "runs").glob("events.*"))
+    assert [p.name for p in list_checkpoints(tmp_path / "out")] == ["checkpoint-10"]
