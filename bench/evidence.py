@@ -1,6 +1,6 @@
 """How fast the log reader is, and how much memory it takes: ``python bench/evidence.py [--bytes 1000000000]``.
 
-Two logs, generated while read: a training log with NCCL lines in between, and one of channel lines only.
+Logs generated while read: a training log with NCCL lines in between, one of channel lines only, and one of calls.
 """
 
 from __future__ import annotations
@@ -39,6 +39,20 @@ def training_block(step: int) -> bytes:
     return "".join(row % (step * 640 + index) for index in range(640)).encode() + channel_block(step)[:1200] + b"\n"
 
 
+def operation_block(step: int) -> bytes:
+    """About 64 KiB of what NCCL_DEBUG_SUBSYS=COLL prints for every call, behind kubectl's time stamps."""
+    rows = []
+    for index in range(300):
+        number = step * 300 + index
+        stamp = f"2026-01-02T03:04:05.{number % 1_000_000:06}Z"
+        head = f"{stamp} worker-0:77:{100 + index % 8} [{index % 8}] NCCL INFO AllReduce:"
+        rows.append(
+            f"{head} opCount {number:x} sendbuff 0x7f{number:010x} recvbuff 0x7f{number:010x} count {index * 1024} "
+            f"datatype 9 op 0 root 0 comm 0x5581{index % 8:06x} [nranks=16] stream 0x5582{index % 8:06x}\n"
+        )
+    return "".join(rows).encode() + channel_block(step)[:1200] + b"\n"
+
+
 class Repeated(io.RawIOBase):
     """A file that holds the block over and over, and takes no memory for it."""
 
@@ -60,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, default=100_000_000)
     size = parser.parse_args().bytes
-    for name, block in (("training", training_block(1)), ("channels", channel_block(1))):
+    for name, block in (("training", training_block(1)), ("channels", channel_block(1)), ("calls", operation_block(1))):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         started, used = time.perf_counter(), time.process_time()
         verdict = evidence.read_file(Repeated(block * 16, size))

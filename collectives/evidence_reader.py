@@ -25,10 +25,14 @@ _LAUNCHER = re.compile(
     rb"^(?:\s*(?:\d+: |\[\d+(?:,\d+)?\]<std\w+>: ?|\[rank\d+\]: ?|\([^()]{1,80}\) |"
     rb"\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? ?|> ?|\* |\| ))+"
 )
+# Messages that come in millions (every collective with NCCL_DEBUG_SUBSYS=COLL or TUNING) and say nothing here.
 _DULL_STARTS = (
-    *(b"Trees", b"Tree ", b"Ring ", b"Connected all", b"Setting affinity", b"P2P Chunksize", b"threadThresholds"),
-    b"Channel ",
+    *(b"Trees", b"Tree ", b"Connected all", b"Setting affinity", b"P2P Chunksize", b"threadThresholds"),
+    *(b"AllReduce: ", b"AllGather: ", b"ReduceScatter: ", b"Broadcast: ", b"Reduce: ", b"Send: ", b"Recv: "),
+    *(b"AllToAll: ", b"Gather: ", b"Scatter: ", b"New proxy ", b"Connection to proxy ", b"Connected to proxy "),
+    *(b"[Proxy Progress]", b"Allocated ", b"MemManager", b"rank ", b"register comm "),
 )
+_ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _CONTINUED = re.compile(rb"\s*\d{0,3}/?G?DRDMA")
 _INFO = b"NCCL INFO "
 
@@ -49,6 +53,7 @@ class Reader:
         self.ledger = ledger
         self._dull: set[bytes] = set()  # messages that said nothing
         self._prefixes: dict[bytes, bytes] = {}  # prefix of a line: host
+        self._writers: set[bytes] = set()  # "host:pid:tid" met
         # By direction: the end of a channel line, the channel it stands for, and how often it was met again.
         self._ends: tuple[dict[bytes, _Seen], ...] = ({}, {}, {})
         self._carry = b""  # the end of a line that broke inside a channel
@@ -127,13 +132,17 @@ class Reader:
                     if seen is not None:
                         prefix, channel, place = head.partition(b"NCCL INFO Channel ")
                         # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message stands in it.
-                        if channel and len(place) < 64 and prefix in prefixes:
+                        if channel and len(place) < 64 and (prefix in prefixes or self._known(prefix)):
                             seen.again += 1
                             bare = seen.bare
                             continue
                 else:
                     prefix, info, message = line.partition(_INFO)
-                    if info and message in dull and prefix in prefixes:
+                    if (
+                        info
+                        and (message in dull or (message.startswith(_DULL_STARTS) and b"NCCL" not in message))
+                        and (prefix in prefixes or self._known(prefix))
+                    ):
                         continue
             if via or bare is not None or self._carry or b"NCCL" in line or any(mark in line for mark in rest):
                 self._bare = bare
@@ -229,14 +238,20 @@ class Reader:
         if host is None:
             match = _HOST.search(prefix[-400:])
             host = match[1] if match else b""
-            if len(self._prefixes) < MAX_SEEN:
+            if len(self._prefixes) < MAX_SEEN and len(prefix) < 200:
                 self._prefixes[prefix] = host
+            if match and len(self._writers) < MAX_SEEN:
+                self._writers.add(_writer(prefix))
             if host and len(self.ledger.hosts) < MAX_HOSTS:
-                self.ledger.hosts.add(host)
+                self.ledger.hosts.add(host[:128])
         return host
 
+    def _known(self, prefix: bytes) -> bool:
+        """Whether the process was met before, behind another time stamp."""
+        return _writer(prefix) in self._writers
+
     def _message(self, message: bytes, *, warn: bool, host: bytes = b"", shown: bytes | None = None) -> None:
-        if message in self._dull or message.startswith(_DULL_STARTS):
+        if message in self._dull or (not warn and message.startswith(_DULL_STARTS + _ORDERS)):
             return
         ledger = self.ledger
         shown = message if shown is None else shown
@@ -248,8 +263,14 @@ class Reader:
             ledger.blame(code, shown)
         if warn and not codes and not HARMLESS.search(message):
             ledger.blame("other_warnings", shown)
-        if not facts and not codes and not warn and len(self._dull) < MAX_SEEN:
+        if not facts and not codes and not warn and len(self._dull) < MAX_SEEN and len(message) < 400:
             self._dull.add(message)
+
+
+def _writer(prefix: bytes) -> bytes:
+    """ "host:pid:tid" of "2026-01-02T03:04:05Z host:pid:tid [0] "."""
+    parts = prefix.rsplit(b" ", 3)
+    return parts[-3][-200:] if len(parts) > 2 else prefix[-200:]
 
 
 def _runs(spans: dict[int, int]) -> Iterator[tuple[int, int]]:
