@@ -22,7 +22,7 @@ format_option = click.option(
 
 def console() -> Console:
     """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100"))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80"))
     return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
 
 

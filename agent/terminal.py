@@ -157,19 +157,17 @@ def node(out: Console, topology: NodeTopology) -> None:
 
 def bench(out: Console, result: BenchResult) -> None:
     """Measured collectives, one row per op and size."""
-    rows = table("op", "bytes", "median", "± 95 %", "algbw", "busbw", "expected", "verified")
+    expected = any(m.expected_busbw_bytes_per_second for m in result.measurements)
+    rows = table("op", "bytes", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
+    for column in rows.columns:
+        column.no_wrap = True
     for m in result.measurements:
-        spread = f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?"
-        rows.add_row(
-            m.op,
-            units.size(m.bytes),
-            units.seconds(m.median_seconds),
-            spread,
-            units.rate(m.algbw_bytes_per_second),
-            units.rate(m.busbw_bytes_per_second),
-            units.rate(m.expected_busbw_bytes_per_second),
-            "yes" if m.verified else "NO: not a measurement",
-        )
+        cells = [m.op, units.size(m.bytes), units.seconds(m.median_seconds)]
+        cells.append(f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?")
+        cells += [units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second)]
+        if expected:
+            cells.append(units.rate(m.expected_busbw_bytes_per_second))
+        rows.add_row(*cells, "yes" if m.verified else "NO")
     where = f"{result.world_size} {result.backend} ranks on {', '.join(sorted(set(result.hosts))) or 'this host'}"
     out.print(f"\n[bold]Measured[/bold], {escape(where)}")
     out.print(rows)
@@ -210,21 +208,18 @@ def layout(out: Console, advice: Recommendation) -> None:
             rejected(out, advice)
         return
     chosen = advice.chosen
-    shape = chosen.layout
     out.print(f"\n[bold]Layout[/bold] for {advice.model.name if advice.model else 'the model'}")
-    rows = table("layout", "micro", "accum", "recompute", "step", "memory per GPU", "why")
     for ranked in (chosen, *advice.runners_up[:3]):
         shape = ranked.layout
-        rows.add_row(
-            shape.family,
-            str(shape.micro_batch),
-            str(shape.gradient_accumulation),
-            shape.checkpointing,
-            units.interval(ranked.forecast.step_seconds, "s"),
-            units.interval(ranked.forecast.memory_bytes, "B"),
-            escape("chosen: " + ranked.forecast.dominant if ranked is chosen else ranked.why),
+        mark = "[green]✓[/green]" if ranked is chosen else " "
+        recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
+        out.print(
+            f"{mark} [bold]{shape.family}[/bold], {shape.world_size} ranks, micro-batch {shape.micro_batch} x "
+            f"{shape.gradient_accumulation}, {recompute}, {shape.precision}"
         )
-    out.print(rows)
+        memory = units.interval(ranked.forecast.memory_bytes, "B")
+        out.print(f"    step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per GPU")
+        out.print(f"    {escape(ranked.forecast.dominant if ranked is chosen else ranked.why)}")
     rejected(out, advice)
     for help_ in advice.helps_most:
         out.print(f"→ {escape(help_)}")

@@ -41,8 +41,11 @@ def seconds(value: float | None) -> str:
 
 
 def interval(value: Interval | None, unit: str) -> str:
-    """ "1.90 s (1.60 s to 2.30 s)" or bytes alike; None -> "unknown"."""
+    """ "1.90 s (1.60 to 2.30)", or bytes alike; None -> "unknown"."""
     if value is None:
         return "unknown"
     show = seconds if unit == "s" else size
-    return f"{show(value.mid)} ({show(value.low)} to {show(value.high)})"
+    low, mid, high = (show(v).rsplit(" ", 1) for v in (value.low, value.mid, value.high))
+    first = low[0] if low[1] == mid[1] else " ".join(low)
+    last = high[0] if high[1] == mid[1] else " ".join(high)
+    return f"{' '.join(mid)} ({first} to {last})"

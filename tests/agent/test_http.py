@@ -1,0 +1,188 @@
+"""Every door of the agent on recorded machines: formats, errors as problem documents, and no door that makes load."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from agent.server import create
+from agent.state import State
+from probes.recording import load
+from probes.scan import scan
+
+MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
+H100 = next(path for path in MACHINES if path.name.startswith("hgx-h100"))
+
+
+def agent_on(path: Path, folder: Path | None = None) -> TestClient:
+    snapshot = scan(load(path))
+    return TestClient(create(State(lambda: (snapshot,), interval_seconds=3600, folder=folder)))
+
+
+def ready(client: TestClient) -> TestClient:
+    """Wait for the first scan."""
+    for _ in range(600):
+        if client.get("/readyz").status_code == 200:
+            return client
+    raise AssertionError(client.get("/readyz").text)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with agent_on(H100) as running:
+        yield ready(running)
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_every_machine_is_served_at_every_door(path: Path) -> None:
+    """Page, facts, advice, metrics: the whole product answers for each recording."""
+    with agent_on(path) as running:
+        ready(running)
+        for door in (
+            "/",
+            "/snapshot",
+            "/topology",
+            "/findings",
+            "/recommendations",
+            "/preflight",
+            "/metrics",
+            "/flights",
+        ):
+            response = running.get(door)
+            assert response.status_code == 200, (door, response.text)
+        assert scan(load(path)).hostname in running.get("/").text
+
+
+@pytest.mark.parametrize("door", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
+def test_json_and_yaml_say_the_same(client: TestClient, door: str) -> None:
+    """`?format=yaml` and the Accept header give the JSON's content."""
+    plain = client.get(door).json()
+    assert yaml.safe_load(client.get(door, params={"format": "yaml"}).text) == plain
+    assert yaml.safe_load(client.get(door, headers={"Accept": "application/yaml"}).text) == plain
+
+
+def test_recommendations_as_environment_files(client: TestClient) -> None:
+    """env, shell and k8s carry the settings of the JSON, and nothing for a machine that needs nothing."""
+    settings = {s["name"]: s["value"] for s in client.get("/recommendations").json()["settings"]}
+    env = dict(
+        line.split("=", 1) for line in client.get("/recommendations?format=env").text.splitlines() if "=" in line
+    )
+    assert env == settings
+    k8s = yaml.safe_load(client.get("/recommendations?format=k8s").text) or []
+    assert {e["name"]: e["value"] for e in k8s} == settings
+
+
+@pytest.mark.parametrize(
+    ("door", "status"),
+    [
+        ("/recommendations?format=nonsense", 400),
+        ("/recommendations?model=no-such-model", 400),
+        ("/recommendations?model=/etc/passwd", 400),
+        ("/recommendations?machine=p99.huge", 400),
+        ("/recommendations?nodes=0", 422),
+        ("/recommendations?method=magic", 422),
+        ("/topology?format=env", 400),
+        ("/preflight?require=no.such.check", 400),
+        ("/preflight?fail_on=maybe", 422),
+        ("/measurements", 404),
+        ("/nowhere", 404),
+    ],
+)
+def test_errors_are_problem_documents_that_name_what_is_allowed(client: TestClient, door: str, status: int) -> None:
+    """RFC 9457, with the offending value."""
+    response = client.get(door)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["status"] == status
+    assert problem["detail"]
+
+
+def test_what_if_on_a_catalogue_machine(client: TestClient) -> None:
+    """A machine that is not this one, and a layout with its forecast."""
+    advice = client.get(
+        "/recommendations", params={"machine": "p5.48xlarge", "nodes": 2, "model": "Llama-3.1-8B"}
+    ).json()
+    forecast = advice["chosen"]["forecast"]
+    assert advice["chosen"]["layout"]["world_size"] == 16
+    assert 0 < forecast["step_seconds"]["low"] < forecast["step_seconds"]["mid"] < forecast["step_seconds"]["high"]
+
+
+def test_not_ready_before_the_first_scan_but_alive() -> None:
+    """A scan that takes long keeps /readyz at 503 and /healthz at 200."""
+    import threading
+
+    gate = threading.Event()
+
+    def slow() -> Any:
+        gate.wait(30)
+        return (scan(load(H100)),)
+
+    with TestClient(create(State(slow, interval_seconds=3600))) as running:
+        assert running.get("/healthz").status_code == 200
+        response = running.get("/readyz")
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        gate.set()
+        ready(running)
+
+
+def test_a_scan_that_fails_is_said_and_survived() -> None:
+    """The agent answers 503 with the reason, and goes on."""
+    calls = iter([RuntimeError("driver gone")])
+
+    def failing() -> Any:
+        for error in calls:
+            raise error
+        return (scan(load(H100)),)
+
+    with TestClient(create(State(failing, interval_seconds=0.05))) as running:
+        ready(running)
+
+
+def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> None:
+    """Text by default, OpenMetrics where asked for."""
+    plain = client.get("/metrics", follow_redirects=False)
+    assert plain.status_code == 200
+    assert plain.headers["content-type"].startswith("text/plain")
+    openmetrics = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+    assert openmetrics.text.endswith("# EOF\n")
+
+
+def test_only_reads_are_served(client: TestClient) -> None:
+    """No door changes anything."""
+    methods = {m for path in client.get("/openapi.json").json()["paths"].values() for m in path}
+    assert methods == {"get"}
+
+
+def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[[str, Any], None]) -> None:
+    """The surface changes on purpose only."""
+    document = client.get("/openapi.json").json()
+    document["info"]["version"] = "x"
+    golden("openapi.json", document)
+
+
+def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Path) -> None:
+    """Measured in a fresh interpreter that has served every door."""
+    import subprocess
+
+    script = tmp_path / "serve.py"
+    script.write_text(
+        "import sys, json\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_http import agent_on, ready, H100\n"
+        "with agent_on(H100) as c:\n"
+        "    ready(c)\n"
+        "    [c.get(d) for d in ('/', '/topology', '/metrics', '/preflight', '/recommendations?model=Llama-3.1-8B')]\n"
+        "print(json.dumps([m for m in ('torch', 'kubernetes', 'transformers', 'numpy') if m in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
