@@ -97,7 +97,8 @@ def _judge_name(name: str, value: str, version: Version | None, source: str, *, 
         use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
         reads = f"NCCL {version_text(version)}" if version else "every later release"
         message = f"last read by NCCL {version_text(last)}: {reads} ignores it without a message."
-        yield _finding("env.name.removed", Severity.WARN, name, value, message, use)
+        severity = Severity.WARN if version else Severity.INFO  # the release in use may still read it
+        yield _finding("env.name.removed", severity, name, value, message, use)
         return
     if first is not None and version is not None and version < first:
         message = f"read since NCCL {version_text(first)}: NCCL {version_text(version)} ignores it without a message."
@@ -164,10 +165,13 @@ def _pairs(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
-    """The machine's own verdict on a variable replaces the general one about leftovers."""
-    specific = {finding.subject for finding in found if finding.code.startswith(("env.rdma.", "env.p2p."))}
+    """A verdict on the value or by the machine replaces the general one about leftovers."""
+    general = "env.debug.leftover"
+    judged = {
+        f.subject for f in found if f.code != general and (f.severity != Severity.INFO or f.code.startswith("env.p2p"))
+    }
     for finding in found:
-        if not (finding.code == "env.debug.leftover" and finding.subject in specific):
+        if finding.code != general or finding.subject not in judged:
             yield finding
 
 

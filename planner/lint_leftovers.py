@@ -56,7 +56,7 @@ _EFFECTS: Mapping[str, str] = MappingProxyType(
         "NCCL_DMABUF_ENABLE": "0 leaves only nvidia_peermem for GPUDirect RDMA",
         "NCCL_PXN_DISABLE": "1 gives up sending through the GPU next to the NIC: all-to-all traffic then crosses rails",
         "NCCL_IB_QPS_PER_CONNECTION": "more queue pairs help only where ECMP hashes flows unevenly",
-        "NCCL_IB_PCI_RELAXED_ORDERING": "0 costs bandwidth on most hosts; automatic is right",
+        "NCCL_IB_PCI_RELAXED_ORDERING": "automatic (2) is right; 1 insists on it, 0 costs bandwidth on most hosts",
         "NCCL_IB_ADAPTIVE_ROUTING": "it overrides what NCCL knows of InfiniBand (on) and RoCE (off)",
         "NCCL_RUNTIME_CONNECT": "0 connects everything at start: slower start, more memory, the same speed",
         "NCCL_LAUNCH_MODE": "it overrides how kernels are launched; GROUP is deprecated",

@@ -188,6 +188,7 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     known = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
     strict = version is None or version >= (2, 24, 0)
+    severity = Severity.FAIL if strict and version is not None else Severity.WARN
     unknown: list[str] = []
     for part in value.split(";"):
         head, colon, tail = part.partition(":")
@@ -199,7 +200,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
         what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
         message = f"NCCL does not know {', '.join(repr(token) for token in unknown)} and {what}."
         yield _finding(
-            "env.value.token", Severity.FAIL if strict else Severity.WARN, name, value, message,
+            "env.value.token", severity, name, value, message,
             f"Use {', '.join(known)}, or unset it.",
         )  # fmt: skip
         return
@@ -208,7 +209,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
             "Since 2.24 NCCL has no ring to fall back to: all-gather and reduce-scatter (FSDP, ZeRO) have no algorithm "
             "left and fail."
         )
-        yield _finding("env.value.token", Severity.FAIL, name, value, message, "Unset NCCL_ALGO, or add Ring.")
+        yield _finding("env.value.token", severity, name, value, message, "Unset NCCL_ALGO, or add Ring.")
 
 
 def _gathers(value: str) -> bool:

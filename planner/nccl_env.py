@@ -49,6 +49,7 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     gpus.nvls,
     gpus.mnnvl,
     gpus.gdr_c2c,
+    gpus.gdrdma,
     torch_env.allocator,
     torch_env.watchdog,
     torch_env.omp_threads,

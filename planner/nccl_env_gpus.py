@@ -72,6 +72,18 @@ def gdr_c2c(case: Situation) -> Note | None:
     return Note(topic=topic, text=text, evidence=f"{coherent[0]}: C2C links")
 
 
+def gdrdma(case: Situation) -> Note | None:
+    """GPUDirect RDMA that a log shows to be off: no variable turns it on."""
+    if case.evidence is None or case.evidence.gdrdma not in ("off", "partial") or case.one_node:
+        return None
+    text = (
+        "Set nothing: no variable turns GPUDirect RDMA on. It needs nvidia_peermem or DMA-BUF (open kernel modules), a "
+        "NIC behind the same PCIe switch as the GPU (PXB or nearer), and ACS off on the bridges between."
+    )
+    state = f"an earlier run's channels: GPUDirect RDMA {case.evidence.gdrdma}"
+    return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=state)
+
+
 # Azure's HPC images carry one file per series and name it in /etc/nccl.conf (github.com/Azure/azhpc-images, topology).
 _AZURE_TOPOLOGY = (("A100", "/opt/microsoft/ndv4-topo.xml"), ("H100", "/opt/microsoft/ndv5-topo.xml"))
 _WHOLE_BOARD = 8  # GPUs of an ND VM; smaller series have other files

@@ -27,7 +27,7 @@ def choose_ports(node: NodeView) -> PortChoice:
     keep = node.taken_ports()
     dropped: dict[str, str] = {}
     secondary = _secondary_devices(node)
-    for rule in (_of_this_pod(secondary), _one_link_layer):
+    for rule in (_hardware, _of_this_pod(secondary), _one_link_layer):
         keep = _without(keep, unfit := rule(keep))
         dropped |= unfit
     keep = _without(keep, far := _near_a_gpu(node)(keep))
@@ -51,6 +51,14 @@ def _secondary_devices(node: NodeView) -> dict[str, str]:
 
 
 Rule = Callable[[Sequence[PortView]], dict[str, str]]
+
+
+def _hardware(ports: Sequence[PortView]) -> dict[str, str]:
+    """Soft-RoCE and soft-iWARP run on the CPU: not beside a real HCA."""
+    software = ("rxe", "siw")
+    if all(view.device.kind in software for view in ports):
+        return {}
+    return {view.name: "RDMA in software (rxe, siw)" for view in ports if view.device.kind in software}
 
 
 def _of_this_pod(secondary: dict[str, str]) -> Rule:

@@ -28,6 +28,8 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
         return Note(topic=topic, text="Unknown: no probe read the network interfaces.")
     wanted = {node.hostname: _wanted(node, facts, sockets_carry_data=not _fast_fabric(case)) for node, facts in judged}
     if not any(wanted.values()):
+        wanted = _shared_subnet(judged)
+    if not any(wanted.values()):
         return _left_alone(topic, judged)
     named = {host: choice for host, choice in wanted.items() if choice is not None}
     fills = {node.hostname: _unasked(facts) for node, facts in judged}
@@ -138,8 +140,13 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
             "the cluster overlay; the secondary network is the one laid for this traffic"
         )
         return best.name, rule, f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}"
-    if current is not None and current.role in _UNFIT and best.name != unasked:
-        rule = f"NCCL unasked takes {unasked}, a {current.role} interface that other nodes cannot reach"
+    if current is not None and not _usable(current) and best.name != unasked:
+        what = (
+            f"a {current.role} interface"
+            if current.role in _UNFIT
+            else "which has no address of its own beyond the link"
+        )
+        rule = f"NCCL unasked takes {unasked}, {what}: other nodes cannot reach it"
         return best.name, rule, f"{best.name}: {best.role}, {', '.join(best.addresses)}"
     taken = nccl_takes(facts)
     if sockets_carry_data and len(taken) > 1 and best.name in taken:
@@ -151,6 +158,31 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
         others = ", ".join(name for name in taken if name != best.name)
         return best.name, rule, f"{best.name}: {best.role}{speed}; NCCL would add {others}"
     return None
+
+
+def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, tuple[str, str, str] | None]:
+    """Where the nodes' own choices share no subnet although other interfaces of all nodes do: those interfaces."""
+    chosen = [_subnets(facts, _unasked(facts)) for _, facts in judged]
+    common = set.intersection(*[_subnets(facts, None) for _, facts in judged])
+    if len(judged) < 2 or set.intersection(*chosen) or not common:
+        return {}
+    subnet = min(common)
+    rule = "NCCL unasked takes interfaces in different subnets on these nodes; this one all of them share"
+    found: dict[str, tuple[str, str, str] | None] = {}
+    for node, facts in judged:
+        name = next(each.name for each in facts.interfaces if subnet in _subnets(facts, each.name))
+        found[node.hostname] = (name, rule, f"{name}: {subnet}; NCCL would take {_unasked(facts)}")
+    return found
+
+
+def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
+    """Subnets of one usable interface, or of all."""
+    return {
+        str(network)
+        for each in facts.interfaces
+        if _usable(each) and name in (None, each.name)
+        for network in networks(each)
+    }
 
 
 def _joined(names: list[str], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:

@@ -171,13 +171,21 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 
 def net_plugin(case: Situation) -> Setting | Note | None:
-    """NCCL_NET on EFA: without the plugin NCCL falls back to TCP in silence."""
+    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP in silence: above all on EFA."""
     topic = "NCCL_NET"
-    if case.backend != "nccl" or not case.efa:
+    fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
+    if case.backend != "nccl" or not (case.efa or (fell_back and case.rdma_ports)):
         return None
     if case.one_node:
-        return Note(topic=topic, text="Set nothing: the job stays on one node and needs no EFA.")
-    fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
+        return Note(topic=topic, text="Set nothing: the job stays on one node and needs no network.")
+    if not case.efa:
+        rule = (
+            "An earlier run went over TCP although RDMA ports are ACTIVE; naming the network makes the cause an error "
+            "at start: libibverbs missing in the image, NCCL_IB_DISABLE, or an NCCL_IB_HCA that matches nothing"
+        )
+        ports = by_host((node.hostname, _names(node.taken_ports())) for node in case.nodes if node.taken_ports())
+        reason = Reason(rule=rule, evidence=f"the log shows channels over Socket; {ports}", source=_ENV_RST)
+        return Setting(name=topic, value="IB", reason=reason)
     if not (case.multi_node or fell_back):
         text = (
             "Set nothing: NCCL loads aws-ofi-nccl when it is in the image, and the plugin sets by itself what it needs "

@@ -246,3 +246,9 @@ def test_worst_comes_first() -> None:
     """FAIL before WARN before INFO."""
     severities = [f.severity for f in found({"NCCL_NVLS_ENABLE": "0", "NCCL_IB_HBA": "x", "NCCL_ALGO": "Rings"})]
     assert severities == sorted(severities, key=(Severity.FAIL, Severity.WARN, Severity.INFO).index)
+
+
+def test_release_unknown_is_no_verdict() -> None:
+    """Where the NCCL in use is not known, what later releases do is told but does not fail."""
+    assert {finding.severity for finding in found({"NCCL_CREATE_THREAD_CONTEXT": "1"}, None)} == {Severity.INFO}
+    assert {finding.severity for finding in found({"NCCL_ALGO": "Tree"}, None)} == {Severity.WARN}

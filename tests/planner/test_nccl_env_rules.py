@@ -273,3 +273,50 @@ def test_every_setting_has_its_reason() -> None:
     advice = advise(pod)
     for each in (*advice.settings, *advice.needs):
         assert each.reason.rule and each.reason.evidence and each.reason.source, each
+
+
+def test_link_local_interface_is_no_choice() -> None:
+    """The network card of the server's management controller comes first and leads nowhere."""
+    bmc = interface("enx0a", "host", "169.254.3.1/24")
+    machine = host(rdma=IB8, interfaces=[bmc, interface("eno1", "host")])
+    assert values(advise(machine))["NCCL_SOCKET_IFNAME"] == "eno1"
+
+
+def test_nodes_whose_own_choices_do_not_meet_get_the_subnet_they_share() -> None:
+    """NCCL on each node takes its first interface; only the second one joins the nodes."""
+    nodes = [
+        host(name, rdma=IB8, interfaces=[interface("usb0", "host", own), interface("eno1", "host", shared)])
+        for name, own, shared in (("a", "10.9.1.1/24", "10.0.0.1/24"), ("b", "10.9.2.1/24", "10.0.0.2/24"))
+    ]
+    assert values(advise(*nodes))["NCCL_SOCKET_IFNAME"] == "eno1"
+
+
+def test_software_rdma_beside_a_real_hca_is_left_out() -> None:
+    """Soft-RoCE runs on the CPU; alone it is what there is."""
+    rxe = port("rxe0", kind="rxe", layer="Ethernet", gbit=2.5)
+    real = port("mlx5_0", **ROCE)
+    assert values(advise(host(rdma=[real, rxe])))["NCCL_IB_HCA"] == "mlx5_0"
+    assert "NCCL_IB_HCA" not in values(advise(host(rdma=[rxe])))
+
+
+def test_run_that_fell_back_to_tcp_gets_the_network_named() -> None:
+    """A second run then fails with the cause instead of being slow."""
+    machine = host(rdma=IB8)
+    tcp = advise(machine, evidence=Evidence(inter_node_transport="Socket"))
+    assert values(tcp)["NCCL_NET"] == "IB"
+    assert "NCCL_NET" not in values(advise(machine, evidence=Evidence(inter_node_transport="IB")))
+    off = advise(machine, evidence=Evidence(inter_node_transport="IB", gdrdma="off"))
+    assert "nvidia_peermem" in note(off, "NCCL_NET_GDR_LEVEL")
+
+
+def test_version_of_the_log_is_used() -> None:
+    """The evidence of an earlier run says which NCCL is in use."""
+    roce = host(rdma=[port("mlx5_0", gids=[v2_gid(3)], **ROCE)])
+    assert values(advise(roce, evidence=Evidence(nccl_version="2.20.5+cuda12.4")))["NCCL_IB_GID_INDEX"] == "3"
+
+
+def test_one_host_planned_several_times_over() -> None:
+    """What-if: the same snapshot under made-up names counts as several nodes."""
+    pod = host("a", rdma=[port("rdmap0", kind="efa")], interfaces=[interface("ens5", "host")])
+    what_if = cluster(host("a-0"), host("a-1"))
+    assert {each.name: each.value for each in settings([pod], what_if).settings}["NCCL_NET"] == "AWS Libfabric"
