@@ -51,6 +51,7 @@ class PciFacts:
     dmabuf_possible: bool | None = None  # open module and kernel >= 5.12; possible, not proven
     virtual_tree: str | None = None  # why the tree cannot be trusted: "every device sits on its own root (hypervisor)"
     hypervisor: str | None = None  # None bare metal or unknown: ACS and IOMMU matter there only
+    container: str | None = None  # "kubernetes", ...: in a pod, a NIC's RDMA device may be another namespace's
     topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
 
 
@@ -119,6 +120,7 @@ PROBE = Probe(
         "pci.acs.on",
         "pci.acs.unknown",
         "pci.iommu.translated",
+        "pci.nic.no_rdma",
         "pci.peermem.missing",
         "pci.peermem.unknown",
         "pci.tree.virtual",

@@ -13,6 +13,8 @@ from probes.api import Finding, Severity
 from probes.pci import PciDevice, PciFacts, is_bridge, is_gpu, is_network
 
 NVIDIA = 0x10DE
+INFINIBAND_CLASS = 0x0207
+EFA = {(0x1D0F, device) for device in (0xEFA0, 0xEFA1, 0xEFA2, 0xEFA3)}  # pci.ids: Elastic Fabric Adapter
 EVIDENCE_MAX = 16
 DEPTH_MAX = 64
 SYSFS = "/sys/bus/pci/devices"
@@ -27,6 +29,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if facts.hypervisor is None:
         yield from _acs(facts)
         yield from _iommu(facts)
+    yield from _no_rdma(facts)
     yield from _peermem(facts)
     yield from _virtual_tree(facts)
 
@@ -210,6 +213,27 @@ def _iommu(facts: PciFacts) -> Iterator[Finding]:
             ),
             evidence=("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",),
             remedy="Boot with iommu=pt (and intel_iommu=on or amd_iommu=on where VFs need it), or turn the IOMMU off.",
+        )
+
+
+def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
+    """Cards made for RDMA without an RDMA device: their driver's RDMA half is not loaded or is switched off."""
+    for device in facts.devices:
+        made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or (device.vendor_id, device.device_id) in EFA
+        if device.rdma is not False or not (made_for_it or device.driver == "mlx5_core"):
+            continue
+        severity = Severity.FAIL if made_for_it else Severity.WARN
+        yield Finding(
+            code="pci.nic.no_rdma",
+            severity=Severity.UNKNOWN if facts.container else severity,
+            subject=device.bus_id,
+            message=(
+                "The NIC has no RDMA device"
+                + (" in this container, which may be another network namespace's." if facts.container else ".")
+                + " NCCL would use it through sockets only."
+            ),
+            evidence=(f"{SYSFS}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}"),
+            remedy="Load the driver's RDMA module (mlx5_ib, efa, ib_uverbs), and check devlink's enable_rdma.",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from probes import hostinfo_read, sysfs
+from probes import hostinfo_read, limits_read, sysfs
 from probes.api import UnavailableError
 from probes.host import Host
 from probes.pci import PciDevice, PciFacts, is_bridge, is_gpu, is_network
@@ -50,6 +50,7 @@ def read(host: Host) -> PciFacts:
         dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
         virtual_tree=virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
+        container=limits_read.container(host),
         topology_files=_topology_files(host),
     )
 

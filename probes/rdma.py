@@ -153,6 +153,7 @@ PROBE = Probe(
         "rdma.uverbs.permission",
         "rdma.memlock.registration",
         "rdma.firmware.mixed",
+        "rdma.counters.rising",
         "rdma.netns.shared",
     ),
     metrics=(

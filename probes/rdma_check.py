@@ -10,24 +10,7 @@ from collections.abc import Iterator
 
 from probes.api import Finding, Severity
 from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
-from probes.rdma_gids import ROCE_V2, ipv4_of, nccl_gid_index, rocev2_gid_index
-
-SYSFS = "/sys/class/infiniband"
-ROCE_FULL_MTU_BYTES = 4096
-ROCE_FULL_NETDEV_MTU_BYTES = 4200  # 4096 and RoCE's headers, as NIC vendors round it; 9000 serves as well
-
-# Vendor data sheets: the fastest card of each family, in bytes per second. Slower cards are sold in every family, so
-# a lower rate is a hint and no fault.
-FAMILY_RATES = {
-    "ConnectX-4": 100e9 / 8,
-    "ConnectX-5": 100e9 / 8,
-    "ConnectX-6": 200e9 / 8,
-    "ConnectX-6 Dx": 200e9 / 8,
-    "ConnectX-7": 400e9 / 8,
-    "ConnectX-8": 800e9 / 8,
-    "BlueField-2": 200e9 / 8,
-    "BlueField-3": 400e9 / 8,
-}
+from probes.rdma_check_port import SYSFS, check_gids, check_mtu, check_width, gbps, subject, where_of
 
 DOWN_REMEDIES = {
     "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
@@ -43,9 +26,9 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
         for port in device.ports:
             yield from _down(facts, device, port)
             if device.kind != "efa" and port.state == "ACTIVE":
-                yield from _width(device, port)
-                yield from _gids(device, port)
-                yield from _mtu(device, port)
+                yield from check_width(device, port)
+                yield from check_gids(device, port)
+                yield from check_mtu(device, port)
         yield from _permission(device)
     yield from _rates(facts)
     yield from _mixed(facts)
@@ -63,14 +46,6 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
         )
 
 
-def _subject(device: RdmaDevice, port: RdmaPort) -> str:
-    return f"{device.name}:{port.port}"
-
-
-def _where(device: RdmaDevice, port: RdmaPort) -> str:
-    return f"{SYSFS}/{device.name}/ports/{port.port}"
-
-
 def _ports(facts: RdmaFacts) -> list[tuple[RdmaDevice, RdmaPort]]:
     return [(device, port) for device in facts.devices for port in device.ports]
 
@@ -83,7 +58,7 @@ def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
             severity=Severity.FAIL,
             subject="",
             message=f"None of {len(states)} RDMA ports is ACTIVE: NCCL falls back to sockets without an error.",
-            evidence=tuple(f"{_where(d, p)}/state: {p.state}" for d, p in _ports(facts)[:16]),
+            evidence=tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts)[:16]),
             remedy=DOWN_REMEDY,
         )
 
@@ -93,9 +68,9 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
         yield Finding(
             code="rdma.port.unknown",
             severity=Severity.UNKNOWN,
-            subject=_subject(device, port),
+            subject=subject(device, port),
             message="The state of the port could not be read.",
-            evidence=(f"{_where(device, port)}/state: not readable",),
+            evidence=(f"{where_of(device, port)}/state: not readable",),
             remedy="Read it with ibstat or `rdma link` as root.",
         )
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
@@ -103,47 +78,17 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
         yield Finding(
             code="rdma.port.down",
             severity=Severity.WARN,
-            subject=_subject(device, port),
+            subject=subject(device, port),
             message=(
                 f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), {sisters} ports of "
                 "the same "
                 "model are ACTIVE: NCCL leaves it out without a word."
             ),
             evidence=(
-                f"{_where(device, port)}/state: {port.state}",
-                f"{_where(device, port)}/phys_state: {port.physical_state}",
+                f"{where_of(device, port)}/state: {port.state}",
+                f"{where_of(device, port)}/phys_state: {port.physical_state}",
             ),
             remedy=DOWN_REMEDIES.get(port.state, DOWN_REMEDY),
-        )
-
-
-def _width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    # InfiniBand ports of adapters are four lanes wide; fewer is a link that came up degraded. On Ethernet the lane
-    # count in the rate's text is only how the kernel expresses a speed.
-    if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
-        yield Finding(
-            code="rdma.port.rate",
-            severity=Severity.WARN,
-            subject=_subject(device, port),
-            message=f"The link came up with fewer than four lanes: {port.rate_text}.",
-            evidence=(f"{_where(device, port)}/rate: {port.rate_text}",),
-            remedy="Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
-        )
-    best = FAMILY_RATES.get(device.model or "")
-    if best and port.rate_bytes_per_second and port.rate_bytes_per_second < best:
-        yield Finding(
-            code="rdma.port.family_rate",
-            severity=Severity.INFO,
-            subject=_subject(device, port),
-            message=(
-                f"{_gbps(port.rate_bytes_per_second)}; the fastest {device.model} does {_gbps(best)}: a slower card "
-                "of the "
-                "family, a slower switch port, or a link that trained down."
-            ),
-            evidence=(
-                f"{_where(device, port)}/rate: {port.rate_text}",
-                f"{SYSFS}/{device.name}/board_id: {device.board}",
-            ),
         )
 
 
@@ -160,90 +105,14 @@ def _rates(facts: RdmaFacts) -> Iterator[Finding]:
                 yield Finding(
                     code="rdma.port.rate",
                     severity=Severity.WARN,
-                    subject=_subject(device, port),
+                    subject=subject(device, port),
                     message=(
-                        f"The port runs at {_gbps(port.rate_bytes_per_second or 0)}, others of the same board at "
-                        f"{_gbps(best)}."
+                        f"The port runs at {gbps(port.rate_bytes_per_second or 0)}, others of the same board at "
+                        f"{gbps(best)}."
                     ),
-                    evidence=(f"{_where(device, port)}/rate: {port.rate_text}",),
+                    evidence=(f"{where_of(device, port)}/rate: {port.rate_text}",),
                     remedy="Compare cable, transceiver and switch port with those of the faster ports.",
                 )
-
-
-def _gbps(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 8 / 1e9:g} Gb/s"
-
-
-def _gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    if port.link_layer != "Ethernet" or not port.gids_known:
-        return
-    where = f"{_where(device, port)}/gid_attrs/types"
-    listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
-    best, choice = rocev2_gid_index(port), nccl_gid_index(port)
-    if best is None:
-        unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
-        yield Finding(
-            code="rdma.gid.missing_rocev2",
-            severity=Severity.UNKNOWN if unknown else Severity.FAIL,
-            subject=_subject(device, port),
-            message=(
-                "The types of the GIDs could not be read."
-                if unknown
-                else "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and connections fail or stay "
-                "in the subnet."
-            ),
-            evidence=listed or (f"{where}: no used entry",),
-            remedy=(
-                "Bring the port's netdev up with an IP address, and set the device's default RoCE mode to v2 "
-                "(cma_roce_mode)."
-            ),
-        )
-        return
-    chosen = next((gid for gid in port.gids if gid.index == choice), None)
-    if chosen is None or chosen.type != ROCE_V2:
-        yield Finding(
-            code="rdma.gid.choice",
-            severity=Severity.WARN,
-            subject=_subject(device, port),
-            message=(
-                f"NCCL takes GID index {choice}, which is {chosen.type if chosen else 'empty'}; RoCE v2 is at index "
-                f"{best}."
-            ),
-            evidence=listed,
-            remedy=(
-                f"Give the port's netdev an IPv4 address, or set NCCL_IB_GID_INDEX={best} where that is not possible."
-            ),
-        )
-    elif not any(ipv4_of(gid) for gid in port.gids):
-        yield Finding(
-            code="rdma.gid.no_ipv4",
-            severity=Severity.WARN,
-            subject=_subject(device, port),
-            message=(
-                "The port has RoCE v2 GIDs of IPv6 only: NCCL looks for IPv4 unless NCCL_IB_ADDR_FAMILY is AF_INET6."
-            ),
-            evidence=listed,
-            remedy="Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node.",
-        )
-
-
-def _mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    if port.link_layer == "Ethernet" and port.active_mtu_bytes and port.active_mtu_bytes < ROCE_FULL_MTU_BYTES:
-        yield Finding(
-            code="rdma.mtu.small",
-            severity=Severity.WARN,
-            subject=_subject(device, port),
-            message=(
-                f"RoCE packets carry {port.active_mtu_bytes} bytes because the netdev's MTU is "
-                f"{port.netdev_mtu_bytes}; "
-                f"{ROCE_FULL_MTU_BYTES} is possible."
-            ),
-            evidence=(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
-            remedy=(
-                f"Set the MTU of {port.netdev} to {ROCE_FULL_NETDEV_MTU_BYTES} or 9000, on every host and switch port "
-                "of this network."
-            ),
-        )
 
 
 def _permission(device: RdmaDevice) -> Iterator[Finding]:
@@ -282,7 +151,7 @@ def _mixed(facts: RdmaFacts) -> Iterator[Finding]:
             severity=Severity.WARN,
             subject="",
             message=f"ACTIVE ports are of {' and '.join(layers)}: NCCL may take both, storage ports included.",
-            evidence=tuple(f"{_where(d, p)}/link_layer: {p.link_layer}" for d, p in active[:16]),
+            evidence=tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:16]),
             remedy="Name the ports for training in NCCL_IB_HCA.",
         )
     mtus = {p.netdev_mtu_bytes for _, p in active if p.link_layer == "Ethernet" and p.netdev_mtu_bytes}

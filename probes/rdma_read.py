@@ -1,7 +1,7 @@
 """Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA where that is not mounted.
 
-Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/uapi/rdma/rdma_netlink.h;
-include/rdma/ib_addr.h (iboe_get_mtu); model names by PCI id: pci.ids.
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu); names of
+models by PCI id: pci.ids.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import re
 
 from probes import sysfs
 from probes.api import UnavailableError
-from probes.host import Host, Json
+from probes.host import Host
 from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
 from probes.rdma_gids import read_gids
 from probes.rdma_memlock import prove_memlock
+from probes.rdma_netlink import from_netlink, natural, netns_mode
 
 DEVICES = "/sys/class/infiniband"
 VERBS = "/sys/class/infiniband_verbs"
@@ -31,20 +32,16 @@ MODELS = {
     "MT4125": "ConnectX-6 Dx",
     "MT4127": "ConnectX-6 Lx",
     "MT4129": "ConnectX-7",
+    "MT4116": "ConnectX-4 VF",
+    "MT4118": "ConnectX-4 Lx VF",
+    "MT4120": "ConnectX-5 VF",
+    "MT4122": "ConnectX-5 Ex VF",
+    "MT4124": "ConnectX-6 VF",
+    "MT4126": "ConnectX VF",
     "MT4131": "ConnectX-8",
     "MT41682": "BlueField",
     "MT41686": "BlueField-2",
     "MT41692": "BlueField-3",
-}
-STATES = {0: "NOP", 1: "DOWN", 2: "INIT", 3: "ARMED", 4: "ACTIVE", 5: "ACTIVE_DEFER"}
-PHYSICAL_STATES = {
-    1: "Sleep",
-    2: "Polling",
-    3: "Disabled",
-    4: "PortConfigurationTraining",
-    5: "LinkUp",
-    6: "LinkErrorRecovery",
-    7: "Phy Test",
 }
 # iboe_get_mtu: the largest InfiniBand MTU that fits the Ethernet MTU less its headers (GRH 40, UDP 8, BTH 12, XRC 4,
 # atomic 28, ICRC 4 bytes).
@@ -56,7 +53,7 @@ def read(host: Host) -> RdmaFacts:
     """Every device this process can see; absent where there is none."""
     devices, source = _from_sysfs(host), "sysfs"
     if not devices:
-        devices, source = _from_netlink(host), "netlink"
+        devices, source = from_netlink(host), "netlink"
     if not devices:
         raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
     version, usable = _pyverbs(host)
@@ -64,7 +61,7 @@ def read(host: Host) -> RdmaFacts:
     return RdmaFacts(
         devices=devices,
         source=source,
-        netns_mode=_netns_mode(host),
+        netns_mode=netns_mode(host),
         pyverbs=version,
         memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
     )
@@ -72,13 +69,8 @@ def read(host: Host) -> RdmaFacts:
 
 def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
     nodes = _uverbs(host)
-    found = sorted(sysfs.names(host, DEVICES), key=_natural)[:DEVICES_MAX]
+    found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
     return tuple(_device(host, name, nodes) for name in found)
-
-
-def _natural(name: str) -> tuple[str | int, ...]:
-    parts = re.split(r"(\d{1,9})", name)
-    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
 
 
 def _uverbs(host: Host) -> dict[str, str]:
@@ -229,63 +221,6 @@ def _traffic_class(host: Host, device_folder: str, number: int) -> int | None:
         return int(found[1])
     name = device_folder.rpartition("/")[2]
     return sysfs.number(host, f"/sys/kernel/config/rdma_cm/{name}/ports/{number}/default_roce_tos")
-
-
-def _ask(host: Host, what: str) -> tuple[dict[str, Json], ...]:
-    try:
-        return host.rdma_netlink(what)
-    except OSError:
-        return ()
-
-
-def _from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
-    ports: dict[str, list[RdmaPort]] = {}
-    for entry in _ask(host, "ports"):
-        netdev = entry.get("netdev")
-        number = entry.get("port")
-        if isinstance(number, int):
-            ports.setdefault(str(entry.get("name")), []).append(
-                RdmaPort(
-                    port=number,
-                    state=STATES.get(entry.get("state", -1)),
-                    physical_state=PHYSICAL_STATES.get(entry.get("physical_state", -1)),
-                    netdev=str(netdev) if netdev else None,
-                    link_layer="Ethernet" if netdev else None,
-                )
-            )
-    found = []
-    for entry in _ask(host, "devices"):
-        name, guid = str(entry.get("name")), entry.get("node_guid")
-        found.append(
-            RdmaDevice(
-                name=name,
-                kind=_netlink_kind(name, entry),
-                firmware=str(entry.get("firmware") or "") or None,
-                node_guid=_guid(guid) if isinstance(guid, int) else None,
-                ports=tuple(ports.get(name, ())),
-            )
-        )
-    return tuple(sorted(found, key=lambda device: _natural(device.name)))
-
-
-def _netlink_kind(name: str, entry: dict[str, Json]) -> str:
-    if entry.get("node_type") == 7 or name.startswith("efa_"):  # RDMA_NODE_UNSPECIFIED: EFA's node type
-        return "efa"
-    software = next((kind for kind in ("rxe", "siw") if name.startswith(kind)), None)
-    return software or "other"  # netlink does not say what is below
-
-
-def _guid(value: int) -> str:
-    digits = f"{value & (1 << 64) - 1:016x}"
-    return ":".join(digits[start : start + 4] for start in range(0, 16, 4))
-
-
-def _netns_mode(host: Host) -> str | None:
-    for entry in _ask(host, "system"):
-        mode = entry.get("netns_mode")
-        if mode is not None:
-            return "shared" if mode == 1 else "exclusive"
-    return None
 
 
 def _pyverbs(host: Host) -> tuple[str, bool]:

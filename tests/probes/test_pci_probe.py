@@ -248,6 +248,24 @@ def test_a_lost_device_and_one_without_driver() -> None:
     assert found["pci.device.no_driver"].subject == "0000:18:00.0"
 
 
+@pytest.mark.parametrize(
+    ("kind", "files", "severity"),
+    [
+        (NIC, {}, Severity.FAIL),
+        (("0x020000", "0x15b3", "0x1021"), {}, Severity.WARN),
+        (("0x020000", "0x1d0f", "0xefa2"), {}, Severity.FAIL),
+        (NIC, {"/.dockerenv": ""}, Severity.UNKNOWN),
+        (("0x020000", "0x8086", "0x1533"), {}, None),
+    ],
+)
+def test_a_nic_made_for_rdma_without_an_rdma_device(kind: Any, files: Any, severity: Severity | None) -> None:
+    machine = Machine()
+    machine.add("pci0000:00/0000:00:02.0", kind)
+    machine.files = {path: content for path, content in machine.files.items() if "/infiniband/" not in path}
+    found = findings(machine.host(files=files)).get("pci.nic.no_rdma")
+    assert (found.severity if found else None) == severity
+
+
 def test_resizable_bar() -> None:
     assert parse_config(config(bar=(0b1_0000_0000_0000, 12))).resizable_bar is True
     assert parse_config(config(bar=(0b1_0000_0000_0000, 8))).resizable_bar is False

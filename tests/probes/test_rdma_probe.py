@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from probes import rdma
 from probes.api import Finding, Severity, UnavailableError
+from probes.rdma_counters import rising
 from probes.rdma_gids import ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma_read import parse_rate, roce_mtu
 
@@ -262,6 +263,35 @@ def test_netlink_where_sysfs_is_not_mounted() -> None:
     found = {f.code: f.severity for f in rdma.check(facts)}
     assert found["rdma.port.down"] is Severity.WARN
     assert "rdma.gid.missing_rocev2" not in found, "netlink says nothing of GIDs, and nothing is no fault"
+
+
+def counted(**counters: int) -> rdma.RdmaFacts:
+    port = rdma.RdmaPort(port=1, counters=counters)
+    return rdma.RdmaFacts(devices=(rdma.RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds", "severity"),
+    [
+        ({"link_downed": 7}, {"link_downed": 7}, 60, None),  # a high value is history
+        ({"link_downed": 7}, {"link_downed": 8}, 60, Severity.FAIL),
+        ({"symbol_error": 0}, {"symbol_error": 60}, 60, None),  # 120 an hour, counted over at least an hour's worth
+        ({"symbol_error": 0}, {"symbol_error": 121}, 60, Severity.FAIL),
+        ({"symbol_error": 0}, {"symbol_error": 200}, 7200, None),
+        ({"port_xmit_discards": 0}, {"port_xmit_discards": 1000}, 60, None),
+        ({"port_xmit_discards": 0}, {"port_xmit_discards": 6001}, 60, Severity.WARN),
+        ({"link_downed": 8}, {"link_downed": 1}, 60, None),  # reset
+        ({}, {"link_downed": 1}, 60, None),  # not known before
+    ],
+)
+def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Severity | None) -> None:
+    found = list(rising(counted(**before), counted(**after), seconds))
+    assert [f.severity for f in found] == ([severity] if severity else [])
+
+
+def test_two_scans_at_one_time_have_no_rate() -> None:
+    with pytest.raises(ValueError, match="later"):
+        list(rising(counted(), counted(), 0))
 
 
 def test_metrics_carry_the_labels_of_node_exporter() -> None:

@@ -1,0 +1,150 @@
+"""Judges one ACTIVE port: its lanes, its GIDs, the size of its packets.
+
+Sources: InfiniBand Architecture (link widths); NCCL user guide, NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; Linux
+include/rdma/ib_addr.h (the MTU of RoCE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from probes.api import Finding, Severity
+from probes.rdma import RdmaDevice, RdmaPort
+from probes.rdma_gids import ROCE_V2, ipv4_of, nccl_gid_index, rocev2_gid_index
+
+SYSFS = "/sys/class/infiniband"
+ROCE_FULL_MTU_BYTES = 4096
+ROCE_FULL_NETDEV_MTU_BYTES = 4200  # 4096 and RoCE's headers, as NIC vendors round it; 9000 serves as well
+
+# Vendor data sheets: the fastest card of each family, in bytes per second. Slower cards are sold in every family, so
+# a lower rate is a hint and no fault.
+FAMILY_RATES = {
+    "ConnectX-4": 100e9 / 8,
+    "ConnectX-5": 100e9 / 8,
+    "ConnectX-6": 200e9 / 8,
+    "ConnectX-6 Dx": 200e9 / 8,
+    "ConnectX-7": 400e9 / 8,
+    "ConnectX-8": 800e9 / 8,
+    "BlueField-2": 200e9 / 8,
+    "BlueField-3": 400e9 / 8,
+}
+
+
+def subject(device: RdmaDevice, port: RdmaPort) -> str:
+    """ "mlx5_2:1"."""
+    return f"{device.name}:{port.port}"
+
+
+def where_of(device: RdmaDevice, port: RdmaPort) -> str:
+    """The port's folder in sysfs."""
+    return f"{SYSFS}/{device.name}/ports/{port.port}"
+
+
+def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Lanes and family of a port that is ACTIVE."""
+    # InfiniBand ports of adapters are four lanes wide; fewer is a link that came up degraded. On Ethernet the lane
+    # count in the rate's text is only how the kernel expresses a speed.
+    if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
+        yield Finding(
+            code="rdma.port.rate",
+            severity=Severity.WARN,
+            subject=subject(device, port),
+            message=f"The link came up with fewer than four lanes: {port.rate_text}.",
+            evidence=(f"{where_of(device, port)}/rate: {port.rate_text}",),
+            remedy="Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
+        )
+    best = FAMILY_RATES.get(device.model or "")
+    if best and port.rate_bytes_per_second and port.rate_bytes_per_second < best:
+        yield Finding(
+            code="rdma.port.family_rate",
+            severity=Severity.INFO,
+            subject=subject(device, port),
+            message=(
+                f"{gbps(port.rate_bytes_per_second)}; the fastest {device.model} does {gbps(best)}: a slower card "
+                "of the "
+                "family, a slower switch port, or a link that trained down."
+            ),
+            evidence=(
+                f"{where_of(device, port)}/rate: {port.rate_text}",
+                f"{SYSFS}/{device.name}/board_id: {device.board}",
+            ),
+        )
+
+
+def gbps(bytes_per_second: float) -> str:
+    """A rate in the unit that NICs are sold by."""
+    return f"{bytes_per_second * 8 / 1e9:g} Gb/s"
+
+
+def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Whether RoCE v2 is there, and whether NCCL would take it."""
+    if port.link_layer != "Ethernet" or not port.gids_known:
+        return
+    where = f"{where_of(device, port)}/gid_attrs/types"
+    listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
+    best, choice = rocev2_gid_index(port), nccl_gid_index(port)
+    if best is None:
+        unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
+        yield Finding(
+            code="rdma.gid.missing_rocev2",
+            severity=Severity.UNKNOWN if unknown else Severity.FAIL,
+            subject=subject(device, port),
+            message=(
+                "The types of the GIDs could not be read."
+                if unknown
+                else "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and connections fail or stay "
+                "in the subnet."
+            ),
+            evidence=listed or (f"{where}: no used entry",),
+            remedy=(
+                "Bring the port's netdev up with an IP address, and set the device's default RoCE mode to v2 "
+                "(cma_roce_mode)."
+            ),
+        )
+        return
+    chosen = next((gid for gid in port.gids if gid.index == choice), None)
+    if chosen is None or chosen.type != ROCE_V2:
+        yield Finding(
+            code="rdma.gid.choice",
+            severity=Severity.WARN,
+            subject=subject(device, port),
+            message=(
+                f"NCCL takes GID index {choice}, which is {chosen.type if chosen else 'empty'}; RoCE v2 is at index "
+                f"{best}."
+            ),
+            evidence=listed,
+            remedy=(
+                f"Give the port's netdev an IPv4 address, or set NCCL_IB_GID_INDEX={best} where that is not possible."
+            ),
+        )
+    elif not any(ipv4_of(gid) for gid in port.gids):
+        yield Finding(
+            code="rdma.gid.no_ipv4",
+            severity=Severity.WARN,
+            subject=subject(device, port),
+            message=(
+                "The port has RoCE v2 GIDs of IPv6 only: NCCL looks for IPv4 unless NCCL_IB_ADDR_FAMILY is AF_INET6."
+            ),
+            evidence=listed,
+            remedy="Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node.",
+        )
+
+
+def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Whether packets could be larger."""
+    if port.link_layer == "Ethernet" and port.active_mtu_bytes and port.active_mtu_bytes < ROCE_FULL_MTU_BYTES:
+        yield Finding(
+            code="rdma.mtu.small",
+            severity=Severity.WARN,
+            subject=subject(device, port),
+            message=(
+                f"RoCE packets carry {port.active_mtu_bytes} bytes because the netdev's MTU is "
+                f"{port.netdev_mtu_bytes}; "
+                f"{ROCE_FULL_MTU_BYTES} is possible."
+            ),
+            evidence=(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
+            remedy=(
+                f"Set the MTU of {port.netdev} to {ROCE_FULL_NETDEV_MTU_BYTES} or 9000, on every host and switch port "
+                "of this network."
+            ),
+        )
