@@ -15,6 +15,7 @@ from planner.lint_values import VALUE_CODES, check_value, strtoll
 from planner.nccl_env_situation import NodeView
 from planner.nccl_names import NEWEST_READ, Version, family, names, nearest, replacement, torch_names, version_text
 from probes.api import Finding, Severity, Snapshot
+from topology.build import build
 from topology.graph import NodeTopology
 
 NAME_CODES = (
@@ -41,12 +42,15 @@ def lint(
 ) -> tuple[Finding, ...]:
     """Findings about one environment, worst first.
 
-    `nccl_version` None judges by every release known; `snapshot` and `topology` are of the machine it is for.
+    `nccl_version` None judges by every release known; `snapshot` is of the machine it is for, `topology` what was built
+    from it.
     """
     version: Version | None = None
     if nccl_version is not None:
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
+    if topology is None and snapshot is not None and "NCCL_P2P_LEVEL" in environment:
+        topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
     plugin = _plugin_in_use(environment, node, source)

@@ -70,6 +70,7 @@ _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
 
 _EFA_NEEDLESS: Mapping[str, str] = MappingProxyType(
     {
+        "NCCL_PROTO": "only aws-ofi-nccl up to 1.5 needed it; it now costs latency of small messages",
         "FI_PROVIDER": "the plugin asks for efa by itself since 1.5",
         "FI_EFA_USE_DEVICE_RDMA": "needless since libfabric 1.18 with aws-ofi-nccl 1.7, harmless on p4 and p5",
         "FI_EFA_ENABLE_SHM_TRANSFER": "no effect on NCCL, which has its own shared memory transport",
@@ -80,6 +81,9 @@ _EFA_NEEDLESS: Mapping[str, str] = MappingProxyType(
         "NCCL_NSOCKS_PERTHREAD": "it tunes the TCP transport, which EFA does not use",
     }
 )
+
+
+_EFA_ONLY_THIS: Mapping[str, str] = MappingProxyType({"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"})
 
 
 def check_leftover(
@@ -139,7 +143,7 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Settings that do nothing, or harm, where EFA carries the traffic."""
     for name, why in _EFA_NEEDLESS.items():
         value = environment.get(name)
-        if value is None or (name == "FI_PROVIDER" and value != "efa"):
+        if value is None or value.lower() != _EFA_ONLY_THIS.get(name, value.lower()):
             continue
         yield Finding(
             code="env.efa.needless",

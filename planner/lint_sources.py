@@ -13,6 +13,9 @@ from typing import Any
 
 import yaml
 
+from probes.api import Snapshot
+from probes.hostinfo import HostinfoFacts
+
 KINDS = ("env", "shell", "conf", "pod", "log", "process")
 _LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes; a log is cut by its own reader
 _LIMIT_NODES = 200_000
@@ -77,6 +80,19 @@ def _read(text: str, kind: str | None) -> tuple[NamedEnvironment, ...]:
         case "log":
             return (NamedEnvironment(source="log", environment=_log(text)),)
     raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
+
+
+def recorded_environments(snapshot: Snapshot) -> tuple[NamedEnvironment, ...]:
+    """What the scan itself saw: the variables of its process, and nccl.conf."""
+    facts = snapshot.facts(HostinfoFacts)
+    if facts is None:
+        return ()
+    found = (("process", facts.nccl_environment), ("nccl.conf", facts.nccl_conf))
+    return tuple(
+        NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=dict(environment))
+        for source, environment in found
+        if environment
+    )
 
 
 def guess_kind(text: str) -> str:

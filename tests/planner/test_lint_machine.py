@@ -131,6 +131,7 @@ def test_efa_machine() -> None:
     assert codes({"NCCL_NET": "Socket"}, efa) == ["env.rdma.tcp"]
     assert codes({"FI_PROVIDER": "tcp"}, efa) == ["env.rdma.tcp"]
     assert codes({"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}, efa) == ["env.efa.needless"] * 2
+    assert codes({"NCCL_PROTO": "simple"}, efa) == ["env.debug.leftover", "env.efa.needless"]
     assert codes({"NCCL_NET": "AWS Libfabric", "NCCL_BUFFSIZE": "8388608"}, efa) == []
 
 

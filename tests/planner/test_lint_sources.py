@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nccl_env_hosts import host
 
 from planner.lint import lint
-from planner.lint_sources import KINDS, EnvironmentTextError, NamedEnvironment, guess_kind, read_environment
+from planner.lint_sources import (
+    KINDS,
+    EnvironmentTextError,
+    NamedEnvironment,
+    guess_kind,
+    read_environment,
+    recorded_environments,
+)
 
 JOB = """
 apiVersion: kubeflow.org/v1
@@ -123,6 +131,15 @@ def test_nccl_conf_is_read_as_nccl_reads_it() -> None:
     found = one("NCCL_DEBUG = INFO\nexport NCCL_NET=IB\n#NCCL_ALGO=Ring\nNCCL_PROTO=Simple\n", "conf")
     assert found.environment == {"NCCL_DEBUG ": " INFO", "export NCCL_NET": "IB", "NCCL_PROTO": "Simple"}
     assert [f.code for f in lint(found.environment)].count("env.name.unknown") == 2
+
+
+def test_what_a_scan_saw() -> None:
+    """The process and nccl.conf of a recorded host, where it had any."""
+    machine = host("a", nccl_environment={"NCCL_NET": "IB"}, nccl_conf={"NCCL_IB_HBA": "mlx5_1"})
+    found = recorded_environments(machine)
+    assert [each.source for each in found] == ["a process", "a nccl.conf"]
+    assert [f.code for each in found for f in lint(each.environment)] == ["env.name.unknown"]
+    assert recorded_environments(host("b")) == ()
 
 
 def test_log() -> None:
