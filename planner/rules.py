@@ -160,6 +160,12 @@ def engine_runs(q: Question, at: Layout) -> str | None:
         return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
     if name == "topoflight" and (at.tp > 1 or at.pp > 1) and (hybrid or (at.data_parallel > 1 and not sharded)):
         return "topoflight combines TP and PP with FSDP only, not with DDP or HSDP"
+    if name == "topoflight" and at.pp > 1 and q.model.tied_embeddings:
+        return "topoflight has no PP for tied embeddings: both ends would train their own copy"
+    if name == "topoflight" and at.sequence_parallel and (q.train.method != "full" or q.train.packing):
+        return "topoflight has no sequence parallelism with adapters or packed rows"
+    if name == "topoflight" and at.precision == "fp16":
+        return "topoflight has no fp16"
     if at.checkpointing not in q.stack.checkpointing:
         return f"{name} has no {at.checkpointing} checkpointing"
     if at.offload != "none" and not q.stack.offload:

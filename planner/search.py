@@ -92,9 +92,14 @@ def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
 
 
 def _stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Uneven stages: the last has one layer less where they do not divide, as it also holds the head."""
+    """Uneven stages: the last, with the head, and the first, with the embedding, go short of layers if they can."""
     if layers % pp == 0:
         return ()
+    most = -(-layers // pp)
+    missing = most * pp - layers
+    first, last = most - missing // 2, most - (missing + 1) // 2
+    if min(first, last) >= 1:
+        return (first, *(most,) * (pp - 2), last)
     low, extra = divmod(layers, pp)
     return tuple(low + (1 if i < extra else 0) for i in range(pp))
 
@@ -165,6 +170,10 @@ def search(
     fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else stack.fused_cross_entropy
     budget = capacity * memory_constants.safe_share if capacity else None
     on_cpu = not question.has_gpu
+    # The fine-tune job's adapters need whole sequences, as do its packed rows.
+    splits_sequence = "sp" in stack.can and not (
+        stack.name == "topoflight" and (train.method != "full" or train.packing)
+    )
     for tp, pp, cp, ep in _degrees(question, world, found):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
@@ -183,7 +192,7 @@ def search(
                     base = Layout(
                         world_size=world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                         sharding=sharding, reshard_after_forward=reshard,
-                        sequence_parallel=tp > 1 and "sp" in stack.can,
+                        sequence_parallel=tp > 1 and splits_sequence,
                         schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
                         stage_layers=_stages(question.model.layers, pp), micro_batch=micro,
                         gradient_accumulation=accumulation, precision=precision, fused_cross_entropy=fused,

@@ -53,9 +53,7 @@ TOPOFLIGHT = Stack(
     states="fsdp_fp32",
     reduce_every_micro_batch=False,
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp"}),
-    checkpointing=("none", "full"),
     fused_cross_entropy=True,
-    compile=False,
     together=frozenset({"tp+dp", "pp+dp"}),
 )
 

@@ -1,0 +1,222 @@
+"""Exports: what each framework is given is what was recommended, by its own reader where it is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner import machines
+from planner.advice import Reason, Setting
+from planner.exports import ExportError, Request, export, formats, request_of
+from planner.layout import Layout
+from planner.models import model_named
+from planner.recommend import recommend
+from planner.specs import TrainSpec
+
+LLAMA = model_named("Llama-3-8B")
+FSDP = Layout(world_size=8, dp_shard=8, micro_batch=2, gradient_accumulation=4, checkpointing="full")
+PIPELINE = Layout(
+    world_size=16, tp=2, pp=4, dp_shard=2, sharding="zero1", sequence_parallel=True, schedule="interleaved",
+    virtual_stages=2, gradient_accumulation=8,
+)  # fmt: skip
+
+
+def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> Request:
+    """A request for Llama-3-8B."""
+    settings = (
+        Setting(name="NCCL_SOCKET_IFNAME", value="=net1", reason=Reason(rule="r", evidence="e", source="s")),
+        Setting(name="PYTORCH_CUDA_ALLOC_CONF", value="a b'c", reason=Reason(rule="r", evidence="e", source="s")),
+    )
+    return Request(
+        layout=layout,
+        model=LLAMA,
+        train=TrainSpec(**{"method": "full", "engine": "deepspeed", **train}),
+        settings=settings,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+# The configuration of a published run of Llama-3-8B with ZeRO-3 and CPU offload on p4d.24xlarge.
+PUBLISHED = {
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e8,
+        "reduce_bucket_size": 5e7,
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e8,
+        "stage3_max_reuse_distance": 1e8,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_clipping": "auto",
+    "steps_per_print": 10,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+def test_deepspeed_gives_the_published_configuration_back() -> None:
+    """Same job, same JSON, key by key and in its order."""
+    layout = Layout(
+        world_size=4,
+        dp_shard=4,
+        gradient_accumulation=4,
+        checkpointing="full",
+        offload="all",
+        reshard_after_forward=True,
+    )
+    text = export("deepspeed", request(layout, 4))
+    assert json.loads(text) == PUBLISHED
+    assert list(json.loads(text)["zero_optimization"]) == list(PUBLISHED["zero_optimization"])  # type: ignore[arg-type]
+
+
+def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
+    """The job's own reader settles on exactly the recommended layout."""
+    config = pytest.importorskip("finetune.config", reason="the fine-tune job is not in this checkout")
+    for machine, nodes, train in (
+        ("dgx-h100", 2, TrainSpec(method="full", global_batch=64, sequence_length=4096)),
+        ("2xa40-roce", 2, TrainSpec(method="lora", global_batch=128, sequence_length=1024)),
+        ("p4d.24xlarge", 4, TrainSpec(method="lora", global_batch=64)),
+    ):
+        answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), train)
+        assert answer.chosen is not None
+        wanted = request_of(answer, ranks_per_node=machines.machine(machine).gpus)
+        settings, _, _ = config.parse_config(yaml.safe_load(export("finetune", wanted)))
+        assert config.settle_layout(settings, None, answer.chosen.layout.world_size, True) == answer.chosen.layout
+
+
+def test_accelerate_reads_its_file(tmp_path: Path) -> None:
+    """accelerate's own loader accepts it and sees FSDP2 with the degrees."""
+    reader = pytest.importorskip("accelerate.commands.config.config_args", reason="accelerate is not installed")
+    layout = Layout(world_size=16, dp_shard=8, dp_replicate=2, checkpointing="full")
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(export("accelerate", request(layout)))
+    loaded = reader.load_config_from_file(str(file))
+    assert loaded.distributed_type == "FSDP"
+    assert loaded.num_machines == 2
+    assert loaded.num_processes == 16
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    known = {f"fsdp_{field.name}" for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    known |= {"fsdp_version", "fsdp_offload_params", "fsdp_transformer_layer_cls_to_wrap"}
+    assert set(loaded.fsdp_config) <= known
+    assert loaded.parallelism_config["parallelism_config_dp_replicate_size"] == 2
+
+
+def test_trl_names_are_those_of_training_arguments() -> None:
+    """Every key that is not TRL's or the model's is a field of transformers' TrainingArguments."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    data = yaml.safe_load(export("trl", request(FSDP, method="lora")))
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    of_trl = {"model_name_or_path", "dtype", "attn_implementation", "max_length", "packing", "use_peft", "lora_r",
+              "lora_target_modules", "load_in_4bit"}  # fmt: skip
+    assert set(data) - known <= of_trl
+    assert data["fsdp_config"]["activation_checkpointing"] is True
+    assert data["gradient_checkpointing"] is False
+
+
+def test_torchtitan_degrees_multiply_to_the_world_size() -> None:
+    """The TOML parses, and its degrees are the layout's."""
+    layout = Layout(
+        world_size=64,
+        tp=4,
+        pp=2,
+        dp_shard=8,
+        sequence_parallel=True,
+        gradient_accumulation=4,
+        checkpointing="selective",
+    )
+    data = tomllib.loads(export("torchtitan", request(layout, engine="torchtitan")))
+    degrees = data["parallelism"]
+    names = (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+    )
+    product = 1
+    for name in names:
+        product *= degrees[f"{name}_degree"]
+    assert product == 64
+    assert degrees["pipeline_parallel_schedule"] == "1F1B"
+    assert data["training"]["local_batch_size"] == 4
+    assert data["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+
+
+def test_megatron_arguments() -> None:
+    """Interleaving, sequence parallelism and the distributed optimizer, in its words."""
+    words = export("megatron", request(PIPELINE, engine="megatron")).splitlines()
+    assert "--tensor-model-parallel-size 2" in words
+    assert "--num-layers-per-virtual-pipeline-stage 4" in words  # 32 layers / (4 stages x 2 chunks)
+    assert "--sequence-parallel" in words
+    assert "--use-distributed-optimizer" in words
+    assert "--global-batch-size 16" in words
+    assert "--num-query-groups 8" in words
+
+
+def test_environment_in_three_shapes() -> None:
+    """File, shell and pod say the same, and quoting survives a shell."""
+    asked = request(FSDP)
+    assert export("env", asked) == "NCCL_SOCKET_IFNAME==net1\nPYTORCH_CUDA_ALLOC_CONF=a b'c\n"
+    assert "export PYTORCH_CUDA_ALLOC_CONF='a b'\"'\"'c'" in export("shell", asked)
+    pod = yaml.safe_load(export("pod", asked))
+    assert pod["env"][0] == {"name": "NCCL_SOCKET_IFNAME", "value": "=net1"}
+    assert pod["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_torchrun_line() -> None:
+    """One node stands alone; several meet at a rendezvous."""
+    assert "--standalone" in export("torchrun", request(FSDP))
+    several = export("torchrun", request(Layout(world_size=16, dp_shard=16)))
+    assert "--nnodes=2" in several
+    assert "--rdzv-endpoint" in several
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "train", "reason"),
+    [
+        ("accelerate", PIPELINE, {}, "PP=4: accelerate has no pipeline parallelism"),
+        ("trl", PIPELINE, {}, "no pipeline parallelism"),
+        ("deepspeed", Layout(world_size=8, tp=8), {}, "TP=8: ZeRO through transformers is data parallelism only"),
+        ("deepspeed", Layout(world_size=8, dp_shard=4, dp_replicate=2), {}, "HSDP 2 x 4"),
+        ("torchtitan", Layout(world_size=8, dp_shard=8, sharding="zero2"), {}, "zero2"),
+        ("torchtitan", FSDP, {"method": "lora"}, "lora"),
+        ("megatron", FSDP, {}, "distributed optimizer shards optimizer states only"),
+        ("megatron", PIPELINE, {"method": "lora"}, "no adapters"),
+        ("finetune", Layout(world_size=4, cp=4), {}, "no CP"),
+        ("finetune", Layout(world_size=8, tp=2, pp=4, gradient_accumulation=4), {}, "does not combine TP and PP"),
+        ("finetune", Layout(world_size=2, tp=2), {"method": "qlora"}, "do not split over TP"),
+    ],
+)
+def test_a_framework_that_cannot_is_refused_with_the_reason(
+    name: str, layout: Layout, train: dict[str, Any], reason: str
+) -> None:
+    """Never something else than what was asked for."""
+    with pytest.raises(ExportError, match=reason):
+        export(name, request(layout, **train))
+
+
+def test_unknown_format_and_empty_recommendation_are_errors() -> None:
+    """The message lists the formats, or says why there is nothing to export."""
+    with pytest.raises(ExportError, match="format='docker': allowed are finetune"):
+        export("docker", request(FSDP))
+    train = TrainSpec(method="full", global_batch=8, sequence_length=4096)
+    answer = recommend(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-405B"), train)
+    with pytest.raises(ExportError, match="GiB over"):
+        request_of(answer, ranks_per_node=8)
+    assert "deepspeed" in formats()
