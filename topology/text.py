@@ -20,11 +20,21 @@ from topology.text_rows import TopologyTextError, check_names, read_row
 __all__ = ["TopologyTextError", "parse", "render"]
 
 MOST_BYTES = 16 * 2**20
-MOST_LINE = 65_536
+MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
     """The topology a matrix shows. Raises TopologyTextError."""
+    try:
+        return _parse(text, source)
+    except TopologyTextError:
+        if "\\n" not in text:
+            raise
+        # A matrix inside a JSON or Python string: its line breaks are spelled out.
+        return _parse(text.replace("\\r", "").replace("\\n", "\n"), source)
+
+
+def _parse(text: str, source: str) -> NodeTopology:
     if len(text) > MOST_BYTES:
         raise TopologyTextError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
     lines = _lines(text)
@@ -52,10 +62,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
 
 
 def _lines(text: str) -> list[str]:
-    lines = [clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")]
-    if not any(read_header(line) for line in lines) and "\\n" in text:  # a matrix inside a JSON or Python string
-        lines = [clean(line[:MOST_LINE]) for line in text.replace("\\n", "\n").split("\n")]
-    return lines
+    return [clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")]
 
 
 def _with_warning(node: NodeTopology, warning: str) -> NodeTopology:

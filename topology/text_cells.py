@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from topology.labels import SELF, UNKNOWN
+from topology.labels import NVLINK, SELF, UNKNOWN
 
 MOST_DEVICES = 256
 """A matrix with more columns is not believed: the largest node sold has 16 GPUs and 32 NICs."""
@@ -18,8 +18,9 @@ _ESCAPES = re.compile(
     r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # real, and the ways it is spelled out
     r"|\[\d{1,2}(?:;\d{1,2})*m"  # what is left where the escape character itself got lost
 )
+_TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <stdout>
 _DEVICE = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_(?:bond_)?\d{1,4}")
-_OTHER_DEVICE = re.compile(r"[A-Za-z][\w.\-]*\d[\w.\-]*(?!\S)")
+_OTHER_DEVICE = re.compile(r"[A-Za-z][\w.\-]{0,40}\d[\w.\-]{0,40}(?!\S)")
 _COLUMN_WORDS = re.compile(
     r"(?P<cpu>CPU\s*Aff\w*)|(?P<gpu>GPU\s*NUMA\s*(?:ID?)?)|(?P<numa>(?:NUMA|Node)\s*Aff\w*)|Affinity", re.I
 )
@@ -27,12 +28,16 @@ _CELL = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!")
 _CUT_CELL = re.compile(r"(PH|PI|PX|SY|SO|NOD|NO)(?=\d)")
 _CUT = {"PH": "PHB", "PI": "PIX", "PX": "PXB", "SY": "SYS", "SO": "SOC", "NOD": "NODE", "NO": "NODE"}
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*,?|N/A")
-_ROW_START = re.compile(r"(?<![\w.\-])([A-Za-z][\w.\-]*?\d+\w*?)(?=\s+(?:X|NV\d|PIX|PXB|PHB|NODE|SYS|SOC)(?![a-z]))")
+_ROW_START = re.compile(
+    r"(?<![\w.\-])([A-Za-z][\w.\-]{0,40}?\d{1,6}\w{0,40}?)(?=\s{1,64}(?:X|NV\d|PIX|PXB|PHB|NODE|SYS|SOC)(?![a-z]))"
+)
 
 
 def clean(line: str) -> str:
     """One line without escape codes, carriage returns and table bars; tabs stay."""
-    line = _ESCAPES.sub("", line.replace("\xa0", " ").rstrip("\r"))
+    line = _ESCAPES.sub("", line.replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r"))
+    if "<" in line:
+        line = _TAGS.sub("", line)
     return line.replace("\\t", "\t").replace("|", " ")
 
 
@@ -78,6 +83,12 @@ def read_header(line: str, row_names: tuple[str, ...] = ()) -> Header | None:
     return Header(devices=tuple(devices), cpu="cpu" in seen, numa="numa" in seen, gpu_numa_id="gpu" in seen)
 
 
+def names_gpu_first(line: str) -> bool:
+    """Whether the first device a line names is a GPU: a quick test before `read_header`."""
+    start = _DEVICE.search(line)
+    return start is not None and start[0].startswith("GPU")
+
+
 def _device_at(line: str, at: int, row_names: list[str]) -> str | None:
     for name in row_names:
         after = line[at + len(name) : at + len(name) + 1]
@@ -90,7 +101,7 @@ def _device_at(line: str, at: int, row_names: list[str]) -> str | None:
 def row_name(line: str) -> str | None:
     """The device a line starts a row for, by its look alone."""
     match = _ROW_START.search(line)
-    return match[1] if match else None
+    return match[1] if match and not NVLINK.fullmatch(match[1]) else None
 
 
 def row_of(line: str, names: tuple[str, ...]) -> tuple[str, str] | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from topology.text_cells import Header, read_header, row_name, row_of
+from topology.text_cells import Header, names_gpu_first, read_header, row_name, row_of
 
 WRAPPED_LINES = 6  # a row of 48 columns at 80 characters takes five lines
+WIDEST_GAP = 32  # other lines that a log may put between two rows
 
 
 @dataclass(slots=True)
@@ -34,33 +35,49 @@ class Matrix:
 def find(lines: list[str], start: int) -> Matrix | None:
     """The next header that has rows, with its rows as text."""
     for index in range(start, len(lines)):
-        line = lines[index]
-        if "GPU" not in line or (read_header(line) is None and not _glued_header(lines, index)):
+        if not names_gpu_first(lines[index]) or not _row_soon(lines, index + 1):
             continue
         names = row_names(lines, index + 1)
-        header = read_header(line, names)
-        if header is None:
-            continue
-        header, used = _unwrap_header(lines, index, header, names)
-        matrix = _collect(lines, index, used, header, names)
+        header, used = _read_header(lines, index, names)
+        matrix = _collect(lines, index, used, header, names) if header else None
         if matrix is not None:
             return matrix
     return None
 
 
-def _glued_header(lines: list[str], index: int) -> bool:
-    return read_header(lines[index], row_names(lines, index + 1)) is not None
+def _row_soon(lines: list[str], start: int) -> bool:
+    return any(row_name(line) for line in lines[start : start + 2 * WRAPPED_LINES])
+
+
+def _read_header(lines: list[str], index: int, names: tuple[str, ...]) -> tuple[Header | None, int]:
+    """The header that starts in a line, and how many lines it takes."""
+    header = read_header(lines[index], names)
+    if header is not None:
+        return _unwrap_header(lines, index, header, names)
+    joined = lines[index]
+    for used in range(2, WRAPPED_LINES + 1):  # a wrap may have cut a name
+        following = lines[index + used - 1 : index + used]
+        if not following or row_name(following[0]):
+            break
+        joined += following[0]
+        header = read_header(joined, names)
+        if header is not None:
+            return header, used
+    return None, 1
 
 
 def row_names(lines: list[str], start: int) -> tuple[str, ...]:
-    """Names that rows below a header start with, up to the legend or the next header."""
-    names: list[str] = []
-    for line in lines[start : start + 4 * 256]:
-        if "Legend" in line or (names and read_header(line)):
+    """Names that rows below a header start with, up to the legend, the next header or a name that comes again."""
+    names: dict[str, int] = {}
+    for number in range(start, len(lines)):
+        line = lines[number]
+        if number - max(names.values(), default=start) > WIDEST_GAP or "Legend" in line:
             break
         name = row_name(line)
-        if name and name not in names:
-            names.append(name)
+        if name in names or (name is None and names and names_gpu_first(line) and read_header(line)):
+            break
+        if name:
+            names[name] = number
     return tuple(names)
 
 
@@ -90,6 +107,8 @@ def _collect(lines: list[str], index: int, used: int, header: Header, names: tup
         line = lines[number]
         found = row_of(line, searched)
         if "Legend" in line or (found and found[0] in {row.name for row in rows}):
+            break
+        if number > (rows[-1].line if rows else index + used) + WIDEST_GAP:
             break
         if found and read_header(line) is None:
             rows.append(Row(name=found[0], line=number + 1, text=found[1]))

@@ -18,6 +18,8 @@ _OTHER_VENDORS = (
     (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
 )
 
+_AFFINITY_LINE = re.compile(r"[\s\d,\-]*(?:N/A|/A|A)?\s*")  # a wrap may cut N/A itself
+
 
 class TopologyTextError(ValueError):
     """The text holds no matrix that can be read; says in which line and what was expected."""
@@ -51,7 +53,7 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
     """Fill in the labels and the rest of one row. Raises TopologyTextError."""
     devices = matrix.header.devices
     count, own = len(devices), devices.index(row.name)
-    cells = _best_cells(row.text, count, own, clean_nvlinks)
+    cells, used = _best_cells(row.text, count, own, clean_nvlinks)
     labels = cells.labels
     diagonal = labels[own] if own < len(labels) else None
     if len(labels) < count or diagonal != SELF:
@@ -69,24 +71,34 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
         )
     if len(labels) < count:
         _short_row(row, labels, matrix, source)
-    row.labels, row.rest = labels, cells.rest.split("\n")[0] if len(labels) == count else ""
+    row.labels, row.rest = labels, _rest(cells, row.text.split("\n")[used:]) if len(labels) == count else ""
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in cells.notes)
 
 
-def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> Cells:
-    """The cells of the first line, or of that line and those it was wrapped into."""
+def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> tuple[Cells, int]:
+    """The cells of the first line, or of that line and those it was wrapped into, and how many lines that took."""
     first, *following = text.split("\n")
-    best = read_cells(first, count, clean_nvlinks)
-    joined_tight = joined_loose = first
-    for line in following[: WRAPPED_LINES - 1]:
+    best, used = read_cells(first, count, clean_nvlinks), 1
+    tight = loose = first
+    for number, line in enumerate(following[: WRAPPED_LINES - 1], 2):
         if len(best.labels) == count:
             break
-        joined_tight, joined_loose = joined_tight + line, joined_loose + " " + line
-        for joined in (joined_tight, joined_loose):
+        tight, loose = tight + line, loose + " " + line
+        for joined in (tight, loose):
             tried = read_cells(joined, count, clean_nvlinks)
             if len(tried.labels) > len(best.labels) and (own >= len(tried.labels) or tried.labels[own] == SELF):
-                best = tried
-    return best
+                best, used = tried, number
+    return best, used
+
+
+def _rest(cells: Cells, following: list[str]) -> str:
+    """What follows the cells, with the lines below where a terminal wrapped the affinity columns onto them."""
+    rest = cells.rest
+    for line in following:
+        if not _AFFINITY_LINE.fullmatch(line):
+            break
+        rest += line
+    return rest
 
 
 def _refuse(row: Row, column: str, word: str, source: str) -> None:
