@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from collectives import engine, interval, lock, stragglers
+from collectives import engine, interval, lock, scratch, stragglers
 from collectives.ops import OPS
 from collectives.plan import Case, Plan
 from collectives.results import BenchResult, Latency, Measurement, Straggler
@@ -174,9 +173,9 @@ def run(
     backend = spec.backend or visible_backend()
     with (
         lock.hold(Path(spec.lock_path) if spec.lock_path else None),
-        tempfile.TemporaryDirectory(prefix="topoflight-bench-") as directory,
+        scratch.folder() as directory,
     ):
-        return _run_in(Path(directory), spec, backend, on_event or (lambda _event: None), stop)
+        return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)
 
 
 def _run_in(

@@ -24,10 +24,11 @@ from typing import Any
 from collectives import plan as plans
 from collectives import processes
 from collectives.plan import Plan
+from collectives.pulse import BEAT_SECONDS, MISSED_BEATS
 
 Event = dict[str, Any]
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 6.0  # from the first dead rank to the end of all: time for the others' last word
+GRACE_SECONDS = 9.0  # from the first dead rank to the end of all: time for the others' last word
 TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
@@ -59,7 +60,7 @@ class RankState:
     why: str = ""
     last_at_seconds: float = 0.0  # this host's clock
     view: Event = field(default_factory=dict)
-    store_lost: str = ""
+    store_silent_seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host or socket.gethostname()}"
@@ -113,6 +114,8 @@ def fly(
                 verdict = watch.look(stopped)
                 time.sleep(POLL_SECONDS)
         finally:
+            watch.read()
+            watch.ending()
             before = {state.rank: state.last for state in watch.states.values()}
             processes.end_all(processes.marked(plans.RUN_VARIABLE, mark), TERM_SECONDS)
             launcher.wait()
@@ -132,6 +135,7 @@ class Watch:
         self._started = self._progress_at = time.monotonic()
         self._progress = -1
         self._failed_at: float | None = None
+        self._ending = False  # from here on the store is gone because we ended it
 
     def look(self, stopped: Callable[[], str | None]) -> str | None:
         """Read what is new; returns why to stop waiting, None to go on."""
@@ -154,6 +158,10 @@ class Watch:
         if now - self._started > self._where.total_seconds:
             return f"not done after {self._where.total_seconds:g} s"
         return None
+
+    def ending(self) -> None:
+        """Note that all is being ended: what the ranks say from here on is our doing."""
+        self._ending = True
 
     def read(self) -> None:
         """Take in the whole lines the ranks have written since the last time."""
@@ -180,8 +188,8 @@ class Watch:
             state.last, state.why, state.last_at_seconds = kind, event.get("why", ""), event["at_seconds"]
         elif kind == "view":
             state.view = event
-        elif kind == "store_lost":
-            state.store_lost = event["why"]
+        elif kind == "beat" and not self._ending:
+            state.store_silent_seconds = event["store_silent_seconds"]
         if kind not in ("beat", "view"):
             self.outcome.events.append(event)
             self._on_event({"rank": state.rank, "host": state.host, **event})
@@ -237,7 +245,10 @@ class Watch:
             if row["rank"] not in self.states
         ]
         return told + [
-            f"{s}: cannot reach the job's store: {s.store_lost}" for s in self.states.values() if s.store_lost
+            f"{s}: the job's store at {self._where.rendezvous or 'this host'} has not answered for "
+            f"{s.store_silent_seconds:g} s"
+            for s in self.states.values()
+            if s.store_silent_seconds > MISSED_BEATS * BEAT_SECONDS
         ]
 
     def _rendezvous(self, log_tail: str) -> list[str]:

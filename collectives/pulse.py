@@ -17,6 +17,7 @@ from typing import Any
 
 BEAT_SECONDS = 0.5
 MISSED_BEATS = 6  # of a rank that gets no turn on a busy host; silence_seconds, not this, ends a run
+CONNECT_SECONDS = 20.0  # torch also asks for names of addresses, which a silent name server makes slow
 
 
 class Journal:
@@ -44,12 +45,13 @@ class Pulse:
         self._reports = reports  # one rank of each host looks at all the others
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look = 0.0
+        self._answered_at = time.monotonic()  # the store, last
 
     def start(self) -> None:
-        """Start the thread; SIGTERM is blocked first, so that the thread can leave a last word."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        """Start the threads; SIGTERM is blocked in all others, so that one can leave a last word."""
         threading.Thread(target=self._last_word, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._show, daemon=True).start()
 
     def arrive(self, where: str) -> None:
         """Note that this rank has come to the next meeting."""
@@ -63,10 +65,16 @@ class Pulse:
         os._exit(128 + signal.SIGTERM)
 
     def _beat(self) -> None:
-        store: Any = None
-        lost = False
+        """Tell the parent, in the file, also when the store does not answer."""
         while True:
-            self._journal.write("beat", arrived=self.arrived, where=self.where)
+            silent = time.monotonic() - self._answered_at
+            self._journal.write("beat", arrived=self.arrived, where=self.where, store_silent_seconds=round(silent, 1))
+            time.sleep(BEAT_SECONDS)
+
+    def _show(self) -> None:
+        """Tell the other hosts, in the store; a store behind a cut link keeps this thread waiting."""
+        store: Any = None
+        while True:
             try:
                 store = store or _connect()
                 store.set(
@@ -74,10 +82,11 @@ class Pulse:
                 )
                 if self._reports:
                     self._look(store)
-            except Exception as error:  # noqa: BLE001 - torch raises its own kinds; the rank must go on beating
-                if not lost:
-                    self._journal.write("store_lost", why=f"{type(error).__name__}: {error}"[:300])
-                lost, store = True, None
+                else:
+                    store.check([f"topoflight/beat/{self._rank}"])  # asked only to know that the store answers
+                self._answered_at = time.monotonic()
+            except Exception:  # noqa: BLE001 - torch raises its own kinds; the silence is told by _beat
+                store = None
             time.sleep(BEAT_SECONDS)
 
     def _look(self, store: Any) -> None:
@@ -109,11 +118,17 @@ class Pulse:
         }
 
 
+def block_sigterm() -> None:
+    """Keep SIGTERM for the thread that waits for it; to be called before any other thread is started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
 def _connect() -> Any:
     """Open a second connection to the launcher's store: the first one blocks while the job joins."""
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(
-        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MISSED_BEATS * BEAT_SECONDS)
-    )
+    long = timedelta(seconds=CONNECT_SECONDS)
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=long)
+    store.set_timeout(timedelta(seconds=MISSED_BEATS * BEAT_SECONDS))
+    return store

@@ -23,7 +23,7 @@ from collectives.faults import Fault, lies, parse_faults, strike
 from collectives.interval import spread_ratio
 from collectives.plan import FAULT_VARIABLE, Case, Plan, read
 from collectives.processes import die_with_parent
-from collectives.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse
+from collectives.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm
 
 BATCH = 5  # iterations between two looks at the interval
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
@@ -58,6 +58,7 @@ class Times:
 def main(path: str) -> None:
     """Run the plan as the rank that the launcher's environment names."""
     die_with_parent()
+    block_sigterm()
     plan = read(Path(path))
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host = plan.host or socket.gethostname()
@@ -76,7 +77,7 @@ def main(path: str) -> None:
         journal.write("error", why=f"{type(error).__name__}: {error}"[:2000], arrived=pulse.arrived, where=pulse.where)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             # The rank that died may be on another host: stay long enough to see whose beat has stopped.
-            time.sleep((MISSED_BEATS + 3) * BEAT_SECONDS)
+            time.sleep(2 * MISSED_BEATS * BEAT_SECONDS)
         raise
     journal.write("end")
 

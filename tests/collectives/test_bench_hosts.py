@@ -1,0 +1,117 @@
+"""Real ranks over several hosts: which network they take, what the fast one gains, and what a cut link does."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rigs.netns import hosts, missing
+
+from collectives import wire
+
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+ROOT = Path(__file__).parents[2]
+DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
+
+RUN = """
+import json, sys
+from collectives import bench, wire
+settings = json.loads(sys.argv[1])
+def told(event):
+    if event["event"] == "measured":
+        print("measured", flush=True)
+result = bench.run(bench.BenchSpec(backend="gloo", **settings), on_event=told)
+print(json.dumps(wire.result_to_json(result)), flush=True)
+"""
+
+
+def start(rig, count, settings, env=None):
+    """Start one benchmark in each host, as an Indexed Job would."""
+    processes = []
+    for host in range(count):
+        own = {
+            "hosts": count,
+            "node_rank": host,
+            "rendezvous": f"{rig.address(0)}:29555",
+            "ranks_per_host": 1,
+            "lock_path": None,
+            **settings,
+        }
+        argv = [sys.executable, "-c", RUN, json.dumps(own)]
+        processes.append(rig.popen(host, argv, env, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+    return processes
+
+
+def finish(processes, seconds=240):
+    """Wait for all; returns their results by host."""
+    outs = [process.communicate(timeout=seconds)[0] for process in processes]
+    return [wire.result_from_json(json.loads(out.splitlines()[-1])) for out in outs]
+
+
+def test_the_default_interface_is_slow_and_the_named_one_gains():
+    settings = {"sizes_bytes": (8_000_000,), "warmup": 1, "min_iterations": 6, "max_iterations": 10}
+    with hosts(2, default_rate="200mbit") as rig:
+        default = finish(start(rig, 2, settings))
+        fast = finish(start(rig, 2, settings, {"GLOO_SOCKET_IFNAME": "net1"}))
+    for found in (*default, *fast):
+        assert found.complete, found.problems
+        assert found.hosts == ("host-0", "host-1")
+    assert fast[0].environment["GLOO_SOCKET_IFNAME"] == "net1"
+    # The shaper counts headers as well (about 5 % of a full frame), and lets a burst of 256 kB of 4 MB pass (6 %).
+    assert default[0].measurements[0].busbw_bytes_per_second > 0.5 * DEFAULT_BYTES_PER_SECOND
+    for slow, quick in zip(default[0].measurements, fast[0].measurements, strict=True):
+        assert slow.busbw_bytes_per_second < 1.1 * DEFAULT_BYTES_PER_SECOND
+        assert quick.busbw_bytes_per_second > 2 * slow.busbw_bytes_per_second
+
+
+def test_both_hosts_see_the_same_measurements():
+    with hosts(2) as rig:
+        first, second = finish(start(rig, 2, {"sizes_bytes": (65536,), "max_iterations": 10}))
+    assert first.measurements == second.measurements
+    assert first.complete and second.complete
+
+
+def test_a_cut_link_ends_both_sides_with_what_was_measured_before():
+    settings = {"sizes_bytes": (65536, 64_000_000), "ops": ["all_gather"], "silence_seconds": 12, "max_iterations": 60}
+    with hosts(2) as rig:
+        processes = start(rig, 2, settings)
+        assert processes[0].stdout.readline().strip() == "measured"
+        rig.cut(1, "eth0")
+        cut_at = time.monotonic()
+        near, far = finish(processes)
+    assert time.monotonic() - cut_at < 120, "within silence and the time to end, with room for a busy machine"
+    for found in (near, far):
+        assert not found.complete
+        assert [m.bytes for m in found.measurements] == [65536] and found.measurements[0].verified
+        assert "no rank moved for 12 s" in found.problems[0]
+    assert "rank 1 on host-1: no sign of life" in "\n".join(near.problems)
+    assert "rank 1 on host-1: the job's store at 10.244.0.1:29555 has not answered" in "\n".join(far.problems)
+
+
+def test_a_rank_that_dies_on_another_host_is_named_here():
+    env = {"TOPOFLIGHT_FAULT": "rank=1:die@iteration=20"}
+    with hosts(2) as rig:
+        near, far = finish(start(rig, 2, {"sizes_bytes": (65536, 131072)}, env))
+    assert "rank 1 on host-1: no sign of life" in "\n".join(near.problems)
+    assert "rank 1 on host-1: died without a word" in "\n".join(far.problems)
+    assert "rank 0 on host-0: died" not in "\n".join(near.problems)
+
+
+def test_an_interface_that_is_not_there_is_told_by_every_host():
+    with hosts(2) as rig:
+        found = finish(start(rig, 2, {"sizes_bytes": (65536,)}, {"GLOO_SOCKET_IFNAME": "net7"}))
+    for host, result in enumerate(found):
+        assert not result.complete
+        assert f"rank {host} on host-{host}" in "\n".join(result.problems)
+        assert "net7" in "\n".join(result.problems)
+
+
+def test_a_host_that_comes_late_to_every_meeting_is_named():
+    env = {"TOPOFLIGHT_FAULT": "rank=2:slow=0.02"}
+    with hosts(4) as rig:
+        found = finish(start(rig, 4, {"sizes_bytes": (65536,), "max_iterations": 20}, env))[0]
+    assert [(s.rank, s.host) for s in found.stragglers] == [(2, "host-2")]
+    assert found.stragglers[0].late_seconds == pytest.approx(0.02, rel=0.5)
