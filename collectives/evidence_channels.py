@@ -22,7 +22,7 @@ _TAIL = re.compile(
     rb"(?P<shm>SHM|direct shared memory)"
     rb")"
 )
-_FRAGMENT = re.compile(rb"(?:via )?NET/(?:" + _NAME + rb")/\d+(?:\(\d+\))?(?:/\S*)?\s*$")
+_FRAGMENT = re.compile(rb"NET/(?:" + _NAME + rb")/\d+(?:\(\d+\))?(?:/\S*)?\s*$")
 _PEER = re.compile(rb"-> \d+|\d+\[[0-9a-f]+\] +$")  # also where "0[0] -" was torn away
 _TAG = b"/GDRDMA"
 _OTHER_TAG = re.compile(rb"/(?:Shared|flush=\w|[A-Za-z]{2,20}(?:=\w*)?(?:/|$))")

@@ -26,6 +26,7 @@ MARKERS = (
     b"NET/",
     b"/GDR",
     b"RCCL version",
+    b"Using network",
     b"GPU Direct",
     b"ibv_",
     b"IBV_WC",

@@ -39,7 +39,7 @@ class Ledger:
         self.networks: dict[str, list[int]] = {}  # network: [channels, with GDRDMA]
         self.proxied_sends = 0
         self.direct_sends = 0
-        self.orphan_tags = 0  # "/GDRDMA" at the start of a line, torn from an earlier one
+        self.orphan_tags = 0  # "/GDRDMA" that belongs to no channel of its line
         self.torn_network = 0
         self.codes: Counter[str] = Counter()
         self.code_lines: dict[str, list[ProofLine]] = {}

@@ -35,6 +35,9 @@ _DULL_STARTS = (
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _CONTINUED = re.compile(rb"\s*\d{0,3}/?G?DRDMA")
 _INFO = b"NCCL INFO "
+_TAG_END = b"/GDRDMA"
+# At the end of a line, or glued to the next writer's: in a script's "grep /GDRDMA log" it is neither.
+_SPARE_TAG = re.compile(rb"/GDRDMA(?:\(PCI\))?(?:/[\w=]*)?(?=\s*$|[\w.-]+:\d+:\d+ \[)")
 
 
 class _Seen:
@@ -53,6 +56,7 @@ class Reader:
         self.ledger = ledger
         self._dull: set[bytes] = set()  # messages that said nothing
         self._prefixes: dict[bytes, bytes] = {}  # prefix of a line: host
+        self._tags_read = 0  # tags of the line in hand that belong to a channel
         self._writers: set[bytes] = set()  # "host:pid:tid" met
         # By direction: the end of a channel line, the channel it stands for, and how often it was met again.
         self._ends: tuple[dict[bytes, _Seen], ...] = ({}, {}, {})
@@ -158,32 +162,36 @@ class Reader:
 
     def _line(self, line: bytes) -> None:
         has_header = b"NCCL INFO " in line or b"NCCL WARN " in line
+        self._tags_read = 0
         if self._bare is not None:
             self._continue_tag(line)
-        if self._carry:
-            carry, self._carry = self._carry, b""
-            if not has_header:
-                body = _LAUNCHER.sub(b"", line)
-                if self._channels(carry + body, line) or self._channels(carry + b" " + body.lstrip(), line):
-                    return
-        found = self._channels(line, line) if b"via " in line else 0
-        if has_header:
-            self._messages(line)
-            if not found or line.rfind(_INFO) > line.rfind(b"via "):
-                self._keep_broken(line)
-        elif not found:
-            self._headless(line)
+        if not (self._carry and not has_header and self._continue_channel(line)):
+            self._carry = b""
+            found = self._channels(line, line) if b"via " in line else 0
+            if has_header:
+                self._messages(line)
+                if not found or line.rfind(_INFO) > line.rfind(b"via "):
+                    self._keep_broken(line)
+            elif not found:
+                self._headless(line)
+        if _TAG_END in line:
+            # A tag that belongs to no channel of its line was torn from an earlier one.
+            spare = len(_SPARE_TAG.findall(line)) - self._tags_read
+            if spare > 0 and (has_header or _LAUNCHER.sub(b"", line).startswith(_TAG_END)):
+                self.ledger.orphan_tags += spare
+
+    def _continue_channel(self, line: bytes) -> bool:
+        """Join the broken channel line that came before with this line."""
+        carry, self._carry = self._carry, b""
+        body = _LAUNCHER.sub(b"", line)
+        return bool(self._channels(carry + body, line) or self._channels(carry + b" " + body.lstrip(), line))
 
     def _headless(self, line: bytes) -> None:
         body = _LAUNCHER.sub(b"", line)
-        if body.startswith((b"NET/", b"/GDR")):
-            if body.startswith(b"/GDRDMA"):
-                self.ledger.orphan_tags += 1
-                return
-            if is_fragment(body):
-                self._channels(b"via " + body.removeprefix(b"via "), line)
-                return
-        self._message(body, warn=False)
+        if body.startswith(b"NET/") and is_fragment(body):
+            self._channels(b"via " + body, line)
+        elif not body.startswith(_TAG_END):
+            self._message(body, warn=False)
 
     def _keep_broken(self, line: bytes) -> None:
         start = max(line.rfind(b"Channel "), line.rfind(b"Ring "), line.rfind(b"CollNet "))
@@ -200,9 +208,10 @@ class Reader:
             count += 1
             self.ledger.add_channel(channel)
             self.ledger.prove_channel(channel, shown)
+            self._tags_read += channel.gdrdma is True
             if channel.bare_end:
                 self._bare = channel
-        if count == 1:
+        if count == 1 and text.count(_TAG_END) == self._tags_read:
             self._remember_end(text, channel)
         return count
 
@@ -217,7 +226,7 @@ class Reader:
         channel, self._bare = self._bare, None
         if channel is not None and _CONTINUED.match(_LAUNCHER.sub(b"", line)):
             self.ledger.mend(channel)
-            self.ledger.orphan_tags -= 1  # counted again when the line itself is read
+            self._tags_read += 1
 
     # --- messages
 

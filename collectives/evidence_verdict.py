@@ -87,8 +87,7 @@ def selected_network(ledger: Ledger) -> str | None:
 
 def _inter(ledger: Ledger) -> str | None:
     provider = ledger.facts.provider
-    names = sorted(ledger.networks, key=lambda name: -ledger.networks[name][0])
-    names = [name for name in names if ledger.networks[name][0] > 0]
+    names = _network_names(ledger)
     torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
     within = single_node(ledger) is True
     plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in _network_keys(ledger)]
@@ -106,6 +105,16 @@ def _inter(ledger: Ledger) -> str | None:
     return inter_name(network, provider) if network else "unknown"
 
 
+def _network_names(ledger: Ledger) -> list[str]:
+    """Networks that carry channels; without names that two torn lines made up ("NET/IB" of "NET/IBext")."""
+    counts = {name: row[0] for name, row in ledger.networks.items() if row[0] > 0}
+    real = {name for name in counts if name in ledger.facts.networks}
+    total = sum(counts.values())
+    # Never selected, and less than one line in a hundred beside a selected one.
+    kept = [name for name, count in counts.items() if name in real or not real or count * 100 > total]
+    return sorted(kept, key=lambda name: -counts[name])
+
+
 def _network_keys(ledger: Ledger) -> set[str]:
     return {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
 
@@ -114,7 +123,9 @@ def _intra_keys(ledger: Ledger) -> list[str]:
     table = {k: n for k, n in ledger.transports.items() if k.startswith(("P2P/", "SHM")) and n > 0}
     if not table:
         table = {k: n for k, n in ledger.torn_transports.items() if k.startswith("P2P/") and n > 0}
-    return sorted(table, key=lambda key: (key == "SHM", -table[key]))
+    # "P2P/IPC" is what is left of "P2P/IPC/read" in a line torn there: less than one in a hundred is no mix.
+    cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
+    return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
 
 
 def _intra(ledger: Ledger) -> str | None:
@@ -127,7 +138,7 @@ def _intra(ledger: Ledger) -> str | None:
         return "SHM (attempted)"
     if ledger.codes["duplicate_gpu"] or ledger.codes["p2p_disabled_nvlink"]:
         return "none (init failed)"
-    if ledger.facts.local_ranks == 1:
+    if ledger.facts.local_ranks == 1 or ledger.facts.ranks == 1:
         return None
     if ledger.facts.local_ranks == 0 and (ledger.networks or ledger.torn_network):
         return None

@@ -126,8 +126,27 @@ def test_a_tag_on_its_own_line_explains_a_channel_that_lacks_it() -> None:
     """Writers cut each other: the tag came later."""
     on = "n1:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
     bare = "n1:1:2 [0] NCCL INFO Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/0"
+    neighbour = "n3:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
     assert evidence.read([on, bare, on, "/GDRDMA"]).gdrdma == "on"
+    assert evidence.read([on, bare, on, neighbour + "/GDRDMA"]).gdrdma == "on"
+    assert evidence.read([on, bare, bare, on, "/GDRDMA"]).gdrdma == "partial"
     assert evidence.read([on, bare, on]).gdrdma == "partial"
+    assert evidence.read([on, bare, on, "+ grep -c 'NCCL INFO.*via NET/.*/GDRDMA' log"]).gdrdma == "partial"
+
+
+def test_names_made_up_by_tearing_are_no_mix() -> None:
+    """One torn line in hundreds does not make a second transport."""
+    head = "n1:1:2 [0] NCCL INFO"
+    lines = [f"{head} Using network IBext", f"{head} Channel 00/0 : 0[0] -> 1[1] via P2P/IPC"]
+    lines += [f"{head} Channel 00/0 : 0[0] -> 1[1] via P2P/IPC/read"] * 300
+    lines += [f"{head} Channel 00/0 : 0[0] -> 2[0] [send] via NET/IBext/0/GDRDMA"] * 300
+    lines += [f"{head} Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"]
+    verdict = evidence.read(lines)
+    assert verdict.inter_node_transport == "IB (plugin IBext)"
+    assert verdict.intra_node_transport == "P2P/IPC/read"
+    few = evidence.read([*lines[:2], *lines[300:304], lines[-1]])
+    assert few.inter_node_transport == "mixed IB (plugin IBext) + IB"
+    assert few.intra_node_transport == "mixed P2P/IPC/read + P2P/IPC"
 
 
 def test_only_the_ends_of_lines() -> None:
