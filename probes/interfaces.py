@@ -47,6 +47,7 @@ class InterfacesFacts:
     nccl_choice: str | None = None  # what NCCL's own order picks with NCCL_SOCKET_IFNAME unset
     network_status_source: str | None = None  # file of the Multus annotation, None where there is none
     source: str = "netlink"  # "netlink" or "sysfs"
+    socket_ifname: str | None = None  # NCCL_SOCKET_IFNAME of the process that read, None where unset
     network_status_error: str | None = None  # why the annotation could not be read
 
 
@@ -89,6 +90,7 @@ PROBE = Probe(
     codes=(
         "interfaces.choice.wrong",
         "interfaces.choice.none",
+        "interfaces.choice.setting",
         "interfaces.link.down",
         "interfaces.address.missing",
         "interfaces.mtu.mismatch",

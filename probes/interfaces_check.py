@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from probes.api import Finding, Severity
 from probes.interfaces import Interface, InterfacesFacts
-from probes.interfaces_roles import ON_A_WIRE, usable_by_nccl
+from probes.interfaces_roles import ON_A_WIRE, nccl_choice, usable_by_nccl
 
 NET = "/sys/class/net"
 
@@ -39,7 +39,13 @@ def _fast(interface: Interface) -> tuple[bool, float]:
 
 
 def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
-    chosen = next((i for i in facts.interfaces if i.name == facts.nccl_choice), None)
+    name = facts.nccl_choice
+    if facts.socket_ifname and facts.source == "netlink":
+        name = nccl_choice(facts.interfaces, facts.socket_ifname)
+        if name is None and facts.nccl_choice is not None:
+            yield _useless_setting(facts)
+            return
+    chosen = next((i for i in facts.interfaces if i.name == name), None)
     if chosen is None:
         if facts.source == "netlink":
             yield Finding(
@@ -59,7 +65,9 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     if chosen.role in ("docker", "bridge", "virtual", "loopback") and better is not None:
         severity, why = Severity.FAIL, f"a {chosen.role} interface that other nodes do not reach"
     elif better is not None and _is_faster(better, chosen):
-        severity, why = Severity.WARN, f"a {chosen.role} interface{_speed(chosen)}"
+        # On a host whose fast card does RDMA, sockets carry the start-up only, and gloo.
+        severity = Severity.INFO if chosen.role == "host" and better.rdma_device else Severity.WARN
+        why = f"a {chosen.role} interface{_speed(chosen)}"
     else:
         return
     yield Finding(
@@ -67,11 +75,26 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         severity=severity,
         subject=chosen.name,
         message=(
-            f"NCCL takes {chosen.name} by itself, {why}, while {better.name} ({better.role}{_speed(better)}"
+            f"NCCL takes {chosen.name} {_how(facts)}, {why}, while {better.name} ({better.role}{_speed(better)}"
             f"{', ' + better.rdma_device if better.rdma_device else ''}) is there."
         ),
         evidence=tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
         remedy=f"Set NCCL_SOCKET_IFNAME={better.name} and GLOO_SOCKET_IFNAME={better.name}.",
+    )
+
+
+def _how(facts: InterfacesFacts) -> str:
+    return f"by NCCL_SOCKET_IFNAME={facts.socket_ifname}" if facts.socket_ifname else "by itself"
+
+
+def _useless_setting(facts: InterfacesFacts) -> Finding:
+    return Finding(
+        code="interfaces.choice.setting",
+        severity=Severity.FAIL,
+        subject="",
+        message=f"NCCL_SOCKET_IFNAME={facts.socket_ifname} takes no running interface: NCCL cannot start.",
+        evidence=tuple(f"{i.name}: {', '.join(i.addresses) or 'no address'}" for i in facts.interfaces[:16]),
+        remedy=f"Unset it, or name an interface of this host, such as {facts.nccl_choice}.",
     )
 
 

@@ -49,6 +49,7 @@ def read(host: Host) -> InterfacesFacts:
         interfaces=finished,
         default_route=default,
         nccl_choice=nccl_choice(finished) if source == "netlink" else None,
+        socket_ifname=host.environment().get("NCCL_SOCKET_IFNAME") or None,
         network_status_source=status.source if status else None,
         network_status_error=status.error if status else None,
         source=source,

@@ -52,10 +52,25 @@ def usable_by_nccl(interface: Interface) -> bool:
     return bool(interface.up and interface.running and interface.addresses)
 
 
-def nccl_choice(interfaces: Iterable[Interface]) -> str | None:
-    """The first interface of NCCL's own search, with NCCL_SOCKET_IFNAME and NCCL_COMM_ID unset."""
+def matches(name: str, setting: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME takes an interface: prefixes, "=" for exact names, "^" for all but these.
+
+    Both marks stand at the very start and hold for the whole list.
+    """
+    exclude = setting.startswith("^")
+    rest = setting.removeprefix("^")
+    exact = rest.startswith("=")
+    wanted = [item.partition(":")[0] for item in rest.removeprefix("=").split(",") if item]
+    found = any(name == item if exact else name.startswith(item) for item in wanted)
+    return found is not exclude
+
+
+def nccl_choice(interfaces: Iterable[Interface], setting: str | None = None) -> str | None:
+    """The first interface of NCCL's search with this NCCL_SOCKET_IFNAME, and with NCCL_COMM_ID unset."""
     usable = [interface for interface in interfaces if usable_by_nccl(interface)]
     usable.sort(key=lambda i: all(":" in address for address in i.addresses))  # stable: IPv4 first, then by index
+    if setting and len(setting) > 1:  # NCCL ignores a single character
+        return next((i.name for i in usable if matches(i.name, setting)), None)
     steps = [
         [i for i in usable if i.name.startswith("ib")],
         [i for i in usable if not i.name.startswith(_LAST)],

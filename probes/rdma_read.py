@@ -147,6 +147,7 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
     mtu = sysfs.number(host, f"/sys/class/net/{netdev}/mtu") if netdev and sysfs.NAME.fullmatch(netdev) else None
     link_layer = sysfs.text(host, f"{folder}/link_layer")
     rate_text = sysfs.text(host, f"{folder}/rate")
+    counters = _counters(host, folder)
     return RdmaPort(
         port=number,
         state=_after_colon(sysfs.text(host, f"{folder}/state")),
@@ -159,8 +160,8 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         netdev_mtu_bytes=mtu,
         gids=gids,
         gids_known=known,
-        counters=_counters(host, folder),
-        ecn=_ecn(host, netdev),
+        counters=counters,
+        ecn=_ecn(host, netdev, counters),
         traffic_class=_traffic_class(host, device_folder, number),
     )
 
@@ -202,8 +203,10 @@ def _counters(host: Host, folder: str) -> dict[str, int] | None:
     return found or None
 
 
-def _ecn(host: Host, netdev: str | None) -> bool | None:
-    """MLNX_OFED's switches, one file a priority; the upstream driver shows none."""
+def _ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
+    """A marked packet that arrived proves it; else MLNX_OFED's switches, one file a priority, where they are."""
+    if any((counters or {}).get(name) for name in ("np_ecn_marked_roce_packets", "rp_cnp_handled")):
+        return True
     if netdev is None or not sysfs.NAME.fullmatch(netdev):
         return None
     folder = f"/sys/class/net/{netdev}/ecn/roce_np/enable"

@@ -135,7 +135,7 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
         1,
         "mlx5_core",
     )
-    assert found(host) == [("interfaces.choice.wrong", Severity.WARN, "eno1")]
+    assert found(host) == [("interfaces.choice.wrong", Severity.INFO, "eno1")]
 
 
 def test_docker0_first_is_a_failure() -> None:
@@ -213,6 +213,37 @@ def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
 def test_the_order_of_nccl(names: list[str], choice: str | None) -> None:
     listed = [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
     assert nccl_choice(listed) == choice
+
+
+@pytest.mark.parametrize(
+    ("setting", "choice"),
+    [
+        ("net", "net1"),
+        ("=net", None),  # exact
+        ("=net10,eth0", "eth0"),
+        ("^net", "eth0"),
+        ("^=eth0", "net1"),
+        ("net10", "net10"),
+        ("mlx", None),
+        ("n", "eth0"),  # one character is ignored
+    ],
+)
+def test_the_setting_as_nccl_reads_it(setting: str, choice: str | None) -> None:
+    listed = [
+        Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",))
+        for n in ("eth0", "net1", "net10")
+    ]
+    assert nccl_choice(listed, setting) == choice
+
+
+def test_a_setting_is_judged_by_what_it_takes() -> None:
+    assert not found(pod().host(environment={"NCCL_SOCKET_IFNAME": "net1"}))
+    assert ("interfaces.choice.wrong", Severity.WARN, "eth0") in found(
+        pod().host(environment={"NCCL_SOCKET_IFNAME": "eth0"})
+    )
+    assert found(pod().host(environment={"NCCL_SOCKET_IFNAME": "ens5"})) == [
+        ("interfaces.choice.setting", Severity.FAIL, "")
+    ]
 
 
 def test_nccl_skips_what_is_not_running_and_prefers_ipv4() -> None:

@@ -234,6 +234,16 @@ def test_efa_is_known_by_its_driver_and_spared_rules_of_roce() -> None:
     assert not list(rdma.check(facts))
 
 
+def test_congestion_marks_prove_ecn() -> None:
+    fabric = Fabric().add("mlx5_0", 0)
+    assert rdma.read(fabric.host()).devices[0].ports[0].ecn is None
+    port = "/sys/devices/pci0000:10/0000:10:00.0/infiniband/mlx5_0/ports/1"
+    fabric.files[f"{port}/hw_counters/np_ecn_marked_roce_packets"] = "12\n"
+    fabric.files[f"{port}/../../tc/1/traffic_class".replace("ports/1/../../", "")] = "Global tclass=106\n"
+    found = rdma.read(fabric.host()).devices[0].ports[0]
+    assert (found.ecn, found.traffic_class) == (True, 106)
+
+
 def test_a_bond() -> None:
     fabric = Fabric().add("mlx5_bond_0", 0)
     fabric.links["/sys/devices/pci0000:10/0000:10:00.0/net/eth0/master"] = "/sys/devices/virtual/net/bond0"
