@@ -25,7 +25,8 @@ from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology
 
-EXPORTS: tuple[str, ...] = ("env", "shell", "k8s", *exports.FORMATS)
+_FRAMEWORKS = tuple(name for name in exports.formats() if name not in ("env", "shell"))
+EXPORTS: tuple[str, ...] = ("env", "shell", "k8s", *_FRAMEWORKS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 _CONFIG_LIMIT_BYTES = 1 << 20
 
@@ -206,15 +207,18 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     return replace(advice, chosen=sharded, runners_up=others, notes=(*advice.notes, note))
 
 
-def export(advice: Recommendation, form: str) -> str:
-    """The advice as another tool's input."""
+def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
+    """The advice as another tool's input; `nodes` is how many hosts the layout's ranks are spread over."""
     if form == "env":
         return render_env(advice.settings)
     if form == "shell":
         return render_shell(advice.settings)
     if form == "k8s":
         return render_k8s(advice.settings)
+    if advice.model is None:
+        raise RequestError(f"format {form}: name a model, this is a format for layouts")
+    world = advice.chosen.layout.world_size if advice.chosen else nodes
     try:
-        return exports.export(advice, form)
+        return exports.export(form, exports.request_of(advice, ranks_per_node=max(1, world // nodes)))
     except exports.ExportError as error:
         raise RequestError(str(error)) from None

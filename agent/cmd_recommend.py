@@ -51,7 +51,8 @@ def recommend(**options: object) -> None:
     if form in ("table", "json", "yaml"):
         emit(advice, form, lambda out: terminal.recommendation(out, advice))
     else:
-        click.echo(export(advice, form), nl=False)
+        nodes = request.nodes or max(1, len(request.hosts))
+        click.echo(export(advice, form, nodes=nodes), nl=False)
 
 
 @click.command("lint-env")

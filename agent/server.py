@@ -139,10 +139,11 @@ def _advice(app: FastAPI, state: State) -> None:
             model=model, method=method, sequence_length=sequence_length, global_batch=global_batch, engine=engine,
             machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
         )  # fmt: skip
+        view = _current(state)
         try:
-            advice = advise.for_view(_current(state), wanted)
+            advice = advise.for_view(view, wanted)
             if form in advise.EXPORTS:
-                text = advise.export(advice, form)
+                text = advise.export(advice, form, nodes=nodes or (1 if machine else len(view.snapshots)))
                 return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
         except advise.RequestError as error:
             raise ProblemError(400, str(error)) from None
