@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planner.env_render import RESERVED
-from planner.lint_leftovers import LEFTOVER_CODES, PLUGIN_VALUES, check_efa, check_leftover, check_renamed, check_torch
+from planner.lint_leftovers import (
+    LEFTOVER_CODES,
+    PLUGIN_VALUES,
+    check_allocator,
+    check_efa,
+    check_leftover,
+    check_renamed,
+    check_torch,
+)
 from planner.lint_machine import MACHINE_CODES, check_machine
 from planner.lint_values import VALUE_CODES, check_value, strtoll
 from planner.nccl_env_situation import NodeView
@@ -57,6 +65,7 @@ def lint(
     for name, value in environment.items():
         found += _judge_name(name, value, version, source, plugin=plugin)
     found += check_torch(environment)
+    found += check_allocator(environment)
     found += _pairs(environment)
     if node.efa_count():
         found += check_efa(environment)

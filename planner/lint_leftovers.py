@@ -17,6 +17,7 @@ LEFTOVER_CODES = (
     "env.debug.leftover",
     "env.gid.needless",
     "env.efa.needless",
+    "env.torch.allocator",
     "env.torch.debug",
     "env.torch.renamed",
 )
@@ -172,6 +173,23 @@ def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
                 message=f"{name}={value}: {effect}.",
                 evidence=(f"{name}={value}",),
                 remedy=f"Unset {name} for training.",
+            )
+
+
+def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """PyTorch's allocator takes exactly True or False (c10 ConfigTokenizer) and ends the job at anything else."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environment.get(name, "")
+        options = dict(option.partition(":")[::2] for option in value.split(","))
+        segments = options.get("expandable_segments")
+        if segments is not None and segments.strip() not in ("True", "False"):
+            yield Finding(
+                code="env.torch.allocator",
+                severity=Severity.FAIL,
+                subject=name,
+                message=f"{name}={value}: PyTorch expects exactly True or False and ends with an error.",
+                evidence=(f"{name}={value}",),
+                remedy=f"Write {name}=expandable_segments:True.",
             )
 
 

@@ -33,6 +33,7 @@ class EnvAdvice:
 
 
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
+    gpus.unread,
     interfaces.socket_ifname,
     interfaces.gloo_socket_ifname,
     rdma.ib_hca,
@@ -75,7 +76,8 @@ def settings(
     answers = [answer for rule in RULES if (answer := rule(case)) is not None]
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
-    if case.backend == "nccl" and not any(setting.name.startswith("NCCL_") for setting in chosen):
+    unknown = any(note.text.startswith("Unknown") for note in notes)
+    if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         text = "Set no NCCL variable: NCCL finds what this machine offers by itself."
         notes = (Note(topic="NCCL", text=text), *notes)
     return EnvAdvice(settings=chosen, notes=notes, needs=pod_needs(case), backend=case.backend)

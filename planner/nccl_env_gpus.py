@@ -13,6 +13,12 @@ from planner.nccl_env_situation import NodeView, Situation
 from topology.graph import PathClass
 
 
+def unread(case: Situation) -> Note | None:
+    """GPUs that could not be read: the advice stands on less."""
+    failed = case.unread("gpu")
+    return Note(topic="GPU", text="Unknown: the GPUs could not be read.", evidence=failed) if failed else None
+
+
 def mnnvl(case: Situation) -> Note | None:
     """NCCL_MNNVL_ENABLE: automatic, but it needs IMEX."""
     cliques: Counter[str] = Counter()

@@ -40,13 +40,15 @@ def _without(ports: Sequence[PortView], unfit: dict[str, str]) -> tuple[PortView
 
 
 def _secondary_devices(node: NodeView) -> dict[str, str]:
+    """RoCE devices behind the pod's own networks. InfiniBand needs no network of the pod: its GIDs are the port's."""
     facts = node.interfaces()
+    roce = [view for view in node.taken_ports() if view.port.link_layer == "Ethernet"]
+    names = {view.device.name for view in roce}
     found: dict[str, str] = {}
     for interface in facts.interfaces if facts else ():
-        if interface.role == "secondary":
-            device = rdma_device_of(interface, node.taken_ports())
-            if device is not None:
-                found.setdefault(device, interface.name)
+        device = rdma_device_of(interface, roce) if interface.role == "secondary" else None
+        if device in names:
+            found.setdefault(device, interface.name)
     return found
 
 
@@ -68,9 +70,9 @@ def _of_this_pod(secondary: dict[str, str]) -> Rule:
         if not any(view.device.name in secondary for view in ports):
             return {}
         return {
-            view.name: "RoCE, and no network of this pod is on it"
+            view.name: f"{view.port.link_layer}, and no network of this pod is on it"
             for view in ports
-            if view.port.link_layer == "Ethernet" and view.device.name not in secondary
+            if view.device.name not in secondary
         }
 
     return unfit

@@ -59,6 +59,8 @@ def _no_hca(topic: str, case: Situation) -> Note:
     if case.efa:
         text = "Set nothing: EFA is reached through the aws-ofi-nccl plugin, NCCL's own IB transport never opens it."
         return Note(topic=topic, text=text, evidence=_efa_devices(case))
+    if failed := case.unread("rdma"):
+        return Note(topic=topic, text="Unknown: the RDMA ports could not be read.", evidence=failed)
     nics = [(node.hostname, nic.name) for node in case.nodes if not node.snapshot for nic in _nics(node)]
     if nics:
         text = "Unknown: the topology names NICs, but nobody read their ports on the host."

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from collectives.transport import Evidence
 from planner.nccl_names import Version, parse_version
-from probes.api import Snapshot
+from probes.api import Failed, Snapshot
 from probes.gpu import GpuFacts
 from probes.hostinfo import HostinfoFacts
 from probes.interfaces import Interface, InterfacesFacts
@@ -127,7 +127,15 @@ class Situation:
     @property
     def backend(self) -> str:
         """The torch.distributed backend this cluster runs."""
-        return "nccl" if self.gpus else "gloo"
+        return "nccl" if self.gpus or self.unread("gpu") else "gloo"
+
+    def unread(self, probe: str) -> str:
+        """Why a probe could not finish on some node; empty where it answered or found nothing to read."""
+        for node in self.nodes:
+            outcome = node.snapshot.outcomes.get(probe) if node.snapshot else None
+            if isinstance(outcome, Failed):
+                return f"{node.hostname}: {probe} probe failed: {outcome.error}"
+        return ""
 
     @property
     def efa(self) -> bool:
@@ -179,16 +187,15 @@ def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Versio
 
 def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
     """Every probed node, and of the nodes that nobody probed one of each kind: the others would answer the same."""
-    left = list(cluster.nodes)
-    if len(snapshots) == 1 and left and all(node.hostname != snapshots[0].hostname for node in left):
+    topologies = {node.hostname: node for node in cluster.nodes}
+    probed = {snapshot.hostname for snapshot in snapshots}
+    if len(snapshots) == 1 and topologies and not probed & set(topologies):
         # One host planned several times over, under made-up names.
-        yield NodeView(hostname=snapshots[0].hostname, snapshot=snapshots[0], topology=left[0])
+        yield NodeView(hostname=snapshots[0].hostname, snapshot=snapshots[0], topology=cluster.nodes[0])
         return
     for snapshot in snapshots:
-        match = next((node for node in left if node.hostname == snapshot.hostname), None)
-        if match is not None:
-            left.remove(match)
-        yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=match)
+        yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=topologies.get(snapshot.hostname))
+    left = [node for node in cluster.nodes if node.hostname not in probed]
     kinds = {(id(node.gpus), id(node.nics)): node for node in reversed(left)}
     for node in reversed(kinds.values()):
         yield NodeView(hostname=node.hostname, snapshot=None, topology=node)

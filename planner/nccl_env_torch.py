@@ -11,7 +11,7 @@ from planner.nccl_env_situation import NodeView, Situation
 
 def allocator(case: Situation) -> Setting | None:
     """PYTORCH_CUDA_ALLOC_CONF: segments that grow, so that unequal sequence lengths do not fragment the memory."""
-    if case.backend != "nccl":
+    if not case.gpus:
         return None
     rule = (
         "Fine-tuning batches differ in length, so fixed segments fragment and reserve more than is used; segments that "

@@ -62,7 +62,8 @@ def _shm(node: NodeView) -> PodNeed:
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
         evidence += f"; /dev/shm of {limits.whose}: {have / 2**20:.0f} MiB"
-    rule = "NCCL and DataLoader workers pass data through /dev/shm, which container engines limit to 64 MiB"
+    users = "NCCL and DataLoader workers pass" if node.gpu_count() else "DataLoader workers pass"
+    rule = f"{users} data through /dev/shm, which container engines limit to 64 MiB"
     return PodNeed(
         name="shm_bytes",
         value=str(ranks * _SHM_BYTES_PER_RANK),

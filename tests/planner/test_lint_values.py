@@ -252,3 +252,17 @@ def test_release_unknown_is_no_verdict() -> None:
     """Where the NCCL in use is not known, what later releases do is told but does not fail."""
     assert {finding.severity for finding in found({"NCCL_CREATE_THREAD_CONTEXT": "1"}, None)} == {Severity.INFO}
     assert {finding.severity for finding in found({"NCCL_ALGO": "Tree"}, None)} == {Severity.WARN}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("expandable_segments:True", []),
+        ("expandable_segments:true", ["env.torch.allocator"]),
+        ("max_split_size_mb:512,expandable_segments:1", ["env.torch.allocator"]),
+        ("max_split_size_mb:512", []),
+    ],
+)
+def test_allocator_takes_exact_words(value: str, expected: list[str]) -> None:
+    """PyTorch itself refuses the same values."""
+    assert codes({"PYTORCH_CUDA_ALLOC_CONF": value}) == expected

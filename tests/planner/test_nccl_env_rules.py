@@ -10,7 +10,7 @@ from nccl_env_hosts import cluster, host, interface, port, v2_gid
 from collectives.transport import Evidence
 from planner.nccl_env import EnvAdvice, settings
 from planner.nccl_names import names
-from probes.api import Snapshot
+from probes.api import Failed, Snapshot
 from probes.rdma import Gid
 
 
@@ -320,3 +320,22 @@ def test_one_host_planned_several_times_over() -> None:
     pod = host("a", rdma=[port("rdmap0", kind="efa")], interfaces=[interface("ens5", "host")])
     what_if = cluster(host("a-0"), host("a-1"))
     assert {each.name: each.value for each in settings([pod], what_if).settings}["NCCL_NET"] == "AWS Libfabric"
+
+
+def test_infiniband_beside_a_secondary_network() -> None:
+    """A RoCE network of the pod decides for RoCE; an IPoIB network says nothing about the other HCAs."""
+    roce_and_ib = host(rdma=[port("mlx5_0"), port("mlx5_1", **ROCE)], interfaces=[ETH0, NET1])
+    assert values(advise(roce_and_ib))["NCCL_IB_HCA"] == "mlx5_1"
+    ipoib = interface("net1", "secondary", "192.168.2.5/24", rdma_device="mlx5_0")
+    assert "NCCL_IB_HCA" not in values(advise(host(rdma=IB8, interfaces=[ETH0, ipoib])))
+
+
+def test_probe_that_failed_is_unknown_not_absent() -> None:
+    """A hung driver does not make a GPU host a CPU host, nor a broken sysfs a host without RDMA."""
+    broken = host(rdma=None)
+    broken.outcomes.update(gpu=Failed(error="no answer for 10 s"), rdma=Failed(error="no answer for 10 s"))
+    advice = advise(broken)
+    assert advice.backend == "nccl"
+    assert not advice.settings
+    assert note(advice, "GPU").startswith("Unknown")
+    assert note(advice, "NCCL_IB_HCA").startswith("Unknown")
