@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.compute import DEFAULT, Constants, Rates, layer_cost
+from planner.hardware import gpu_named
+from planner.links import Links
 from planner.models import model_from_config
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack
@@ -138,6 +140,32 @@ def _timed_model(timing: LayerTiming) -> ModelSpec:
         "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
         "vocab_size": 32000,
     })  # fmt: skip
+
+
+def check_device(calibration: Calibration, device: str, precision: str) -> None:
+    """Refuse a calibration of another device or precision."""
+    known = gpu_named(calibration.device)
+    name = known.name if known else calibration.device
+    if name != device and not (device == "CPU" and name.startswith("CPU")):
+        raise CalibrationError(f"calibration is of {calibration.device!r}, the job runs on {device!r}: calibrate there")
+    if calibration.precision != precision:
+        raise CalibrationError(f"calibration is for {calibration.precision}, the job computes in {precision}")
+
+
+def with_links(calibration: Calibration, links: Links) -> Links:
+    """Bandwidths with the calibration's in place of the derived ones."""
+    for timing in calibration.links:
+        if timing.op not in ("all_gather", "reduce_scatter"):
+            continue
+        why = f"calibration: {timing.op} over {timing.ranks} ranks"
+        rate = timing.busbw_bytes_per_second
+        if timing.hosts > 1 and links.network is not None:
+            links = replace(links, network=replace(links.network, bytes_per_second=rate, how="measured", why=why))
+        elif timing.hosts == 1:
+            speed = replace(links.node, bytes_per_second=rate, how="measured", why=why)
+            island = speed if links.island_size >= links.ranks_per_node else links.island
+            links = replace(links, node=speed, island=island, alpha_intra_seconds=timing.alpha_seconds)
+    return links
 
 
 def apply_calibration(

@@ -10,7 +10,7 @@ from collectives.results import Measurement
 from collectives.transport import Evidence
 from planner import nccl_env
 from planner.advice import Note, RankedLayout, Recommendation
-from planner.calibration import Calibration, apply_calibration
+from planner.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.compute import Rates, cpu_rates, gpu_rates
 from planner.explain import forecast_of, helps_most, ranked
 from planner.hardware import GIB, gpu_named
@@ -122,6 +122,8 @@ def plan(
     rates = _rates(cluster, snapshots, train, links.ranks_per_node, precision, unknowns)
     scale, calibrated = 1.0, False
     if calibration is not None:
+        check_device(calibration, rates.device, precision)
+        links = with_links(calibration, links)
         rates = apply_calibration(calibration, rates, train, stack)
         calibrated = rates.how == "measured"
         if calibration.step_scale and calibration.engine == train.engine:

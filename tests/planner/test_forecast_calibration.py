@@ -1,0 +1,143 @@
+"""Calibration: measured numbers replace derived ones, narrow the interval, and are refused where they do not belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from collectives.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
+from planner import machines
+from planner.calibration import (
+    Calibration,
+    CalibrationError,
+    LayerTiming,
+    LinkTiming,
+    dump_calibration,
+    load_calibration,
+    parse_calibration,
+    with_measured_step,
+)
+from planner.models import model_named
+from planner.recommend import recommend
+from planner.specs import TrainSpec
+from topology.graph import ClusterTopology, NodeTopology
+
+TRAIN = TrainSpec(global_batch=8, sequence_length=128)
+TIMING = LayerTiming(
+    hidden=256, ffn=688, heads=8, kv_heads=4, tokens=512, sequence=128, forward_seconds=0.004, backward_seconds=0.006
+)
+CPU = Calibration(
+    device="CPU",
+    precision="fp32",
+    gemm_flops_per_second=60e9,
+    layer=TIMING,
+    links=(LinkTiming(op="all_gather", ranks=2, hosts=1, alpha_seconds=2e-4, busbw_bytes_per_second=0.6e9),),
+)
+
+
+def cluster() -> ClusterTopology:
+    """A node without GPUs."""
+    return ClusterTopology(nodes=(NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=2),))
+
+
+def test_measured_numbers_narrow_the_interval_and_are_named() -> None:
+    """The interval shrinks, and the inputs say what was measured."""
+    model = model_named("tiny")
+    plain = recommend(cluster(), (), model, TRAIN, ranks_per_node=2).chosen
+    better = recommend(cluster(), (), model, TRAIN, calibration=CPU, ranks_per_node=2).chosen
+    assert plain is not None
+    assert better is not None
+    wide, narrow = plain.forecast.step_seconds, better.forecast.step_seconds
+    assert narrow.high / narrow.low < 0.6 * wide.high / wide.low
+    assert any("measured" in line and "layer forward" in line for line in better.forecast.inputs)
+
+
+def test_a_slower_layer_is_a_slower_step() -> None:
+    """Half the speed of a layer is nearly twice the step."""
+    model = model_named("tiny")
+    slow = Calibration(
+        device="CPU",
+        precision="fp32",
+        gemm_flops_per_second=60e9,
+        layer=LayerTiming(
+            hidden=256, ffn=688, heads=8, kv_heads=4, tokens=512, sequence=128, forward_seconds=0.008,
+            backward_seconds=0.012,
+        ),
+    )  # fmt: skip
+    fast_step = recommend(cluster(), (), model, TRAIN, calibration=CPU, ranks_per_node=2).chosen
+    slow_step = recommend(cluster(), (), model, TRAIN, calibration=slow, ranks_per_node=2).chosen
+    assert fast_step is not None
+    assert slow_step is not None
+    ratio = slow_step.forecast.step_seconds.mid / fast_step.forecast.step_seconds.mid
+    assert 1.6 < ratio < 2.1
+
+
+def test_the_scalar_of_an_earlier_run_moves_the_forecast_to_what_it_took() -> None:
+    """A run that took 1.3 times its forecast scales the next forecast by 1.3."""
+    model, train = model_named("Llama-3.1-8B"), TrainSpec(global_batch=64)
+    box = machines.cluster("dgx-h100")
+    before = recommend(box, (), model, train).chosen
+    assert before is not None
+    forecast = before.forecast.step_seconds.mid
+    blank = Calibration(device="NVIDIA H100 80GB HBM3", precision="bf16")
+    learnt = with_measured_step(blank, measured_seconds=1.3 * forecast, forecast_seconds=forecast, engine="topoflight")
+    after = recommend(box, (), model, train, calibration=learnt).chosen
+    assert after is not None
+    assert after.forecast.step_seconds.mid == pytest.approx(1.3 * forecast, rel=1e-6)
+    assert after.forecast.step_seconds.high / after.forecast.step_seconds.low < 1.3
+
+
+def test_file_round_trip_and_errors(tmp_path: Path) -> None:
+    """What is written is read; a wrong file is refused by the field's name."""
+    file = tmp_path / "calibration.json"
+    file.write_text(dump_calibration(CPU))
+    assert load_calibration(file) == CPU
+    good = json.loads(dump_calibration(CPU))
+    for change, says in (
+        ({"schema_version": 7}, "schema_version=7"),
+        ({"device": ""}, "device"),
+        ({"gemm_flops_per_second": -1}, "gemm_flops_per_second=-1"),
+        ({"layer": {"hidden": 1}}, "calibration"),
+    ):
+        with pytest.raises(CalibrationError, match=says):
+            parse_calibration({**good, **change})
+
+
+def test_another_device_or_precision_is_refused() -> None:
+    """A CPU's numbers are not a GPU's."""
+    with pytest.raises(CalibrationError, match="'CPU'"):
+        recommend(machines.cluster("dgx-h100"), (), model_named("GPT-2"), TrainSpec(), calibration=CPU)
+    other = Calibration(device="NVIDIA H100 80GB HBM3", precision="fp16")
+    with pytest.raises(CalibrationError, match="fp16"):
+        recommend(machines.cluster("dgx-h100"), (), model_named("GPT-2"), TrainSpec(), calibration=other)
+
+
+@pytest.mark.ranks
+def test_this_host_is_measured_for_real() -> None:
+    """Two copies time a small layer at once; the answer is a calibration that the planner takes."""
+    request = CalibrationRequest(
+        hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, tokens=256, sequence=64, copies=2, threads=1
+    )
+    answer = parse_calibration(calibrate(request))
+    assert answer.gemm_flops_per_second is not None
+    assert answer.gemm_flops_per_second > 1e8
+    assert answer.layer is not None
+    assert answer.layer.backward_seconds > 0
+    chosen = recommend(cluster(), (), model_named("tiny"), TRAIN, calibration=answer, ranks_per_node=2).chosen
+    assert chosen is not None
+    assert chosen.forecast.step_seconds.mid > 0
+
+
+@pytest.mark.ranks
+def test_a_device_that_is_not_there_is_an_error_with_its_words() -> None:
+    """No invented numbers."""
+    request = CalibrationRequest(
+        hidden=64, ffn=64, heads=1, kv_heads=1, head_dim=64, tokens=64, sequence=64, device="cuda", precision="bf16"
+    )
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("this host has a CUDA device")
+    with pytest.raises(CalibrationFailedError, match="cuda"):
+        calibrate(request)
