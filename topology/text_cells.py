@@ -22,14 +22,15 @@ _TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <s
 _DEVICE = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_(?:bond_)?\d{1,4}")
 _OTHER_DEVICE = re.compile(r"[A-Za-z][\w.\-]{0,40}\d[\w.\-]{0,40}(?!\S)")
 _COLUMN_WORDS = re.compile(
-    r"(?P<cpu>CPU\s*Aff\w*)|(?P<gpu>GPU\s*NUMA\s*(?:ID?)?)|(?P<numa>(?:NUMA|Node)\s*Aff\w*)|Affinity", re.I
+    r"(?P<cpu>(?i:CPU\s*Aff)[a-z]*)|(?P<gpu>(?i:GPU\s*NUMA\s*)(?:ID?)?)|(?P<numa>(?i:(?:NUMA|Node)\s*Aff)[a-z]*)|Affinity"
 )
 _CELL = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!")
 _CUT_CELL = re.compile(r"(PH|PI|PX|SY|SO|NOD|NO)(?=\d)")
 _CUT = {"PH": "PHB", "PI": "PIX", "PX": "PXB", "SY": "SYS", "SO": "SOC", "NOD": "NODE", "NO": "NODE"}
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*,?|N/A")
 _ROW_START = re.compile(
-    r"(?<![\w.\-])([A-Za-z][\w.\-]{0,40}?\d{1,6}\w{0,40}?)(?=\s{1,64}(?:X|NV\d|PIX|PXB|PHB|NODE|SYS|SOC)(?![a-z]))"
+    r"(?<![\w.\-])([A-Za-z][\w.\-]{0,40}?\d{1,6}\w{0,40}?)"
+    r"(?=\s{1,64}(?:X|NV\d|PIX|PXB|PHB|NODE|SYS|SOC)(?![a-z]))"
 )
 
 

@@ -1,0 +1,120 @@
+"""The same matrix through every mangling seen in the wild must say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from topo_samples import ALL
+
+from topology.text import parse
+
+ROW = re.compile(r"(?m)^([ \t]*(?:GPU\d|mlx\d|NIC\d+\t).*)$")
+
+
+def gist(node):
+    """Everything but evidence and warnings."""
+    return (
+        node.gpus,
+        node.nics,
+        [(pair.a, pair.b, pair.label) for pair in node.pairs],
+        node.islands,
+        node.nearest_nic,
+        node.rails,
+        node.source,
+    )
+
+
+def each_line(change):
+    return lambda text: "\n".join(change(line) for line in text.split("\n"))
+
+
+def prefix(words):
+    return each_line(lambda line: words + line)
+
+
+def wrapped(width):
+    def wrap(text):
+        lines = []
+        for line in text.expandtabs(8).split("\n"):
+            cut = [line[at : at + width] for at in range(0, len(line), width)]
+            lines += cut if ROW.match(line) else [line]
+        return "\n".join(lines)
+
+    return wrap
+
+
+def underlined(escape):
+    def underline(text):
+        header, rest = text.split("\n", 1)
+        return f"\t{escape}[4m{header[1:]}{escape}[0m\n{rest}"
+
+    return underline
+
+
+def glued_header(text):
+    header, rest = text.split("\n", 1)
+    devices, affinity, titles = header.partition("CPU")
+    return re.sub(r"\s+", "", devices) + affinity + titles + "\n" + rest
+
+
+def glued_cells(text):
+    rows, legend, rest = text.partition("Legend")
+    return re.sub(r"(NODE|PIX|PXB|PHB|SYS|SOC)\s+(?=NODE|PIX|PXB|PHB|SYS|SOC|X)", r"\1", rows) + legend + rest
+
+
+SHAPES = {
+    "as printed": lambda text: text,
+    "tabs to columns of 8": lambda text: text.expandtabs(8),
+    "tabs to columns of 4": lambda text: text.expandtabs(4),
+    "one blank between cells": lambda text: re.sub(r"[ \t]+", " ", text),
+    "two tabs between cells": lambda text: text.replace("\t", "\t\t"),
+    "tab and blanks between cells": lambda text: text.replace("\t", "\t    "),
+    "commented": prefix("#"),
+    "commented with a blank": prefix("# "),
+    "C comment": prefix("// "),
+    "quoted mail": prefix("> "),
+    "indented": prefix("        "),
+    "srun label": prefix("0: "),
+    "mpirun tag": prefix("[1,0]<stdout>:"),
+    "time stamp": prefix("2024-05-01T10:20:30.123Z "),
+    "Ray worker": prefix("(RayWorker pid=123, ip=10.0.0.1) "),
+    "host name": prefix("gpu-node-12: "),
+    "Windows line ends": lambda text: text.replace("\n", "\r\n"),
+    "header glued": glued_header,
+    "header broken apart": lambda text: text.replace("CPU Affinity", "CPU    Affinity"),
+    "titles glued": lambda text: text.replace("CPU Affinity\tNUMA Affinity", "CPU AffinityNUMA Affinity"),
+    "cells glued": glued_cells,
+    "wrapped at 80": wrapped(80),
+    "wrapped at 100": wrapped(100),
+    "wrapped at 132": wrapped(132),
+    "underlined header": lambda text: text.replace("\tGPU0\tGPU1", "\t\x1b[4mGPU0\tGPU1", 1).replace(
+        "\nGPU0", "\x1b[0m\nGPU0", 1
+    ),
+    "underline spelled out": lambda text: text.replace("\tGPU0\tGPU1", "\t^[[4mGPU0\tGPU1", 1).replace(
+        "\nGPU0", "^[[0m\nGPU0", 1
+    ),
+    "escape character lost": lambda text: text.replace("\tGPU0\tGPU1", "\t[4mGPU0\tGPU1", 1).replace(
+        "\nGPU0", "[0m\nGPU0", 1
+    ),
+    "leading tab lost": lambda text: text.replace("\tGPU0\tGPU1", "GPU0\tGPU1", 1),
+    "lines stripped": each_line(str.strip),
+    "blanks at the end": each_line(lambda line: line + "   "),
+    "blank line after each": lambda text: text.replace("\n", "\n\n"),
+    "in a README": lambda text: f"We have GPU0 and GPU1 here.\n```\n$ nvidia-smi topo -m\n{text}```\nGPU0 is fine.\n",
+    "in HTML": lambda text: f"<pre>{text}</pre>",
+    "with HTML line breaks": each_line(lambda line: line + "<br>"),
+    "in JSON": lambda text: json.dumps({"stdout": text}),
+    "in a Python string": lambda text: f'OUTPUT = """{text}"""',
+    "hard blanks": lambda text: text.replace("\t", "\xa0\xa0\xa0"),
+    "Markdown table": lambda text: ROW.sub(lambda m: "| " + re.sub(r"\s+", " | ", m[1].strip()) + " |", text),
+    "printed twice": lambda text: text + "\n" + text,
+    "log lines between": lambda text: text.replace("\nGPU2", "\n[INFO] worker started\nGPU2"),
+}
+
+
+@pytest.mark.parametrize("sample", ALL, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mangled_matrix_says_the_same(sample, shape):
+    assert gist(parse(SHAPES[shape](ALL[sample]))) == gist(parse(ALL[sample]))
