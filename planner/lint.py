@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planner.env_render import RESERVED
+from planner.lint_finding import finding as _finding
 from planner.lint_leftovers import (
     LEFTOVER_CODES,
     PLUGIN_VALUES,
@@ -70,7 +71,7 @@ def lint(
     if node.efa_count():
         found += check_efa(environment)
     if snapshot is not None:
-        found += check_machine(environment, snapshot, node, version)
+        found += check_machine(environment, node, version)
     return tuple(sorted(_without_doubles(found), key=lambda finding: _ORDER.index(finding.severity)))
 
 
@@ -186,14 +187,3 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
     for finding in found:
         if finding.code != general or finding.subject not in judged:
             yield finding
-
-
-def _finding(code: str, severity: Severity, name: str, value: str, message: str, remedy: str) -> Finding:
-    return Finding(
-        code=code,
-        severity=severity,
-        subject=name,
-        message=f"{name}={value}: {message}",
-        evidence=(f"{name}={value}",),
-        remedy=remedy,
-    )

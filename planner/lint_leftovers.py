@@ -101,7 +101,7 @@ def check_leftover(
             severity=Severity.INFO,
             subject=name,
             message=(
-                f"{name}={value}: NCCL {version_text(version)} takes this index on every port without looking; left "
+                f"NCCL {version_text(version)} takes this index on every port without looking; left "
                 "unset it finds the RoCE v2 GID itself, also where the tables of two hosts differ."
             ),
             evidence=(f"{name}={value}",),
@@ -114,7 +114,7 @@ def check_leftover(
         code="env.debug.leftover",
         severity=Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO,
         subject=name,
-        message=f"{name}={value}: a debugging setting that stayed: {_EFFECTS.get(name, _DEFAULT_EFFECT)}.",
+        message=f"A debugging setting that stayed: {_EFFECTS.get(name, _DEFAULT_EFFECT)}.",
         evidence=(f"{name}={value}", "NCCL docs/userguide/source/env.rst: section Debugging"),
         remedy=f"Unset {name}, unless a measurement on this machine speaks for it.",
     )
@@ -150,7 +150,7 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
             code="env.efa.needless",
             severity=Severity.INFO,
             subject=name,
-            message=f"{name}={value}: {why}.",
+            message=f"{why[:1].upper()}{why[1:]}.",
             evidence=(f"{name}={value}",),
             remedy=f"Unset {name}.",
         )
@@ -170,7 +170,7 @@ def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
                 code="env.torch.debug",
                 severity=Severity.WARN,
                 subject=name,
-                message=f"{name}={value}: {effect}.",
+                message=f"{effect[:1].upper()}{effect[1:]}.",
                 evidence=(f"{name}={value}",),
                 remedy=f"Unset {name} for training.",
             )
@@ -187,7 +187,7 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
                 code="env.torch.allocator",
                 severity=Severity.FAIL,
                 subject=name,
-                message=f"{name}={value}: PyTorch expects exactly True or False and ends with an error.",
+                message="PyTorch expects exactly True or False and ends with an error.",
                 evidence=(f"{name}={value}",),
                 remedy=f"Write {name}=expandable_segments:True.",
             )
@@ -210,7 +210,7 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         code="env.torch.renamed",
         severity=Severity.INFO,
         subject=name,
-        message=f"{name}={value}: PyTorch reads it, not NCCL, and only as the old name of {right}.",
+        message=f"PyTorch reads it, not NCCL, and only as the old name of {right}.",
         evidence=(f"{name}={value}",),
         remedy=f"Write {right}={value}.",
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.lint_finding import finding
 from planner.lint_values import strtoll
 from planner.nccl_env_gpus import p2p_level_effect
 from planner.nccl_env_situation import NodeView, PortView
 from planner.nccl_names import Version, version_text
-from probes.api import Finding, Severity, Snapshot
+from probes.api import Finding, Severity
 
 MACHINE_CODES = (
     "env.gid.absent",
@@ -68,11 +69,8 @@ class NameList:
         return any(self.hits(entry, name, port) for entry in self.entries) != self.negated
 
 
-def check_machine(
-    environment: Mapping[str, str], snapshot: Snapshot, node: NodeView, version: Version | None
-) -> Iterator[Finding]:
+def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
     """Every contradiction between the environment and the machine it is for."""
-    del snapshot
     yield from _interfaces(environment, node)
     yield from _gloo(environment, node)
     yield from _hcas(environment, node)
@@ -188,7 +186,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     elif down and not wanted.negated:
         yield _finding(
             "env.hca.down", Severity.WARN, name, value,
-            f"{', '.join(view.name for view in down)} is not ACTIVE: NCCL leaves it out without a message.",
+            f"not ACTIVE: {', '.join(view.name for view in down)}; NCCL leaves it out without a message.",
             tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up.",
         )  # fmt: skip
 
@@ -299,11 +297,4 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
 def _finding(
     code: str, severity: Severity, name: str, value: str, message: str, evidence: tuple[str, ...], remedy: str
 ) -> Finding:
-    return Finding(
-        code=code,
-        severity=severity,
-        subject=name,
-        message=f"{name}={value}: {message}",
-        evidence=(f"{name}={value}", *evidence),
-        remedy=remedy,
-    )
+    return finding(code, severity, name, value, message, remedy, evidence)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from planner.lint_finding import finding as _finding
 from planner.nccl_names import NcclName, Version, version_text
 from probes.api import Finding, Severity
 
@@ -269,14 +270,3 @@ def _clean(value: str) -> str:
     exact = "=" if value.removeprefix("^").startswith("=") else ""
     names = [entry.strip().lstrip("^=") for entry in re.split(r"[,;]", value)]
     return sign + exact + ",".join(name for name in names if name)
-
-
-def _finding(code: str, severity: Severity, name: str, value: str, message: str, remedy: str) -> Finding:
-    return Finding(
-        code=code,
-        severity=severity,
-        subject=name,
-        message=f"{name}={value}: {message}",
-        evidence=(f"{name}={value}",),
-        remedy=remedy,
-    )

@@ -14,7 +14,8 @@ def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27,
     findings = lint(environment, nccl_version=version, source=source)
     for finding in findings:
         assert finding.code in CODES, finding
-        assert finding.evidence and finding.remedy and finding.message.startswith(f"{finding.subject}="), finding
+        assert finding.evidence[0].startswith(f"{finding.subject}="), finding
+        assert finding.remedy.endswith(".") and finding.message.endswith("."), finding
     return list(findings)
 
 
