@@ -97,9 +97,12 @@ def _channel(match: re.Match[bytes], direction: str | None, *, end: int) -> Chan
     if match["shm"]:
         return Channel(transport="SHM")
     kind = match["p2p"].decode()
+    tags, rest = match["p2prun"].decode(), match.string[match.start("p2pglue") :]
+    if rest in (b"/r", b"/re", b"/rea"):
+        return Channel(transport=f"P2P/{kind}{tags}/read")
     # Glued to the next writer before a possible "/read": the family is proven, its tags are not.
-    torn = bool(match["p2pglue"]) and match["p2pglue"] not in b".)*`" and not match["p2prun"]
-    return Channel(transport=f"P2P/{kind}{match['p2prun'].decode()}", torn=torn)
+    torn = bool(match["p2pglue"]) and match["p2pglue"] not in b".)*`" and not tags
+    return Channel(transport=f"P2P/{kind}{tags}", torn=torn)
 
 
 def is_fragment(line: bytes) -> bool:

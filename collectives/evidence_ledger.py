@@ -44,8 +44,20 @@ class Ledger:
         self.codes: Counter[str] = Counter()
         self.code_lines: dict[str, list[ProofLine]] = {}
         self.proof: dict[str, list[ProofLine]] = {}
-        self.hosts: set[bytes] = set()
+        self.hosts: Counter[bytes] = Counter()  # host: prefixes of processes met
         self.facts = nccl_messages.Facts()
+
+    def real_hosts(self) -> int:
+        """How many hosts wrote, without the pieces that torn lines made of a name."""
+        if len(self.hosts) > 256:
+            return len(self.hosts)
+        pieces = {
+            name
+            for name, count in self.hosts.items()
+            for other, more in self.hosts.items()
+            if more > count and name != other and (other.endswith(name) or name.endswith(other))
+        }
+        return len(self.hosts) - len(pieces)
 
     def add_channel(self, channel: Channel, by: int = 1) -> None:
         """Count the channel so many times."""
@@ -67,6 +79,11 @@ class Ledger:
         """The tag that this channel seemed to lack was found on the next line."""
         self._retract(channel)
         self._count(channel, True, 1)
+
+    def mend_local(self, channel: Channel, tags: str) -> None:
+        """The tags of this channel within a node were found on the next line."""
+        self.transports[channel.transport] -= 1
+        self.transports[channel.transport + tags] += 1
 
     def doubt(self, channel: Channel) -> None:
         """The log ends right behind this channel, inside a line: its tag may be lost."""

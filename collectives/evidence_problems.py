@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
 from collectives.evidence_codes import CODES
@@ -9,6 +10,7 @@ from collectives.evidence_ledger import Ledger
 from collectives.transport import Evidence, LogProblem, ProofLine
 
 LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})
+_LEVEL = re.compile(rf"(?:{'|'.join(sorted(LEVELS))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
 
 # NVIDIA's user guide, section "Debugging": not to be kept in production (docs/userguide env.rst).
@@ -218,7 +220,7 @@ def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) 
         found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"])
     if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
         found.add("socket_forced_by_env")
-    odd = [f"{n}={env[n]}" for n in _LEVEL_NAMES if n in env and env[n] not in LEVELS and not env[n].isdigit()]
+    odd = [f"{name}={env[name]}" for name in _LEVEL_NAMES if name in env and not _LEVEL.match(env[name])]
     if odd:
         found.add("unknown_level_value", detail=", ".join(odd))
     tuned = tuple(_tuned(evidence))

@@ -20,7 +20,9 @@ MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
 _HEADER = re.compile(rb"NCCL (INFO|WARN|TRACE|ERROR|VERSION) ")
 _HOST = re.compile(rb"([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\])? *(?:[^\s:]+:\d+ )?(?:\(\w+\) )?$")
-_NEXT_PREFIX = re.compile(rb"(?:\[[\d,]+\]<std\w+>:)?[A-Za-z0-9][\w.-]*:\d+:\d+ ?(?:\[-?\w*\] ?)?(?:\S+:\d+ )?$")
+_NEXT_PREFIX = re.compile(
+    rb"(?:\[[\d,]+\]<std\w+>:| ?\d{1,5}: )?([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\] ?)?(?:\S+:\d+ )?$"
+)
 _LAUNCHER = re.compile(
     rb"^(?:\s*(?:\d+: |\[\d+(?:,\d+)?\]<std\w+>: ?|\[rank\d+\]: ?|\([^()]{1,80}\) |"
     rb"\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? ?|> ?|\* |\| ))+"
@@ -34,6 +36,7 @@ _DULL_STARTS = (
 )
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _CONTINUED = re.compile(rb"\s*\d{0,3}/?G?DRDMA")
+_READ = re.compile(rb"(/read(?:/CE)?)\s*$")
 _INFO = b"NCCL INFO "
 _TAG_END = b"/GDRDMA"
 # At the end of a line, or glued to the next writer's: in a script's "grep /GDRDMA log" it is neither.
@@ -57,6 +60,8 @@ class Reader:
         self._dull: set[bytes] = set()  # messages that said nothing
         self._prefixes: dict[bytes, bytes] = {}  # prefix of a line: host
         self._tags_read = 0  # tags of the line in hand that belong to a channel
+        self._last: Channel | None = None  # of the line before, within a node
+        self._half: tuple[bytes, bytes] | None = None  # message and host of the line before: wrapped, perhaps
         self._writers: set[bytes] = set()  # "host:pid:tid" met
         # By direction: the end of a channel line, the channel it stands for, and how often it was met again.
         self._ends: tuple[dict[bytes, _Seen], ...] = ({}, {}, {})
@@ -118,7 +123,7 @@ class Reader:
         rest = [marker for marker in MARKERS[2:] if marker in block]
         sends, receives, others = self._ends
         prefixes, dull = self._prefixes, self._dull
-        bare: Channel | None = self._bare
+        bare, last = self._bare, self._last
         for line in block.split(b"\n"):
             ledger.lines += 1
             head, via, end = line.rpartition(b"via ")
@@ -139,6 +144,7 @@ class Reader:
                         if channel and len(place) < 64 and (prefix in prefixes or self._known(prefix)):
                             seen.again += 1
                             bare = seen.bare
+                            last = seen.channel
                             continue
                 else:
                     prefix, info, message = line.partition(_INFO)
@@ -149,10 +155,12 @@ class Reader:
                     ):
                         continue
             if via or bare is not None or self._carry or b"NCCL" in line or any(mark in line for mark in rest):
-                self._bare = bare
+                self._bare, self._last = bare, last
                 self._line_dirty(line)
-                bare = self._bare
-        self._bare = bare
+                bare, last = self._bare, self._last
+            elif self._half is not None:
+                self._continue_message(line)
+        self._bare, self._last = bare, last
 
     def _line_dirty(self, line: bytes) -> None:
         for part in clean(line[:MAX_LINE_BYTES]):
@@ -162,6 +170,10 @@ class Reader:
 
     def _line(self, line: bytes) -> None:
         has_header = b"NCCL INFO " in line or b"NCCL WARN " in line
+        if not has_header:
+            self._continue_message(line)
+            self._continue_read(line)
+        self._last = self._half = None
         self._tags_read = 0
         if self._bare is not None:
             self._continue_tag(line)
@@ -192,6 +204,8 @@ class Reader:
             self._channels(b"via " + body, line)
         elif not body.startswith(_TAG_END):
             self._message(body, warn=False)
+            if b"NCCL version" in body and b"+" not in body:
+                self._half = (body, b"")
 
     def _keep_broken(self, line: bytes) -> None:
         start = max(line.rfind(b"Channel "), line.rfind(b"Ring "), line.rfind(b"CollNet "))
@@ -209,6 +223,8 @@ class Reader:
             self.ledger.add_channel(channel)
             self.ledger.prove_channel(channel, shown)
             self._tags_read += channel.gdrdma is True
+            if channel.network is None and not channel.torn:
+                self._last = channel
             if channel.bare_end:
                 self._bare = channel
         if count == 1 and text.count(_TAG_END) == self._tags_read:
@@ -228,21 +244,53 @@ class Reader:
             self.ledger.mend(channel)
             self._tags_read += 1
 
+    def _continue_read(self, line: bytes) -> None:
+        if self._last is not None and self._last.transport.startswith("P2P/") and b"/read" in line:
+            match = _READ.match(_LAUNCHER.sub(b"", line))
+            if match and not self._last.transport.endswith("/read"):
+                self.ledger.mend_local(self._last, match[1].decode())
+
+    def _continue_message(self, line: bytes) -> None:
+        """A terminal wrapped the message of the last line: "nNode", "s 2 localRanks 8"."""
+        half, self._half = self._half, None
+        if half is not None and line:
+            message, host = half
+            joined = message + _LAUNCHER.sub(b"", line[:MAX_LINE_BYTES])
+            self.ledger.facts.take_wrapped(joined, host)
+            for code in codes_of(joined):
+                if code not in self.ledger.codes:
+                    self.ledger.blame(code, joined)
+
     # --- messages
 
     def _messages(self, line: bytes) -> None:
         marks = list(_HEADER.finditer(line))
-        if marks and b"CCL version" in line[: marks[0].start()]:
-            self._message(line[: marks[0].start()], warn=False, shown=line)
+        before = line[: marks[0].start()] if marks else b""
+        if b"CCL version" in before:
+            # The version's own pattern ends it, unless the name of the next host begins with a digit.
+            self._message(self._without_next_prefix(before) if self.ledger.hosts else before, warn=False, shown=line)
         for index, mark in enumerate(marks):
             last = index + 1 == len(marks)
             message = line[mark.end() : len(line) if last else marks[index + 1].start()]
             if not last:
-                message = _NEXT_PREFIX.sub(b"", message)
-            host = self._host(line[marks[index - 1].end() if index else 0 : mark.start()])
-            self._message(message, warn=mark[1] == b"WARN", host=host, shown=line)
+                message = self._without_next_prefix(message)
+            host = self._host(line[marks[index - 1].end() if index else 0 : mark.start()], first=index == 0)
+            warn = mark[1] == b"WARN"
+            self._message(message, warn=warn, host=host, shown=line)
+            if last and (warn or message.startswith((b"comm ", b"NET/"))):
+                self._half = (message, host)
 
-    def _host(self, prefix: bytes) -> bytes:
+    def _without_next_prefix(self, message: bytes) -> bytes:
+        """The message without the prefix of the one glued to it: "PIX" of "PIXnode-1:10:20 [0] "."""
+        match = _NEXT_PREFIX.search(message)
+        if match is None:
+            return message
+        name = match[1]
+        hosts = self.ledger.hosts if len(self.ledger.hosts) <= 256 else ()
+        known = max((len(host) for host in hosts if name.endswith(host)), default=0)
+        return message[: match.end(1) - known] if 0 < known < len(name) else message[: match.start()]
+
+    def _host(self, prefix: bytes, *, first: bool = True) -> bytes:
         host = self._prefixes.get(prefix)
         if host is None:
             match = _HOST.search(prefix[-400:])
@@ -251,8 +299,9 @@ class Reader:
                 self._prefixes[prefix] = host
             if match and len(self._writers) < MAX_SEEN:
                 self._writers.add(_writer(prefix))
-            if host and len(self.ledger.hosts) < MAX_HOSTS:
-                self.ledger.hosts.add(host[:128])
+            # Behind another message the name may have the end of that message glued to it.
+            if host and first and len(self.ledger.hosts) < MAX_HOSTS:
+                self.ledger.hosts[host[:128]] += 1
         return host
 
     def _known(self, prefix: bytes) -> bool:

@@ -78,6 +78,15 @@ class Facts:
             self.mnnvl = True
         return said
 
+    def take_wrapped(self, message: bytes, host: bytes) -> None:
+        """A message joined with the line after it: only what cannot be told from half of it."""
+        if _NODES.search(message):
+            self._ranks(message, [])
+        elif b"NET/" in message and (match := _IB_USING.search(message)):
+            self._ports(match[1], host)
+        elif (match := _VERSION.search(message)) and b"+" in match[1]:
+            self.versions[match[1].decode()] += 1
+
     def _version(self, message: bytes, said: list[str]) -> None:
         if match := _RCCL_VERSION.search(message):
             self.rccl_version = self.rccl_version or match[1].decode()
