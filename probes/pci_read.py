@@ -7,12 +7,13 @@ Troubleshooting ("GPU Direct"); NCCL src/graph/topo.cc for the place of a virtua
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from probes import hostinfo_read, limits_read, sysfs
 from probes.api import UnavailableError
 from probes.host import Host
 from probes.pci import PciDevice, PciFacts, is_bridge, is_gpu, is_network
-from probes.pci_config import CONFIG_BYTES, Config, parse_config
+from probes.pci_config import CONFIG_BYTES, parse_config
 
 DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
@@ -37,7 +38,7 @@ def read(host: Host) -> PciFacts:
     except OSError as error:
         raise UnavailableError(f"{DEVICES} cannot be listed: {error.strerror or error}") from error
     addresses = [name for name in found if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
-    devices = tuple(device for name in addresses if (device := read_device(host, name)) is not None)
+    devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")
     opened = None if version is None else "Open Kernel Module" in version
     hypervisor = hostinfo_read.virtual_machine(host)
@@ -68,7 +69,6 @@ def read_device(host: Host, address: str) -> PciDevice | None:
     ancestors = [part for part in path[:-1] if sysfs.BUS_ID.fullmatch(part)]
     roots = [part for part in path if _ROOT.fullmatch(part)]
     node = sysfs.number(host, f"{folder}/numa_node")
-    config = _config(host, folder)
     group = sysfs.target_name(host, f"{folder}/iommu_group")
     return PciDevice(
         bus_id=address,
@@ -83,23 +83,38 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         link_transfers_per_second_max=_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
         link_width=_width(sysfs.number(host, f"{folder}/current_link_width")),
         link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
-        acs_source_validation=config.acs_source_validation,
-        relaxed_ordering=config.relaxed_ordering,
         iommu_group=sysfs.parse_number(group),
         physical_function=sysfs.target_name(host, f"{folder}/physfn"),
         sriov_vfs=sysfs.number(host, f"{folder}/sriov_numvfs"),
         sriov_vfs_max=sysfs.number(host, f"{folder}/sriov_totalvfs"),
-        resizable_bar=config.resizable_bar,
         rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
-        lost=config.lost,
     )
 
 
-def _config(host: Host, folder: str) -> Config:
+def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
+    """Configuration space of GPUs, NICs and the bridges above them: a read goes to the device, microseconds a word."""
+    parents = {device.bus_id: device.parent for device in devices}
+    wanted = {device.bus_id for device in devices if not is_bridge(device.class_code)}
+    for bus_id in tuple(wanted):
+        above = parents.get(bus_id)
+        while above is not None and above not in wanted:
+            wanted.add(above)
+            above = parents.get(above)
+    return tuple(_configured(host, device) if device.bus_id in wanted else device for device in devices)
+
+
+def _configured(host: Host, device: PciDevice) -> PciDevice:
     try:
-        return parse_config(host.read_bytes(f"{folder}/config", CONFIG_BYTES))
+        config = parse_config(host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES))
     except OSError:
-        return Config()
+        return device
+    return replace(
+        device,
+        acs_source_validation=config.acs_source_validation,
+        relaxed_ordering=config.relaxed_ordering,
+        resizable_bar=config.resizable_bar,
+        lost=config.lost,
+    )
 
 
 def _transfers(value: str | None) -> float | None:

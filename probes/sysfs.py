@@ -16,7 +16,8 @@ NAME = re.compile(r"(?!\.{1,2}$)[\w.:@+-]{1,128}", re.ASCII)
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """A PCI function as sysfs spells it: "0000:1b:00.0"."""
 
-_DIGITS = 20  # of the largest 64-bit number
+_DECIMAL = re.compile(r"-?\d{1,20}", re.ASCII)  # as many digits as the largest 64-bit number
+_HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 
 def text(host: Host, path: str) -> str | None:
@@ -34,9 +35,9 @@ def number(host: Host, path: str) -> int | None:
 
 def parse_number(value: str | None) -> int | None:
     """A whole number as the kernel prints one; None for anything else."""
-    if value and re.fullmatch(rf"-?\d{{1,{_DIGITS}}}", value, re.ASCII):
+    if value and _DECIMAL.fullmatch(value):
         return int(value)
-    if value and re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}", value):
+    if value and _HEXADECIMAL.fullmatch(value):
         return int(value, 16)
     return None
 

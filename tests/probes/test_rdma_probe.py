@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,11 @@ def test_metrics_carry_the_labels_of_node_exporter() -> None:
     by_name = {metric.name: metric for metric in rdma.PROBE.metrics}
     assert all(len(sample.labels) == len(by_name[sample.metric].labels) for sample in exported)
     assert ("rdma_port_rocev2_gid_index", 3.0, ("mlx5_0", "1")) in {(s.metric, s.value, s.labels) for s in exported}
+
+
+def test_the_documentation_lists_every_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rdma.md").read_text()
+    assert set(re.findall(r"^\| `(rdma\.[a-z0-9_.]+)`", page, re.MULTILINE)) == set(rdma.PROBE.codes)
 
 
 @pytest.mark.corpus

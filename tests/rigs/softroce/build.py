@@ -176,6 +176,11 @@ def _unpack_kernel() -> str:
 
 def _make_root() -> None:
     codename = _codename() or ""
+    recipe = " ".join((codename, *GUEST, *UNWANTED))
+    stamp = CACHE / "root-stamp"
+    if stamp.exists() and stamp.read_text() == recipe:
+        return
+    stamp.unlink(missing_ok=True)
     sources = [
         path
         for path in (
@@ -198,6 +203,7 @@ def _make_root() -> None:
         *sources,
         environment={"PATH": f"{CACHE}/tools/usr/bin:{os.environ['PATH']}"},
     )
+    stamp.write_text(recipe)
 
 
 def _closure(version: str, wanted: tuple[str, ...]) -> list[str]:
