@@ -20,7 +20,12 @@ GROUPS = "/sys/kernel/iommu_groups"
 DEVICES_MAX = 4096
 NVIDIA = 0x10DE
 NVSWITCH = 0x0680
-PEERMEM = ("/sys/module/nvidia_peermem", "/sys/kernel/mm/memory_peers/nv_mem", "/sys/kernel/mm/memory_peers/nv_mem_nc")
+PEERMEM = (
+    "/sys/module/nvidia_peermem",
+    "/sys/kernel/mm/memory_peers/nv_mem",
+    "/sys/kernel/mm/memory_peers/nv_mem_nc",
+    "/sys/module/efa_nv_peermem",  # the EFA installer's
+)
 DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
 TOPOLOGY_FOLDERS = (
     "/var/run/nvidia-topologyd",  # NCCL's own default: virtualTopology.xml
