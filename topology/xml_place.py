@@ -11,7 +11,7 @@ from topology.labels import level, nvlinks
 
 _SWITCH_CLASS = "0x068000"
 _GPU_CLASS = "0x030200"
-_HIDDEN_SWITCH = "ffff:ff:1f.0"
+_HIDDEN_SWITCH = "fffffff:ffff:ff"  # as NCCL writes it where a hypervisor hides the switch
 _MOST_DIRECT_LINKS = 18  # no GPU up to Blackwell has more NVLinks: a larger sum means a switch
 
 
@@ -88,13 +88,17 @@ def _known_links(node: NodeTopology, bus_ids: dict[str, str]) -> dict[str, tuple
 
 
 def _links_from_labels(node: NodeTopology, bus_ids: dict[str, str]) -> dict[str, tuple[tuple[str, int, str], ...]]:
-    """Direct links to each peer, or one bundle to a switch where no GPU could have that many direct ones."""
+    """Direct links to each peer, or one bundle to a switch where no GPU could have that many direct ones.
+
+    To NCCL all switches of a node are one: with several islands the links are written as direct ones.
+    """
     known = Pairs(node.pairs)
+    whole = len(node.islands) == 1 and node.islands[0].all_to_all and len(node.islands[0].nvlinks_per_pair) == 1
     links: dict[str, tuple[tuple[str, int, str], ...]] = {}
     for gpu in node.gpus:
         peers = [(other.name, nvlinks(known.label(gpu.name, other.name))) for other in node.gpus if other is not gpu]
         peers = [(name, count) for name, count in peers if count and name in bus_ids]
-        if sum(count for _, count in peers) > _MOST_DIRECT_LINKS and len({count for _, count in peers}) == 1:
+        if whole and sum(count for _, count in peers) > _MOST_DIRECT_LINKS:
             links[gpu.name] = ((_HIDDEN_SWITCH, peers[0][1], _SWITCH_CLASS),)
         else:
             links[gpu.name] = tuple((bus_ids[name], count, _GPU_CLASS) for name, count in peers)

@@ -1,0 +1,179 @@
+"""NCCL topology XML, in and out, and what is refused as unsafe."""
+
+from __future__ import annotations
+
+import pytest
+from topo_samples import ALL
+
+from topology import xml
+from topology.graph import PathClass
+from topology.text import parse as parse_text
+
+HGX = """<system version="1">
+  <cpu numaid="0" affinity="0000ffff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
+    <pci busid="0000:08:00.0" class="0x060400" link_speed="32.0 GT/s PCIe" link_width="16">
+      <pci busid="0000:0A:00.0" class="0x030200" vendor="0x10de" link_speed="32.0 GT/s PCIe" link_width="16">
+        <gpu dev="1" sm="90" rank="0"><nvlink target="0000:1a:00.0" count="18" tclass="0x068000"/></gpu>
+      </pci>
+      <pci busid="0000:0c:00.0" class="0x020700" link_speed="32.0 GT/s PCIe" link_width="16">
+        <nic><net name="mlx5_0" dev="0" speed="400000" port="1"/></nic>
+      </pci>
+    </pci>
+    <nic><net name="docker0" dev="5" speed="10000" port="0"/></nic>
+  </cpu>
+  <cpu numaid="1" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
+    <pci busid="0000:88:00.0" class="0x060400">
+      <pci busid="0000:8a:00.0" class="0x060400">
+        <pci busid="0000:8b:00.0" class="0x030200">
+          <gpu dev="0" sm="90"><nvlink target="FFFFFFF:FFFF:FF" count="16"/></gpu>
+        </pci>
+      </pci>
+      <pci busid="0000:8c:00.0" class="0x020000">
+        <nic><net name="mlx5_1" dev="1" speed="200000"/><net name="mlx5_2" dev="2" speed="200000"/></nic>
+      </pci>
+    </pci>
+  </cpu>
+</system>
+"""
+
+
+def test_dump():
+    node = xml.parse(HGX, "dump")
+    assert [(gpu.name, gpu.bus_id, gpu.compute_capability) for gpu in node.gpus] == [
+        ("GPU0", "0000:8b:00.0", (9, 0)),
+        ("GPU1", "0000:0a:00.0", (9, 0)),
+    ]
+    assert node.pair("GPU0", "GPU1").label == "NV16"
+    assert node.pair("GPU0", "GPU1").bytes_per_second == pytest.approx(16 * 20.6e9)
+    assert {n.gpu: (n.label, n.nics) for n in node.nearest_nic} == {
+        "GPU0": ("PXB", ("mlx5_1",)),
+        "GPU1": ("PIX", ("mlx5_0",)),
+    }
+    assert any("1 <net> without a PCI device" in warning for warning in node.warnings)
+
+
+def test_two_nets_of_one_function_are_one_nic_with_two_ports():
+    nic = xml.parse(HGX).nics[1]
+    assert (nic.name, nic.nets, nic.ports, nic.rate_bytes_per_second) == ("mlx5_1", ("mlx5_1", "mlx5_2"), 2, 50e9)
+
+
+def test_planned_bandwidth_follows_nccl():
+    node = xml.parse(HGX)
+    assert node.pair("GPU1", "mlx5_0").bytes_per_second == 48e9  # PCIe 5.0 x16
+    expected = next(e for e in node.expectations if e.scope == "island" and e.op == "all_gather")
+    assert expected.busbw_bytes_per_second == pytest.approx(16 * 20.6e9)
+
+
+def test_same_cpu_is_phb_or_node():
+    text = HGX.replace('numaid="1"', 'numaid="0"')
+    two = xml.parse(
+        '<system version="1"><cpu numaid="-1"><pci busid="0:1:0.0" class="0x030000"/>'
+        '<pci busid="0000:02:00.0" class="0x020000"/></cpu></system>'
+    )
+    assert (two.nearest_nic[0].label, two.nearest_nic[0].path) == ("PHB/NODE", PathClass.PHB)
+    assert xml.parse(text).pair("GPU0", "mlx5_0").label == "SYS"  # another <cpu> element is another CPU
+
+
+def test_static_file_numbers_gpus_by_bus_id():
+    text = (
+        '<system version="1"><cpu numaid="0"><pci busid="0003:00:00.0" class="0x030200"/>'
+        '<pci busid="0001:00:00.0" class="0x030200"/><pci busid="0101:00:00.0" class="0x020700"/></cpu></system>'
+    )
+    node = xml.parse(text)
+    assert [gpu.bus_id for gpu in node.gpus] == ["0001:00:00.0", "0003:00:00.0"]
+    assert (node.nics[0].name, node.nics[0].link_layer) == ("0101:00:00.0", "InfiniBand")
+
+
+def test_static_file_without_classes_names_no_gpu():
+    node = xml.parse('<system version="1"><cpu numaid="0"><pci busid="0000:45:00.0"/></cpu></system>')
+    assert node.gpus == node.nics == ()
+    assert any("have no class" in warning for warning in node.warnings)
+
+
+def test_direct_links_name_the_peer():
+    text = (
+        '<system version="1"><cpu numaid="0">'
+        '<pci busid="0000:01:00.0" class="0x030200"><gpu dev="0" sm="70">'
+        '<nvlink target="0000:02:00.0" count="2" tclass="0x030200"/></gpu></pci>'
+        '<pci busid="0000:02:00.0" class="0x030200"><gpu dev="1" sm="70">'
+        '<nvlink target="0000:01:00.0" count="1" tclass="0x030200"/></gpu></pci>'
+        "</cpu></system>"
+    )
+    assert xml.parse(text).pair("GPU0", "GPU1").label == "NV1"
+
+
+def test_several_gpus_below_one_function():
+    text = (
+        '<system version="1"><cpu numaid="0"><pci busid="0000:01:00.0" class="0x030200">'
+        '<gpu dev="0" sm="107"/><gpu dev="1" sm="107"/></pci></cpu></system>'
+    )
+    node = xml.parse(text)
+    assert [(gpu.name, gpu.compute_capability) for gpu in node.gpus] == [("GPU0", (10, 7)), ("GPU1", (10, 7))]
+
+
+def test_c2c_reaches_the_nic_through_the_cpu():
+    text = (
+        '<system version="1"><cpu numaid="0" arch="arm64"><pci busid="0009:01:00.0" class="0x030200">'
+        '<gpu dev="0" sm="90"><c2c bw="450000" count="1"/></gpu></pci>'
+        '<pci busid="0000:01:00.0" class="0x020700"><nic><net name="mlx5_0" dev="0" speed="400000"/></nic></pci>'
+        "</cpu></system>"
+    )
+    assert xml.parse(text).pair("GPU0", "mlx5_0").path is PathClass.P2C
+
+
+def test_only_the_first_host_of_a_file_is_read():
+    text = (
+        '<system version="1"><cpu host_hash="0x1" numaid="0"><pci busid="0000:01:00.0" class="0x030200"/></cpu>'
+        '<cpu host_hash="0x2" numaid="0"><pci busid="0000:01:00.0" class="0x030200"/></cpu></system>'
+    )
+    node = xml.parse(text)
+    assert len(node.gpus) == 1
+    assert any("2 hosts" in warning for warning in node.warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", 1, "no element"),
+        ("<system>", 1, "well-formed"),
+        ("<system/>", 1, "no <cpu>"),
+        ("\n\n<graphs/>", 1, "expected <system>"),
+        ('<system><cpu>\n<pci class="0x030200"/></cpu></system>', 2, "without busid"),
+        ('<system><cpu>\n<pci busid="0:1:0.0"/><pci busid="0:1:0.0"/></cpu></system>', 2, "twice"),
+        ('<!DOCTYPE system [<!ENTITY a "b">]><system><cpu/></system>', 1, "refused"),
+        ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><system><cpu/></system>', 1, "refused"),
+        ("<system>" + "<cpu>" * 100 + "</cpu>" * 100 + "</system>", 1, "levels"),
+        (
+            '<system><cpu><pci busid="0:1:0.0"><gpu>\n<nvlink target="x" count="many"/></gpu></pci></cpu></system>',
+            2,
+            "not a number",
+        ),
+    ],
+)
+def test_refused_with_the_line(text, line, words):
+    with pytest.raises(xml.TopologyXmlError, match=words) as caught:
+        xml.parse(text, "file.xml")
+    assert caught.value.line == line or words == "expected <system>"
+
+
+def test_written_xml_reads_back_the_same():
+    node = xml.parse(HGX, "x")
+    again = xml.parse(xml.write(node), "x")
+    assert (again.gpus, again.nics, again.pairs, again.islands) == (node.gpus, node.nics, node.pairs, node.islands)
+
+
+@pytest.mark.parametrize("sample", ALL, ids=str)
+def test_matrix_text_becomes_xml_that_says_the_same(sample):
+    node = parse_text(ALL[sample], "x")
+    text = xml.write(node)
+    again = xml.parse(text, "x")
+
+    def near(topology):
+        return [
+            (n.gpu, {"NODE": "PHB", "PHB/NODE": "PHB"}.get(n.label, n.label), n.nics, n.local)
+            for n in topology.nearest_nic
+        ]
+
+    assert near(again) == near(node)
+    assert again.islands == node.islands
+    assert "placeholders" in text.split("\n")[0]
