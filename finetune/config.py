@@ -254,6 +254,8 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
             return None
         if origin is Literal and value in typing.get_args(option):
             return value
+        if origin is Literal and value is False and "no" in typing.get_args(option):
+            return "no"  # YAML 1.1 reads a bare no as false
         if origin is tuple and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
             return tuple(value)
         if origin is tuple and isinstance(value, str):

@@ -73,6 +73,7 @@ class Recorder:
             "forecast": dict(forecast), "notes": [], "communication": None,
         }  # fmt: skip
         self.flops: float | None = None
+        self.fullest = 0  # peak of the fullest rank, once the ranks have told each other
         self._metrics: Any = None
         self._board: Any = None
 
@@ -129,6 +130,7 @@ class Recorder:
         """The numbers that a forecast can be held against."""
         typical = self.median_seconds()
         memory, counts = self.peak_memory()
+        memory = max(memory, self.fullest)
         rate = self.tokens / len(self.losses) / typical if typical else None
         peak = peak_flops(self.device)
         ranks = self.document["layout"]["asked"]["world_size"]

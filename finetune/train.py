@@ -166,6 +166,10 @@ def train(
     run = Run(config, layout, engine, named, optimizer, recorder, examples, test, tokenizer.pad_token_id)
     place = run.resume()
     run.go(place)
+    peak = torch.tensor([recorder.peak_memory()[0]], device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    recorder.fullest = int(peak)
+    recorder.document["transports"] = verify.transports_seen()
     exported(config, layout, run, recorder, tokenizer)
 
 

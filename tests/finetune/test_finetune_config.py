@@ -63,6 +63,7 @@ def test_its_layout_is_fsdp_over_all_ranks():
         ({"report_to": ["wandb"]}, ["wandb", "tensorboard"]),
         ({"load_in_4bit": True}, ["load_in_4bit", "use_peft"]),
         ({"lora_r": True}, ["lora_r", "a whole number"]),
+        ({"eval_strategy": True}, ["eval_strategy", "epoch"]),
     ],
 )
 def test_a_wrong_setting_is_named(raw, words):
@@ -80,6 +81,14 @@ def test_overrides_win_and_reach_into_mappings(tmp_path):
     config, _, _ = read_config(path, ["learning_rate=2e-3", "layout.tp=2", "report_to=[tensorboard]"])
     assert (config.learning_rate, config.max_steps, config.layout) == (2e-3, 5, {"tp": 2})
     assert config.report_to == ("tensorboard",)
+
+
+def test_a_bare_no_is_no(tmp_path):
+    """YAML 1.1 reads it as false."""
+    path = tmp_path / "job.yaml"
+    path.write_text("eval_strategy: no\nsave_strategy: no\n")
+    config, _, _ = read_config(path)
+    assert (config.eval_strategy, config.save_strategy) == ("no", "no")
 
 
 @pytest.mark.parametrize("text", ["learning_rate", "max_steps.x=1"])

@@ -1,5 +1,6 @@
 """Rows to batches: shapes of rows, masks, packing, order."""
 
+import importlib.util
 import json
 from collections import Counter
 
@@ -144,8 +145,13 @@ def test_local_files_and_folders(tmp_path):
 
 
 def test_parquet(tmp_path):
-    """Parquet reads like JSON lines, where pyarrow is installed."""
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    """Parquet reads like JSON lines where pyarrow is installed, and asks for it where it is not."""
+    if importlib.util.find_spec("pyarrow") is None:
+        (tmp_path / "train.parquet").write_bytes(b"PAR1")
+        with pytest.raises(ConfigError, match="pip install pyarrow"):
+            load_rows(job(dataset_name=str(tmp_path)), "train")
+        return
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(ROWS[3:4]), tmp_path / "train-00000-of-00001.parquet")

@@ -1,0 +1,98 @@
+"""The same fine-tune over the slow default network, over the fast second one, and on one host: three bars."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rigs.netns import hosts, missing
+
+ROOT = Path(__file__).parents[2]
+RATE = "160mbit"  # of the default network; the second one is not shaped
+RATE_BYTES = 160e6 / 8
+STEPS = 10
+
+
+def fly(rig, folder, places, device):
+    """One rank per entry of `places`, each in that host, over the named device; returns the flight."""
+    folder.mkdir()
+    layout = {"world_size": len(places), "dp_shard": len(places), "precision": "fp32", "micro_batch": 4}
+    environment = {"GLOO_SOCKET_IFNAME": device}
+    (folder / "plan.json").write_text(json.dumps({"layout": layout, "environment": environment}))
+    settings = [
+        f"output_dir={folder}",
+        f"max_steps={STEPS}",
+        "save_strategy=no",
+        "eval_strategy=no",
+        "dataset_rows=256",
+    ]
+    argv = [sys.executable, "-m", "finetune.train", "--plan", str(folder / "plan.json"), *settings]
+    address = {"eth0": rig.address(places[0]), "net1": rig.address(places[0], "net1"), "lo": "127.0.0.1"}[device]
+    ranks = []
+    for rank, host in enumerate(places):
+        env = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(host), "MASTER_PORT": 29511,
+               "MASTER_ADDR": address, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, **environment}  # fmt: skip
+        with (folder / f"rank{rank}.log").open("w") as log:
+            env = {name: str(value) for name, value in env.items()}
+            ranks.append(rig.popen(host, argv, env, stderr=log, stdout=log, cwd=ROOT))
+    try:
+        codes = [rank.wait(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * len(places), (folder / "rank0.log").read_text()[-2000:]
+    return json.loads((folder / "flight.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def bars(tmp_path_factory):
+    """Three flights: two hosts on each network, and both ranks on one host."""
+    why = missing()
+    if why:
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("bars")
+    with hosts(2, default_rate=RATE) as rig:
+        return {
+            "default": fly(rig, folder / "default", [0, 1], "eth0"),
+            "net1": fly(rig, folder / "net1", [0, 1], "net1"),
+            "one host": fly(rig, folder / "one", [0, 0], "lo"),
+        }
+
+
+@pytest.mark.ranks
+@pytest.mark.netns
+def test_the_second_network_is_faster(bars):
+    """Step time over net1 is below that over the default network by at least half of what the bytes take there.
+
+    FSDP over two ranks gathers every weight forward and backward: each rank sends the other its half, twice.
+    """
+    seconds = {name: flight["measured"]["step_seconds"] for name, flight in bars.items()}
+    weights = bars["net1"]["layout"]["effective"]["parameter_bytes"]
+    on_the_wire = 2 * weights / 2 / RATE_BYTES
+    assert seconds["default"] > on_the_wire
+    assert seconds["default"] - seconds["net1"] > 0.5 * on_the_wire
+
+
+@pytest.mark.ranks
+@pytest.mark.netns
+def test_one_host_with_two_ranks_beats_two_hosts_with_one_each(bars):
+    """Over the default network, two pods of one rank lose to one pod of two."""
+    assert bars["one host"]["measured"]["step_seconds"] < bars["default"]["measured"]["step_seconds"]
+
+
+@pytest.mark.ranks
+@pytest.mark.netns
+def test_the_network_changes_the_time_and_nothing_else(bars):
+    """Losses are the same on all three."""
+    assert {flight["status"] for flight in bars.values()} == {"complete"}
+    first, *others = (flight["loss"] for flight in bars.values())
+    for loss in others:
+        assert loss == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.netns
+def test_communication_takes_a_larger_share_on_the_slow_network(bars):
+    """The profiler sees why."""
+    exposed = {name: flight["communication"]["exposed_share"] for name, flight in bars.items()}
+    assert exposed["default"] > exposed["net1"]
