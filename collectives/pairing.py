@@ -58,7 +58,7 @@ class Search:
             raise ValueError(f"nodes: {nodes} is not allowed; allowed: at least 2")
         self.rates = rates or Rates()
         self.rounds = self.tests = 0
-        self.limit = 2 * math.ceil(math.log2(nodes)) + 12  # few nodes have few partners: more rounds, each of them short
+        self.limit = 2 * math.ceil(math.log2(nodes)) + 12  # few nodes have few partners
         self._random = random.Random(seed)  # noqa: S311 - a schedule that all ranks share, not a secret
         self._odds = [_log_odds(self.rates.slow_node)] * nodes
         self._met: list[set[int]] = [set() for _ in range(nodes)]

@@ -25,6 +25,38 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One kind of communication in a training step: the same collective some times over."""
+
+    name: str  # "fsdp_gather", "tp_reduce", ...
+    op: str
+    bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: int  # in one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """A training step's communication, to be replayed some times."""
+
+    parts: tuple[Part, ...]
+    warmup: int = 1
+    iterations: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPlan:
+    """A search for slow ranks by pairs: send and receive both ways at once."""
+
+    bytes: int = 16 * 1024 * 1024
+    iterations: int = 3
+    # A pair is slow when it takes so many times the middle pair's time. 1 / 0.8: published bus bandwidths of healthy
+    # clusters lie between 0.88 and 0.98 of the wire (stas00/ml-engineering, oracle-quickstart, aws-samples).
+    slower_than: float = 1.25
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The work of a run."""
 
@@ -39,6 +71,8 @@ class Plan:
     budget_seconds: float
     limit_seconds: float  # after which the collective itself gives up
     silence_seconds: float
+    step: StepPlan | None = None
+    search: SearchPlan | None = None
 
 
 def write(plan: Plan, path: Path) -> None:

@@ -56,6 +56,43 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartTime:
+    """One kind of communication of a training step, as it was replayed."""
+
+    name: str  # "fsdp_gather", "fsdp_scatter", "tp_reduce", "pp_send", "replica_reduce"
+    op: str
+    bytes: int  # S of one call
+    times: int  # calls in one step
+    group_ranks: int  # ranks of each group; the groups ran at the same time
+    iteration_seconds: tuple[float, ...]  # all calls of one step, slowest rank
+    median_seconds: float
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """A training step's communication, replayed in its own process groups; nothing overlaps anything."""
+
+    parts: tuple[PartTime, ...]
+    median_seconds: float  # sum over the parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSearch:
+    """What a search by pairs found: ranks, and links between two ranks, that are slow."""
+
+    slow_ranks: tuple[int, ...]
+    slow_hosts: tuple[str, ...]
+    slow_links: tuple[tuple[int, int], ...]
+    undecided: tuple[int, ...]
+    rounds: int
+    tests: int
+    bytes: int  # each way
+    pair_seconds: float  # of the middle pair
+    rank_seconds: tuple[float, ...]  # by rank: the best pair it was in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """All that one run of the benchmark established, whole or partial."""
 
@@ -70,6 +107,8 @@ class BenchResult:
     latencies: tuple[Latency, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     evidence: Evidence | None = None
+    step: StepTime | None = None
+    search: PairSearch | None = None
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
     schema_version: int = SCHEMA_VERSION

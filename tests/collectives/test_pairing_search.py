@@ -2,6 +2,7 @@
 
 import math
 import random
+from statistics import median
 
 import pytest
 
@@ -70,14 +71,14 @@ RUNS = 60
 NOISE = {"false_alarm": 0.01, "miss": 0.05}
 
 
-@pytest.mark.parametrize(("nodes", "runs"), [(16, RUNS), (256, RUNS), (2048, 12), (16384, 3)])
+@pytest.mark.parametrize(("nodes", "runs"), [(16, RUNS), (256, 40), (2048, 8), (16384, 2)])
 def test_with_noise_the_error_rates_are_as_stated(nodes, runs):
     """One test in 100 cries wolf, one in 20 is blind: at most 1 search in 20 may be wrong in any way.
 
     The search is asked for a false accusation in at most 1 of 100; the bound here leaves room for the draw.
     """
     wrong_nodes = missed = wrong_links = found_links = all_links = 0
-    most_rounds = 0
+    rounds = []
     for run in range(runs):
         draw = random.Random(f"{nodes} {run}")
         slow = set(draw.sample(range(nodes), draw.randint(1, min(8, nodes // 8))))
@@ -89,10 +90,10 @@ def test_with_noise_the_error_rates_are_as_stated(nodes, runs):
         wrong_links += bool(set(verdict.slow_links) - links)
         found_links += len(links & set(verdict.slow_links))
         all_links += len(links)
-        most_rounds = max(most_rounds, verdict.rounds)
+        rounds.append(verdict.rounds)
     print(
         f"\n{nodes} nodes, {runs} runs: {wrong_nodes} with a wrong node, {missed} missed one, {wrong_links} with a "
-        f"wrong link, {found_links} of {all_links} links found, at most {most_rounds} rounds"
+        f"wrong link, {found_links} of {all_links} links found, {median(rounds):g} rounds, at most {max(rounds)}"
     )
     assert wrong_nodes <= runs // 20
     assert missed <= runs // 20
@@ -100,7 +101,7 @@ def test_with_noise_the_error_rates_are_as_stated(nodes, runs):
     # A link that its first test does not see may never be tested again: 1 - miss, within three deviations.
     share = 1 - NOISE["miss"]
     assert found_links >= share * all_links - 3 * math.sqrt(all_links * share * (1 - share))
-    assert most_rounds <= math.ceil(math.log2(nodes)) + 12
+    assert median(rounds) <= math.ceil(math.log2(nodes)) + 6
 
 
 def test_the_same_seed_gives_every_rank_the_same_rounds():

@@ -1,0 +1,93 @@
+"""A job's own shape: the groups and parts of one training step, and their replay by real ranks."""
+
+import pytest
+
+from collectives import bench
+from collectives.shape import StepShape, groups, parts, step_plan
+
+SHAPE = StepShape(
+    dp_shard=2,
+    tp=2,
+    layers=3,
+    fsdp_layer_bytes=200_000,
+    tp_activation_bytes=40_000,
+    micro_batches=2,
+)
+
+
+def test_ranks_of_the_innermost_axis_lie_beside_each_other():
+    shape = StepShape(pp=2, dp_shard=2, tp=2)
+    assert groups(shape, "tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert groups(shape, "dp_shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert groups(shape, "pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_context_parallel_ranks_share_the_sharding_group():
+    assert groups(StepShape(dp_shard=2, cp=2, tp=2), "dp_shard", "cp") == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+def test_groups_are_those_of_a_device_mesh():
+    torch = pytest.importorskip("torch")
+    shape = StepShape(pp=2, dp_replicate=2, dp_shard=3, cp=1, tp=2)
+    mesh = torch.arange(shape.world_size).reshape(2, 2, 3, 1, 2)
+    for place, axis in enumerate(("pp", "dp_replicate", "dp_shard", "cp", "tp")):
+        rows = mesh.movedim(place, -1).reshape(-1, mesh.shape[place]).tolist()
+        assert sorted(groups(shape, axis)) == sorted(tuple(row) for row in rows)
+
+
+def test_each_part_is_counted_as_often_as_a_step_makes_it():
+    counted = {part.name: (part.op, part.bytes, part.times) for part in parts(SHAPE)}
+    assert counted == {
+        "fsdp_gather": ("all_gather", 200_000, 6),
+        "fsdp_scatter": ("reduce_scatter", 200_000, 3),
+        "tp_reduce": ("all_reduce", 40_000, 24),
+    }
+
+
+def test_an_axis_of_one_rank_moves_nothing():
+    assert parts(StepShape(fsdp_layer_bytes=100, tp_activation_bytes=100, pp_activation_bytes=100)) == ()
+
+
+@pytest.mark.parametrize(("setting", "value"), [("tp", 0), ("layers", -1), ("fsdp_layer_bytes", -5)])
+def test_an_impossible_shape_is_refused_by_name(setting, value):
+    with pytest.raises(ValueError, match=f"{setting}: {value} is not allowed"):
+        StepShape(**{setting: value})
+
+
+@pytest.mark.ranks
+def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
+    found = bench.run(
+        bench.BenchSpec(
+            ops=(),
+            step=step_plan(SHAPE, iterations=6),
+            ranks_per_host=4,
+            backend="gloo",
+            lock_path=str(tmp_path / "lock"),
+        )
+    )
+    assert found.complete, found.problems
+    assert found.measurements == ()
+    assert [(part.name, part.times, part.group_ranks) for part in found.step.parts] == [
+        ("fsdp_gather", 6, 2),
+        ("fsdp_scatter", 3, 2),
+        ("tp_reduce", 24, 2),
+    ]
+    assert all(part.verified and len(part.iteration_seconds) == 6 for part in found.step.parts)
+    assert found.step.median_seconds == pytest.approx(sum(part.median_seconds for part in found.step.parts))
+
+
+@pytest.mark.ranks
+def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
+    found = bench.run(
+        bench.BenchSpec(
+            ops=(),
+            step=step_plan(StepShape(dp_shard=3, fsdp_layer_bytes=30_000), iterations=1),
+            ranks_per_host=3,
+            backend="gloo",
+            environment={"TOPOFLIGHT_FAULT": "rank=2:lie"},
+            lock_path=str(tmp_path / "lock"),
+        )
+    )
+    assert not found.complete
+    assert not any(part.verified for part in found.step.parts)
+    assert all("rank 2 on" in problem for problem in found.problems)
