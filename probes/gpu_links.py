@@ -16,8 +16,11 @@ LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS
 
 _REMOTE_KINDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}  # nvmlIntNvLinkDeviceType_t; 1 is IBM's NPU
 _GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}  # nvmlNvlinkVersion_t: 1.0 2.0 2.2 3.0 3.1 4.0 5.0 6.0
-_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCounter_t 0 to 3, until Hopper
-_ERROR_FIELDS = {  # NVML_FI_DEV_NVLINK_*, scope is the link; Blackwell and later
+_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCounter_t 0 to 3
+_ERROR_FIELDS = {  # NVML_FI_DEV_NVLINK_*, scope is the link: the first three on Hopper, the others from Blackwell on
+    161: "replay",  # ERROR_DL_REPLAY
+    162: "recovery",  # ERROR_DL_RECOVERY
+    163: "crc_flit",  # ERROR_DL_CRC
     208: "receive",  # COUNT_RCV_ERRORS
     214: "recovery_failed",  # COUNT_LINK_RECOVERY_FAILED_EVENTS
     219: "effective",  # COUNT_EFFECTIVE_ERRORS
@@ -27,21 +30,30 @@ _ERROR_FIELDS = {  # NVML_FI_DEV_NVLINK_*, scope is the link; Blackwell and late
 
 def nvlinks(host: Host, gpu: GpuHandle, capability: tuple[int, int] | None) -> tuple[bool, tuple[NvLink, ...]]:
     """(whether the driver told, the links that exist). A link whose partner is missing is there and not active."""
-    links: list[NvLink] = []
-    for number in range(LINKS_MAX):
+    known, states = _states(host, gpu)
+    errors = _errors(host, gpu, [link for link, active in enumerate(states) if active])
+    return known, tuple(
+        _active(host, gpu, link, capability, errors.get(link)) if active else NvLink(link=link, active=False)
+        for link, active in enumerate(states)
+    )
+
+
+def _states(host: Host, gpu: GpuHandle) -> tuple[bool, list[bool]]:
+    states: list[bool] = []
+    for link in range(LINKS_MAX):
         try:
-            state = host.nvml("nvmlDeviceGetNvLinkState", gpu, number)
+            state = host.nvml("nvmlDeviceGetNvLinkState", gpu, link)
         except NvmlError as error:
-            if error.name in ("INVALID_ARGUMENT", "NOT_SUPPORTED"):
-                return True, tuple(links)
-            return False, tuple(links)
+            return error.name in ("INVALID_ARGUMENT", "NOT_SUPPORTED"), states
         if state not in (0, 1):
-            return False, tuple(links)
-        links.append(_active(host, gpu, number, capability) if state else NvLink(link=number, active=False))
-    return True, tuple(links)
+            return False, states
+        states.append(bool(state))
+    return True, states
 
 
-def _active(host: Host, gpu: GpuHandle, link: int, capability: tuple[int, int] | None) -> NvLink:
+def _active(
+    host: Host, gpu: GpuHandle, link: int, capability: tuple[int, int] | None, errors: dict[str, int] | None
+) -> NvLink:
     version = _ask(host, "nvmlDeviceGetNvLinkVersion", gpu, link)
     remote = _ask(host, "nvmlDeviceGetNvLinkRemotePciInfo", gpu, link)
     return NvLink(
@@ -50,7 +62,7 @@ def _active(host: Host, gpu: GpuHandle, link: int, capability: tuple[int, int] |
         version=_generation(version, capability),
         remote_kind=_REMOTE_KINDS.get(_ask(host, "nvmlDeviceGetNvLinkRemoteDeviceType", gpu, link)),
         remote_bus_id=sysfs_bus_id(remote["busId"]) if remote else None,
-        errors=_errors(host, gpu, link),
+        errors=errors,
     )
 
 
@@ -60,13 +72,21 @@ def _generation(version: Any, capability: tuple[int, int] | None) -> int | None:
     return 4 if generation == 5 and capability is not None and capability[0] == 9 else generation
 
 
-def _errors(host: Host, gpu: GpuHandle, link: int) -> dict[str, int] | None:
+def _errors(host: Host, gpu: GpuHandle, links: list[int]) -> dict[int, dict[str, int]]:
+    """Error counters by link: all of them in one call, else one by one as drivers before Hopper want it."""
+    found: dict[int, dict[str, int]] = {}
+    if links:
+        wanted = [(field, link) for link in links for field in _ERROR_FIELDS]
+        values = _ask(host, "nvmlDeviceGetFieldValues", gpu, *(f"{field}:{link}" for field, link in wanted)) or ()
+        for (field, link), value in zip(wanted, values, strict=False):
+            if isinstance(value, int):
+                found.setdefault(link, {})[_ERROR_FIELDS[field]] = value
+    return found or {link: counters for link in links if (counters := _old_errors(host, gpu, link))}
+
+
+def _old_errors(host: Host, gpu: GpuHandle, link: int) -> dict[str, int]:
     counters = {name: _ask(host, "nvmlDeviceGetNvLinkErrorCounter", gpu, link, i) for i, name in enumerate(_ERRORS)}
-    known = {name: value for name, value in counters.items() if isinstance(value, int)}
-    if known:
-        return known
-    answers = _ask(host, "nvmlDeviceGetFieldValues", gpu, *(f"{field}:{link}" for field in _ERROR_FIELDS)) or ()
-    return {_ERROR_FIELDS[a["field"]]: a["value"] for a in answers if a["code"] == 0} or None
+    return {name: value for name, value in counters.items() if isinstance(value, int)}
 
 
 def _ask(host: Host, symbol: str, gpu: GpuHandle, *arguments: int | str) -> Json:

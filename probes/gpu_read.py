@@ -200,7 +200,7 @@ def cpu_list(words: Any) -> str | None:
     """A bit mask of 64-bit words as "0-47,96-143"; None where it is empty."""
     if not words:
         return None
-    cpus = [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
     return _runs(cpus) or None
 
 
@@ -224,8 +224,8 @@ def _numa_node(ask: _Asker, bus_id: str | None) -> int | None:
 
 
 def _c2c_links(ask: _Asker) -> int | None:
-    answers = ask("nvmlDeviceGetFieldValues", _C2C_LINK_COUNT)
-    return answers[0]["value"] if answers and answers[0]["code"] == 0 else None
+    values = ask("nvmlDeviceGetFieldValues", _C2C_LINK_COUNT)
+    return values[0] if values else None
 
 
 def _fabric_clique(fabric: dict[str, Any]) -> str | None:

@@ -24,6 +24,8 @@ ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|CUDA_VISIBL
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 _LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
+_ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
+_FOLDERS_SECONDS = 5.0  # longer than the files of one scan take, shorter than the time between two
 _LEFT_OUT = {"attrs", "header", "event", "__align", "UNKNOWN", "IFLA_AF_SPEC", "IFLA_MAP", "IFLA_STATS", "IFLA_XDP"}
 
 
@@ -31,15 +33,30 @@ class LiveHost:
     """This machine; every path is looked up below `root`, symbolic links included."""
 
     def __init__(self, root: str = "/") -> None:
-        self.root = Path(root)
-        if not self.root.is_dir():
+        if not Path(root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
+        self._prefix = os.path.realpath(root).rstrip("/")  # "" is this machine's own root
         self._nvml = Nvml()
+        self._route: Any = None  # a pyroute2.IPRoute: opening one costs more than all that is asked of it
+        self._folders: dict[str, str] = {}
+        self._folders_since = 0.0
 
     # Files -----------------------------------------------------------------------------------------------------
 
     def _below_root(self, path: str) -> str:
-        return path if self.root == Path("/") else f"{self.root}{self.resolve(path)}"
+        """Where the path lies on this machine. A scan asks many files of one folder, which is looked up once."""
+        if not self._prefix:
+            return path
+        now = time.monotonic()
+        if now - self._folders_since > _FOLDERS_SECONDS:
+            self._folders, self._folders_since = {}, now
+        folder, _, name = path.rpartition("/")
+        if name in ("", ".", ".."):
+            return f"{self._prefix}{self.resolve(path)}"
+        if folder not in self._folders:
+            self._folders[folder] = f"{self._prefix}{self.resolve(folder)}"
+        found = f"{self._folders[folder]}/{name}"
+        return f"{self._prefix}{self.resolve(path)}" if os.path.islink(found) else found  # noqa: PTH114
 
     def read_text(self, path: str) -> str:
         """Content of a small file."""
@@ -53,6 +70,8 @@ class LiveHost:
             while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
                 chunks.append(chunk)
                 limit -= len(chunk)
+                if len(chunk) < _ATTRIBUTE_BYTES and path.startswith("/sys/"):
+                    break  # an attribute of sysfs comes whole in one read; /proc may come in pieces
             return b"".join(chunks)
         finally:
             os.close(descriptor)
@@ -70,7 +89,7 @@ class LiveHost:
 
     def resolve(self, path: str) -> str:
         """The path with every link followed, never leaving the root."""
-        if self.root == Path("/"):
+        if not self._prefix:
             return os.path.realpath(path, strict=True)
         pending, done, links = path.split("/")[::-1], "", 0
         while pending:
@@ -80,7 +99,7 @@ class LiveHost:
             if part == "..":
                 done = done.rpartition("/")[0]
                 continue
-            candidate = f"{self.root}{done}/{part}"
+            candidate = f"{self._prefix}{done}/{part}"
             try:
                 target = os.readlink(candidate)  # noqa: PTH115
             except OSError as error:
@@ -153,14 +172,17 @@ class LiveHost:
         """ "links", "addresses" or "routes" of this network namespace."""
         import pyroute2
 
-        with pyroute2.IPRoute() as socket_:
-            asked = {"links": socket_.get_links, "addresses": socket_.get_addr, "routes": socket_.get_routes}
-            if what not in asked:
-                raise ValueError(f"netlink answers {sorted(asked)}, not {what!r}")
-            try:
-                return tuple(_flat(message) for message in asked[what]())
-            except pyroute2.NetlinkError as error:
-                raise OSError(error.code, str(error)) from error
+        if self._route is None:
+            self._route = pyroute2.IPRoute()
+        asked = {"links": "get_links", "addresses": "get_addr", "routes": "get_routes"}
+        if what not in asked:
+            raise ValueError(f"netlink answers {sorted(asked)}, not {what!r}")
+        try:
+            return tuple(_flat(message) for message in getattr(self._route, asked[what])())
+        except pyroute2.NetlinkError as error:
+            self._route.close()
+            self._route = None
+            raise OSError(error.code, str(error)) from error
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "devices", "ports" or "system" through NETLINK_RDMA."""

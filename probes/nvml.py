@@ -43,11 +43,13 @@ class Nvml:
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle."""
         pynvml = self._library(symbol)
-        function = _SPECIAL.get(symbol) or getattr(pynvml, symbol, None)
+        special = _SPECIAL.get(symbol)
+        function = special or getattr(pynvml, symbol, None)
         if function is None or not symbol.startswith("nvml"):
             raise failure(symbol, "FUNCTION_NOT_FOUND")
         try:
-            return plain(function(*[self._argument(a) for a in arguments]))
+            answer = function(*[self._argument(a) for a in arguments])
+            return answer if special else plain(answer)
         except pynvml.NVMLError as error:
             if error.value in _STALE_HANDLE:
                 self._handles.clear()
@@ -77,8 +79,8 @@ class Nvml:
 
 
 def plain(value: Any) -> Json:
-    """A ctypes structure or array, or one of pynvml's friendly objects, as plain data."""
-    if value is None or isinstance(value, bool | int | float | str):
+    """A number, a text, a ctypes structure or array, or one of pynvml's friendly objects, as plain data."""
+    if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, bytes):
         return value.decode(errors="replace")
@@ -86,8 +88,7 @@ def plain(value: Any) -> Json:
         return {name: plain(getattr(value, name)) for name, *_ in value._fields_}
     if isinstance(value, ctypes.Array | list | tuple):
         return [plain(item) for item in value]
-    fields = value if isinstance(value, dict) else vars(value)
-    return {name: plain(item) for name, item in fields.items()}
+    return {name: plain(item) for name, item in vars(value).items()}
 
 
 def sysfs_bus_id(nvml: str) -> str | None:
@@ -107,37 +108,37 @@ def nvml_bus_id(sysfs_: str | None) -> str:
 
 
 def _field_values(handle: Any, *fields: int | str) -> list[Json]:
-    """nvmlDeviceGetFieldValues; a field is a number, or "number:scope" (scope is a link, for example)."""
+    """nvmlDeviceGetFieldValues; a field is a number, or "number:scope" (scope is a link, for example).
+
+    One value per field in the same order, None where the GPU does not support it: that is told field by field.
+    """
     import pynvml
 
-    wanted = [tuple(int(part) for part in field.split(":")) if isinstance(field, str) else field for field in fields]
+    wanted = [tuple(map(int, field.split(":"))) if isinstance(field, str) else field for field in fields]
     return [
-        {
-            "field": answer.fieldId,
-            "scope": answer.scopeId,
-            "code": answer.nvmlReturn,
-            "value": getattr(answer.value, _MEMBERS[answer.valueType]) if answer.valueType < len(_MEMBERS) else None,
-        }
+        getattr(answer.value, _MEMBERS[answer.valueType])
+        if answer.nvmlReturn == 0 and answer.valueType < len(_MEMBERS)
+        else None
         for answer in pynvml.nvmlDeviceGetFieldValues(handle, wanted)
     ]
 
 
-def _fabric_info(handle: Any) -> Any:
+def _fabric_info(handle: Any) -> Json:
     """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version."""
     import pynvml
 
     info = pynvml.c_nvmlGpuFabricInfo_v2_t()
     pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
-    return info
+    return plain(info)
 
 
-def _fabric_info_v1(handle: Any) -> Any:
+def _fabric_info_v1(handle: Any) -> Json:
     """nvmlDeviceGetGpuFabricInfo, the form of drivers before 535."""
     import pynvml
 
     info = pynvml.c_nvmlGpuFabricInfo_t()
     pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
-    return info
+    return plain(info)
 
 
 _SPECIAL = {

@@ -148,6 +148,11 @@ class Scanner:
             outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
         return _snapshot(identity, outcomes), archive(identity, answers, source)
 
+    @property
+    def child_pid(self) -> int | None:
+        """The child's process id while there is one."""
+        return self._worker.process.pid if self._worker else None
+
     def close(self) -> None:
         """End the child."""
         with self._lock:

@@ -171,15 +171,12 @@ def pci_info(bus_id: str) -> dict[str, Any]:
 
 
 def _fields(gpu: NvmlGpu, wanted: tuple[int | str, ...]) -> list[Json]:
-    """C2C link count on Grace; every other field is not supported."""
+    """C2C link count on Grace, NVLink errors on Hopper and later; every other field is not supported."""
+    major = gpu.board.capability[0]
     known = {170: gpu.answers.get("c2c")}
-    answers = []
-    for item in wanted:
-        number, _, scope = str(item).partition(":")
-        value = known.get(int(number))
-        code = 3 if value is None else 0
-        answers.append({"field": int(number), "scope": int(scope or 0), "code": code, "value": value or 0})
-    return answers
+    if major >= 9:
+        known |= dict.fromkeys((161, 162, 163) if major == 9 else (208, 214, 219, 221), 0)
+    return [known.get(int(str(item).partition(":")[0])) for item in wanted]
 
 
 _Answer = Callable[[NvmlGpu, int, tuple[Any, ...]], Any]

@@ -94,8 +94,7 @@ def test_a_failed_probe_is_an_unknown_finding() -> None:
 
 def _child(scanner: Scanner) -> psutil.Process:
     scanner.scan()
-    assert scanner._worker is not None
-    return psutil.Process(scanner._worker.process.pid)
+    return psutil.Process(scanner.child_pid or 0)
 
 
 def _gone(process: psutil.Process, seconds: float = 20.0) -> bool:
@@ -145,7 +144,7 @@ def test_no_child_outlives_a_parent_that_is_killed() -> None:
     """Even one that cannot say goodbye."""
     code = (
         "from probes.scanner import Scanner; import time\n"
-        "s = Scanner(); s.scan(); print(s._worker.process.pid, flush=True); time.sleep(600)"
+        "s = Scanner(); s.scan(); print(s.child_pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

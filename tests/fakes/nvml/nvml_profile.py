@@ -29,10 +29,10 @@ def profile(nvml: dict[str, dict[str, Json]]) -> str:
 def _lines(symbol: str, answers: dict[str, Json]) -> Iterator[str]:
     for question, answer in answers.items():
         if symbol == "nvmlDeviceGetFieldValues" and isinstance(answer, list):
-            gpu = question.partition(",")[0]
-            for field in answer:
-                value = field["value"] if field["code"] == 0 else f"!{field['code']}"
-                yield f"{symbol}\t{gpu},{field['field']},{field['scope']}\t{value}"
+            gpu, *fields = question.split(",")
+            for field, value in zip(fields, answer, strict=True):
+                number, _, scope = field.partition(":")
+                yield f"{symbol}\t{gpu},{number},{scope or 0}\t{'!3' if value is None else value}"
         else:
             yield f"{symbol}\t{question}\t{_value(symbol, answer)}"
 
