@@ -31,7 +31,7 @@ from planner.steptime import Job, StepParts, step_parts
 FITTED = (
     "sustained_ampere", "sustained_hopper", "sustained_blackwell", "fp8_share", "attention_ampere", "attention_hopper",
     "attention_hopper_3", "attention_blackwell", "attention_flash1", "score_passes", "hidden_passes_fused",
-    "hidden_passes_eager", "tp_hidden", "overlap_loss",
+    "hidden_passes_compiled", "hidden_passes_eager", "tp_hidden", "overlap_loss",
 )  # fmt: skip
 
 

@@ -173,8 +173,8 @@ def read_optimizer(raw: Raw, method: str) -> str:
 def read_memory(raw: Raw) -> tuple[float | None, str]:
     """Bytes, and what they count: "tensors" (allocated), "reserved", "device"."""
     value, kind = number(raw, "mem_gib"), (raw.get("mem_kind") or "").lower()
-    if value is None or not raw.get("seq"):
-        return None, ""
+    if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in (raw.get("note") or ""):
+        return None, ""  # without the tokens of a micro-batch there is nothing to compare
     unit = 1e9 if kind.startswith("gb ") else 1024.0**3
     if "model:" in kind or "active" in kind or "alloc" in kind or "max over run" in kind:
         return value * unit, "tensors"
@@ -264,6 +264,19 @@ def doubtful(raw: Raw) -> bool:
     return not raw.get("mbs") and not raw.get("gbs") and bool(raw.get("samples_s"))
 
 
+def too_fast(
+    gpu: Gpu, model: ModelSpec, precision: Precision, seconds: float | None, layout: Layout, sequence: int
+) -> bool:
+    """The time would need more FLOP/s than the GPU's best multiplication: it belongs to other settings."""
+    if not seconds:
+        return False
+    count = weights(model)
+    active = count.layers * (count.attention_per_layer + count.active_mlp_per_layer)
+    flops = 4.0 * active * layout.global_batch * sequence  # forward and input gradients: the least any method does
+    best = max(gpu.matmul_bf16, gpu.matmul_fp8 or 0.0 if precision == "fp8" else 0.0)
+    return flops / (seconds * layout.world_size) > best
+
+
 def read_sequence(raw: Raw, batch: int | None) -> int:
     """The given length, or the mean one that throughput and step time imply."""
     given = number(raw, "seq")
@@ -310,7 +323,7 @@ def read_row(raw: Raw) -> Row:
             schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
             gradient_accumulation=accumulation, checkpointing=checkpointing or "none", precision=precision,
             offload=read_offload(raw),
-            compile=(raw.get("compile") or "").lower() == "yes" or stack.compile,
+            compile=(raw.get("compile") or "").lower() == "yes" or (stack.compile and not raw.get("compile")),
             fused_cross_entropy=fused_loss(raw, stack),
         )  # fmt: skip
     except LayoutError as error:
@@ -323,7 +336,7 @@ def read_row(raw: Raw) -> Row:
         precision=precision, model=model, train=_train(raw, sequence, precision), layout=layout,
         links=read_links(raw, gpu, world), stack=stack, recompute_share=share, seconds=seconds, exact_seconds=exact,
         memory_bytes=memory, memory_kind=memory_kind, out_of_memory=(raw.get("mem_gib") or "") == "OOM", raw=raw,
-        doubtful=doubtful(raw),
+        doubtful=doubtful(raw) or too_fast(gpu, model, precision, seconds, layout, sequence),
     )  # fmt: skip
 
 

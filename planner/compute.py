@@ -36,6 +36,7 @@ class Constants:
     score_passes: float = 5.0  # passes over the score matrix, forward, where it is stored
     hbm_share: float = 0.75  # of the data sheet's bandwidth that streaming kernels reach
     hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
+    hidden_passes_compiled: float = 14.0  # torch.compile fuses within a layer, not across its products
     hidden_passes_eager: float = 20.0
     ffn_passes_fused: float = 3.0
     ffn_passes_eager: float = 5.0
@@ -171,7 +172,9 @@ def layer_cost(
     else:  # causal: the upper triangle is skipped, but for the tiles on the diagonal
         attention *= 0.5 * (1.0 + constants.attention_short / window)
     fused = stack.fused or compiled
-    hidden_passes = constants.hidden_passes_fused if fused else constants.hidden_passes_eager
+    hidden_passes = constants.hidden_passes_compiled if compiled else constants.hidden_passes_eager
+    if stack.fused:
+        hidden_passes = constants.hidden_passes_fused
     ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
     active = model.experts_per_token if model.experts else 1
     moved = tokens * 2.0 * (

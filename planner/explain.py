@@ -15,7 +15,7 @@ from planner.weights import trained_weights, weights
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
 # (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
-SIGMA_DERIVED = 0.16
+SIGMA_DERIVED = 0.18
 SIGMA_CALIBRATED = 0.08
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
 SIGMA_LINK_ASSUMED = 0.5

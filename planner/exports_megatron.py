@@ -69,7 +69,8 @@ def megatron_arguments(request: Request) -> str:
             f"--decoder-last-pipeline-num-layers {layout.stage_layers[-1]}",
         ]
     if layout.sharding == "zero1" and layout.data_parallel > 1:
-        words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+        words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+                  "--grad-reduce-in-bf16"]  # fmt: skip
     elif layout.data_parallel > 1:
         words.append("--overlap-grad-reduce")
     if model.experts:

@@ -86,14 +86,16 @@ def _state_bytes(train: TrainSpec, stack: Stack, *, on_cpu: bool) -> tuple[float
         state = (4.0, 4.0, 8.0)
     elif stack.states == "pure":
         state = (2.0, 2.0, 4.0)
+    elif stack.states == "deepspeed":  # half-precision gradients; the fp32 copy is the optimizer's
+        state = (2.0, 2.0, 16.0)
     else:
-        state = (2.0, 4.0, 12.0)
+        state = (2.0, float(stack.gradient_bytes), 12.0)
     if train.optimizer == "paged_adamw8bit":  # states live in host memory, gradients are used up layer by layer
         return state[0], 0.0, 0.0
     if "8bit" in train.optimizer:
-        return state[0], state[1], 2.0 + (4.0 if stack.states == "megatron" else 0.0)
+        return state[0], state[1], 2.0 + (4.0 if stack.states in ("megatron", "deepspeed") else 0.0)
     if train.optimizer in ("sgd", "adafactor"):
-        return state[0], state[1], 0.0 if stack.states != "megatron" else 4.0
+        return state[0], state[1], 4.0 if stack.states in ("megatron", "deepspeed") else 0.0
     return state
 
 
@@ -139,7 +141,7 @@ def memory_parts(
 
     per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
     boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-    if layout.checkpointing == "selective" and stack.states != "megatron":
+    if layout.checkpointing == "selective" and stack.states not in ("megatron", "deepspeed"):
         per_layer = (per_layer + boundary) / 2.0
     flights = 1.0
     if layout.pp > 1:
@@ -163,13 +165,17 @@ def memory_parts(
         else:
             activations = last_activations
     # Gradients appear as the backward pass frees activations, unless a buffer holds them throughout.
-    persistent = lora or stack.states == "megatron" or layout.gradient_accumulation > 1 or zero in (1, 2)
+    persistent = lora or stack.states in ("megatron", "deepspeed") or layout.gradient_accumulation > 1 or zero in (1, 2)
     if not persistent:
         if activations + logits >= gradients + per_layer:
             gradients = 0.0
         else:
             activations, logits = min(activations, per_layer), 0.0
     held = in_weights + gradients + optimizer + gathered + activations + logits
+    whole = 2.0 * local if stack.loads_whole and zero == 3 and by > 1 else 0.0
+    if in_weights + whole + gathered > held:  # the peak is the load, before the first step
+        in_weights, gradients, optimizer, activations, logits = in_weights + whole, 0.0, 0.0, 0.0, 0.0
+        held = in_weights + gathered
     return MemoryParts(
         weights=in_weights,
         gradients=gradients,

@@ -44,7 +44,7 @@ _L31: dict[str, Any] = {"max_positions": 131072}
 
 KNOWN: tuple[ModelSpec, ...] = (
     # A Llama of 8 M weights that trains on a CPU in seconds: the shape the embedded fine-tune makes by itself.
-    _row("tiny-llama", "llama", 4, 256, 8, 4, 688, 2048, max_positions=2048, tied_embeddings=False),
+    _row("tiny-llama", "llama", 4, 256, 8, 4, 688, 259, max_positions=2048),
     _row("Llama-2-7B", "llama", 32, 4096, 32, 32, 11008, 32000, max_positions=4096),
     _row("Llama-2-13B", "llama", 40, 5120, 40, 40, 13824, 32000, max_positions=4096),
     _row("Llama-2-70B", "llama", 80, 8192, 64, 8, 28672, 32000, max_positions=4096),

@@ -14,7 +14,7 @@ from planner.hardware import Gpu
 from planner.layout import Checkpointing, Sharding
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
-States = Literal["megatron", "fsdp_fp32", "pure"]
+States = Literal["megatron", "deepspeed", "fsdp_fp32", "pure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class Stack:
     interleaved: bool = True
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     reshard: bool = True  # can keep the gathered weights between forward and backward
+    loads_whole: bool = False  # every rank holds all weights on its GPU while a sharded model is loaded
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts
     default_sharding: Sharding = "zero3"
     default_checkpointing: Checkpointing = "none"
@@ -62,10 +63,11 @@ STACKS: tuple[Stack, ...] = (
     Stack(name="trl", pattern=r"trl|accelerate|hf peft|transformers|axolotl|llama.?factory|swift", states="fsdp_fp32",
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}), together=frozenset({"tp+dp"}),
           checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0),
-    Stack(name="deepspeed", pattern=r"deepspeed", states="megatron", reduce_every_micro_batch=True,
+    Stack(name="deepspeed", pattern=r"deepspeed", states="deepspeed", reduce_every_micro_batch=True,
           can=frozenset({"ddp", "zero1", "zero2", "zero3"}), together=frozenset(), checkpointing=("none", "full"),
           offload=True, interleaved=False, reshard=False, logits_bytes=20.0),
-    Stack(name="torchtitan", pattern=r"torchtitan", fused=True, states="fsdp_fp32", tp_overlap=True, compile=True,
+    Stack(name="torchtitan", pattern=r"torchtitan", states="fsdp_fp32", tp_overlap=True, compile=True,
+          fused_cross_entropy=False, logits_bytes=10.0,
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,
           methods=frozenset({"full", "lora"})),
     Stack(name="megatron", pattern=r"megatron|nemo|mcore", fused=True, states="megatron", tp_overlap=True, fp8=True,
@@ -77,7 +79,7 @@ ENGINES: tuple[str, ...] = tuple(stack.name for stack in STACKS)
 
 # Stacks that appear in published tables only: their traits, first match wins, before the engines above.
 OBSERVED: tuple[Stack, ...] = (
-    Stack(name="megatron-2022", pattern=r"megatron.?deepspeed", fused=True, attention="unfused", states="megatron",
+    Stack(name="megatron-2022", pattern=r"megatron.?deepspeed", fused=True, attention="unfused", states="deepspeed",
           dp_overlap=False, gradient_bytes=2, default_sharding="ddp", sequence_parallel=False,
           fused_cross_entropy=False, bucket_bytes=2e9),  # two buckets of 5e8 half-precision values
     Stack(name="megatron-2022", pattern=r"megatron.?lm|megatron.?llama", fused=True, attention="unfused",
@@ -93,12 +95,12 @@ OBSERVED: tuple[Stack, ...] = (
           fused_cross_entropy=False),
     Stack(name="torchtune", pattern=r"torchtune", states="pure", default_checkpointing="full", logits_bytes=10.0,
           default_sharding="zero3"),
-    Stack(name="litgpt", pattern=r"litgpt|lit-gpt", states="pure", fused_cross_entropy=False,
+    Stack(name="litgpt", pattern=r"litgpt|lit-gpt", states="pure", fused_cross_entropy=False, loads_whole=True,
           default_sharding="zero3"),
     Stack(name="peft", pattern=r"peft", states="pure", fused_cross_entropy=False, logits_bytes=20.0),
-    Stack(name="xtuner", pattern=r"xtuner|llama.?factory", states="megatron", default_checkpointing="full",
+    Stack(name="xtuner", pattern=r"xtuner|llama.?factory", states="deepspeed", default_checkpointing="full",
           fused_cross_entropy=False, logits_bytes=20.0),
-    Stack(name="colossalai", pattern=r"coloss", fused=True, states="megatron", default_sharding="zero1"),
+    Stack(name="colossalai", pattern=r"coloss", fused=True, states="deepspeed", default_sharding="zero1"),
     Stack(name="fsdp", pattern=r"fsdp", states="fsdp_fp32", fused_cross_entropy=False),
 )  # fmt: skip
 

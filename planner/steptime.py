@@ -136,7 +136,8 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     recompute_layer = forward_layer if layout.checkpointing == "full" else 0.0
     if layout.checkpointing == "selective":
         # Megatron runs the core of attention again; FSDP stacks every second product and what lies between.
-        recompute_layer = cost.attention if stack.states == "megatron" else 0.5 * cost.gemm + cost.elementwise
+        core = stack.states in ("megatron", "deepspeed")
+        recompute_layer = cost.attention if core else 0.5 * cost.gemm + cost.elementwise
     host_layer = max(0.0, cost.host - forward_layer) + max(0.0, 1.7 * cost.host - backward_layer)
     if layout.checkpointing == "full":
         host_layer += max(0.0, cost.host - forward_layer)

@@ -1,0 +1,98 @@
+"""Hard rules: each forbids exactly what it names, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.layout import Layout, LayoutError
+from planner.links import Links, Speed
+from planner.models import model_named
+from planner.rules import RULES, Question, first_broken
+from planner.search import _stages
+from planner.specs import TrainSpec
+from planner.stacks import STACKS, engine_named
+
+FAST = Speed(bytes_per_second=336e9, how="derived", link="NVLink")
+EFA = Speed(bytes_per_second=50e9, how="derived", link="EFA")
+LINKS = Links(ranks_per_node=8, nodes=4, island_size=8, island=FAST, node=FAST, network=EFA)
+
+
+def question(engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, **train: Any) -> Question:
+    """A question about four 8-GPU nodes."""
+    return Question(
+        model=model_named(model),
+        train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
+        links=LINKS,
+        stack=engine_named(engine),
+        has_gpu=has_gpu,
+        compute_capability=(9, 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked", "layout", "says"),
+    [
+        ("heads-divide", question(model="Qwen2.5-7B"), Layout(world_size=8, tp=8), "28 attention heads"),
+        ("kv-heads-divide", question("torchtitan", "Qwen2.5-3B"), Layout(world_size=4, tp=4), "2 key/value heads"),
+        ("tp-inside-island", question(), Layout(world_size=16, tp=16), "TP=16 crosses the 50 GB/s EFA"),
+        ("enough-layers", question(model="GPT-2"), Layout(world_size=16, pp=16, gradient_accumulation=16), "12"),
+        ("chunks-divide", question(), Layout(world_size=4, pp=4, schedule="interleaved", virtual_stages=3,
+                                             gradient_accumulation=4), "80 layers do not divide into 4 x 3"),
+        ("enough-micro-batches", question(), Layout(world_size=4, pp=4, gradient_accumulation=2), "2 micro-batches"),
+        ("stages-sum", question(), Layout(world_size=2, pp=2, stage_layers=(40, 41), gradient_accumulation=2), "81"),
+        ("sequence-divides", question(sequence_length=1000), Layout(world_size=16, cp=16), "1000"),
+        ("experts-divide", question(), Layout(world_size=2, dp_replicate=2, sharding="ddp", ep=2), "no experts"),
+        ("batch-divides", question(global_batch=12), Layout(world_size=8, dp_replicate=8, sharding="ddp"), "12"),
+        ("positions-reach", question(model="GPT-2"), Layout(world_size=1), "1024 positions"),
+        ("engine-runs", question("deepspeed"), Layout(world_size=2, tp=2), "deepspeed has no TP"),
+        ("engine-runs", question("topoflight"), Layout(world_size=8, dp_shard=8, sharding="zero1"), "no zero1"),
+        ("engine-runs", question("trl", method="lora"), Layout(world_size=2, pp=2, gradient_accumulation=2), "no PP"),
+        ("method-runs", question("torchtitan", method="qlora"), Layout(world_size=1), "torchtitan has no qlora"),
+        ("method-runs", question("topoflight", method="qlora", has_gpu=False), Layout(world_size=1), "need a GPU"),
+    ],
+)  # fmt: skip
+def test_each_rule_forbids_what_it_names(rule: str, asked: Question, layout: Layout, says: str) -> None:
+    """The named rule is the one that answers, with the number in question."""
+    reason = dict(RULES)[rule](asked, layout)
+    assert reason is not None
+    assert says in reason
+
+
+def test_fp8_needs_the_gpu_for_it() -> None:
+    """An A100 has no fp8, an H100 has."""
+    layout = Layout(world_size=8, tp=8, precision="fp8", sequence_parallel=True)
+    asked = question()
+    assert first_broken(asked, layout) is None
+    broken = first_broken(replace(asked, compute_capability=(8, 0)), layout)
+    assert broken is not None
+    assert broken[0] == "precision-exists"
+    assert "8.0" in broken[1]
+
+
+def test_every_engine_runs_something() -> None:
+    """Plain data parallelism breaks no rule of any engine."""
+    for stack in STACKS:
+        asked = question(stack.name, "Llama-3.1-8B")
+        assert first_broken(asked, Layout(world_size=8, dp_replicate=8, sharding="ddp")) is None
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(126, 8), (126, 16), (62, 4), (30, 4), (7, 4), (80, 8)])
+def test_uneven_stages_hold_every_layer_once(layers: int, pp: int) -> None:
+    """No stage is empty, none is fuller than an even split needs, and all layers are there."""
+    stages = _stages(layers, pp)
+    if layers % pp == 0:
+        assert stages == ()
+        return
+    assert len(stages) == pp
+    assert sum(stages) == layers
+    assert min(stages) >= 1
+    assert max(stages) == -(-layers // pp)
+
+
+def test_a_layout_that_cannot_exist_is_never_built() -> None:
+    """Degrees that do not multiply to the world size are an error that names them."""
+    with pytest.raises(LayoutError, match="world_size is 8"):
+        Layout(world_size=8, tp=3)
