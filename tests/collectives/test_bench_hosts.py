@@ -20,6 +20,8 @@ RUN = """
 import json, sys
 from collectives import bench, wire
 settings = json.loads(sys.argv[1])
+if "search" in settings:
+    settings["search"] = bench.SearchPlan(**settings["search"])
 def told(event):
     if event["event"] == "measured":
         print("measured", flush=True)
@@ -115,3 +117,17 @@ def test_a_host_that_comes_late_to_every_meeting_is_named():
         found = finish(start(rig, 4, {"sizes_bytes": (65536,), "max_iterations": 20}, env))[0]
     assert [(s.rank, s.host) for s in found.stragglers] == [(2, "host-2")]
     assert found.stragglers[0].late_seconds == pytest.approx(0.02, rel=0.5)
+
+
+def test_the_search_by_pairs_finds_the_host_with_the_slow_network():
+    settings = {"ops": [], "search": {"bytes": 500_000, "iterations": 3}, "budget_seconds": 120}
+    with hosts(4, default_rate="200mbit") as rig:
+        rig.shape(2, "eth0", "20mbit")
+        found = finish(start(rig, 4, settings))
+    for result in found:
+        assert result.complete, result.problems
+        assert result.search.slow_hosts == ("host-2",)
+        assert result.search.slow_links == ()
+    assert found[0].search == found[3].search
+    slow, others = found[0].search.rank_seconds[2], found[0].search.rank_seconds[:2]
+    assert slow > 3 * max(others)

@@ -1,0 +1,161 @@
+"""Medians, intervals, fits, settings, faults and the JSON of a result."""
+
+import random
+from statistics import median
+
+import pytest
+
+from collectives import wire
+from collectives.bench import BenchSpec, Case, Expectation, SpecError, model_cases, sweep
+from collectives.faults import Fault, parse_faults
+from collectives.interval import fit_latency, spread_ratio
+from collectives.results import BenchResult, Measurement
+
+
+def measurement(size, seconds, op="all_gather", verified=True):
+    return Measurement(
+        op=op,
+        backend="gloo",
+        ranks=(0, 1),
+        hosts=("a", "b"),
+        bytes=size,
+        iteration_seconds=(seconds,),
+        median_seconds=seconds,
+        spread_ratio=None,
+        algbw_bytes_per_second=size / seconds,
+        busbw_bytes_per_second=size / seconds / 2,
+        verified=verified,
+    )
+
+
+def test_five_values_or_fewer_have_no_95_percent_interval():
+    assert spread_ratio([]) is None
+    assert spread_ratio([1.0] * 5) is None
+    assert spread_ratio([1.0] * 6) == 0
+
+
+def test_the_interval_of_six_values_is_their_whole_range():
+    assert spread_ratio([1, 2, 3, 4, 5, 6]) == pytest.approx((6 - 1) / 2 / 3.5)
+
+
+@pytest.mark.parametrize("n", [6, 10, 25, 100])
+def test_the_interval_holds_the_true_median_in_95_of_100_cases(n):
+    draw = random.Random(n)
+    held = 0
+    for _ in range(2000):
+        values = [draw.lognormvariate(0, 0.5) for _ in range(n)]
+        # From the ratio back to the interval is not possible; count by the same order statistics instead.
+        half = spread_ratio(values) * median(values)
+        ordered = sorted(values)
+        low = next(i for i in range(n) if (ordered[n - 1 - i] - ordered[i]) / 2 == pytest.approx(half))
+        held += ordered[low] <= 1.0 <= ordered[n - 1 - low]
+    assert held / 2000 >= 0.95 - 3 * (0.95 * 0.05 / 2000) ** 0.5
+
+
+def test_more_iterations_make_the_interval_tighter():
+    draw = random.Random(1)
+    values = [draw.gauss(1, 0.1) for _ in range(400)]
+    assert spread_ratio(values) < spread_ratio(values[:20])
+
+
+def test_the_fit_finds_latency_and_bandwidth():
+    points = [measurement(size, 50e-6 + size / 2e9) for size in (1_000, 100_000, 10_000_000, 1_000_000_000)]
+    fit = fit_latency("all_gather", points)
+    assert fit.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
+    assert fit.beta_bytes_per_second == pytest.approx(2e9, rel=1e-6)
+    assert fit.points == 4
+
+
+def test_unverified_sizes_and_other_ops_have_no_part_in_the_fit():
+    points = [measurement(1_000, 1e-3), measurement(2_000, 2e-3, verified=False), measurement(3_000, 1, op="broadcast")]
+    assert fit_latency("all_gather", points) is None
+
+
+def test_an_expectation_reaches_its_bandwidth_only_at_large_sizes():
+    expected = Expectation(op="all_gather", busbw_bytes_per_second=1e9, latency_seconds=1e-3)
+    assert expected.busbw_at(2_000_000, 2) == pytest.approx(5e8)
+    assert expected.busbw_at(2 * 10**12, 2) == pytest.approx(1e9, rel=1e-3)
+    assert expected.busbw_at(1000, 1) is None
+
+
+def test_a_sweep_keeps_within_its_bounds():
+    assert sweep(8, 100, 4) == (8, 32)
+    assert sweep(8, 8, 2) == (8,)
+
+
+def test_the_cases_of_a_model_are_its_own_sizes():
+    cases = model_cases(fsdp_bucket_bytes=[300, 100, 300], tp_activation_bytes=[50], tp_groups=((0, 1), (2, 3)))
+    assert [(case.op, case.bytes) for case in cases] == [
+        ("all_gather", 100),
+        ("reduce_scatter", 100),
+        ("all_gather", 300),
+        ("reduce_scatter", 300),
+        ("all_reduce", 50),
+    ]
+    assert cases[-1].groups == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ops": ("gather",)}, "op: 'gather' is not allowed; allowed: one of all_gather"),
+        ({"backend": "mpi"}, "backend: 'mpi'"),
+        ({"ranks_per_host": 0}, "ranks_per_host: 0"),
+        ({"budget_seconds": -1}, "budget_seconds: -1"),
+        ({"budget_seconds": float("nan")}, "budget_seconds: nan"),
+        ({"silence_seconds": float("inf")}, "silence_seconds: inf"),
+        ({"min_iterations": 20, "max_iterations": 10}, "max_iterations: 10"),
+        ({"max_bytes": 10}, "max_bytes: 10"),
+        ({"step_factor": 1}, "step_factor: 1"),
+        ({"precision": 5}, "precision: 5"),
+        ({"sizes_bytes": (0,)}, "size in bytes: 0"),
+        ({"hosts": 2}, "rendezvous: None"),
+        ({"hosts": 2, "rendezvous": "here"}, "rendezvous: 'here'"),
+        ({"hosts": 2, "rendezvous": "here:99999"}, "rendezvous: 'here:99999'"),
+        ({"hosts": 2, "rendezvous": "here:29500", "node_rank": 2}, "node_rank: 2"),
+        ({"cases": (Case(op="all_gather", bytes=8, groups=((0, 1), (1,))),)}, "groups: "),
+        ({"cases": (Case(op="all_gather", bytes=8, groups=((0, 5),)),)}, "ranks 0 to 1"),
+    ],
+)
+def test_an_impossible_setting_is_refused_with_its_name_and_value(settings, named):
+    with pytest.raises(SpecError) as error:
+        BenchSpec(**settings)
+    assert named in str(error.value)
+    assert "allowed:" in str(error.value)
+
+
+@pytest.mark.parametrize("endpoint", ["host-0.job.space.svc:29500", "10.0.0.1:1", "[fd00::1]:29500"])
+def test_names_and_addresses_are_rendezvous(endpoint):
+    assert BenchSpec(hosts=2, rendezvous=endpoint).world_size == 4
+
+
+def test_faults_are_parsed_or_refused():
+    assert parse_faults("rank=1:slow=0.5@iteration=3; rank=0:die") == (
+        Fault(rank=1, kind="slow", value=0.5, iteration=3),
+        Fault(rank=0, kind="die"),
+    )
+    assert parse_faults("") == ()
+    with pytest.raises(ValueError, match="rank=1:explode"):
+        parse_faults("rank=1:explode")
+
+
+def test_a_result_comes_back_from_json():
+    result = BenchResult(
+        measurements=(measurement(1000, 1e-3),),
+        world_size=2,
+        backend="gloo",
+        hosts=("a", "b"),
+        environment={"GLOO_SOCKET_IFNAME": "net1"},
+        versions={"torch": "2"},
+        started_at_seconds=1.5,
+        seconds=2.0,
+        problems=("rank 1 on b: no answer",),
+        complete=False,
+    )
+    assert wire.result_from_json(wire.result_to_json(result)) == result
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])
+def test_what_is_no_result_is_refused(data):
+    with pytest.raises(wire.ResultError):
+        wire.result_from_json(data)

@@ -1,0 +1,119 @@
+"""A collective is a record: its sizes, its factor, its row in the documentation, and an eye for wrong data."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collectives.ops import GRAIN_BYTES, OPS, UNKNOWN_SOURCE, Side, allocate, fill, matches, moved_bytes, write_pattern
+
+torch = pytest.importorskip("torch")
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "busbw.md"
+
+
+def rows():
+    found = re.findall(r"^\| (\w+) \| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    return {row[0]: row[1:] for row in found if row[0] != "op"}
+
+
+def test_the_document_has_exactly_the_rows_of_the_code():
+    assert list(rows()) == list(OPS)
+    for name, (size, factor, _call) in rows().items():
+        assert (size, factor) == (OPS[name].size, OPS[name].factor_formula)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 1024])
+def test_the_factor_is_what_its_formula_says(name, n):
+    formula = OPS[name].factor_formula
+    said = {"(n-1)/n": (n - 1) / n, "2(n-1)/n": 2 * (n - 1) / n, "1": 1}[formula]
+    assert OPS[name].factor(n) == pytest.approx(said)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_sizes_are_rounded_down_to_a_grain_for_each_rank(name):
+    op = OPS[name]
+    parts = 3 if op.split else 1
+    assert moved_bytes(op, 1000, 3) == 1000 // parts // GRAIN_BYTES * GRAIN_BYTES * parts
+    assert moved_bytes(op, 1, 3) == GRAIN_BYTES * parts
+
+
+def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
+    """Each rank's side as a perfect collective would leave it."""
+    op = OPS[name]
+    sides = [allocate(op, size, None, ranks, rank, "cpu") for rank in ranks]
+    for side in sides:
+        fill(op, side, turn)
+    given = [side.given.clone() for side in sides]
+    n = len(ranks)
+    for place, side in enumerate(sides):
+        whole = {
+            "all_gather": lambda: torch.cat(given),
+            "reduce_scatter": lambda: sum(given).chunk(n)[place],  # noqa: B023 - called at once
+            "all_reduce": lambda: sum(given),
+            "all_to_all": lambda: torch.cat([one.chunk(n)[place] for one in given]),  # noqa: B023
+            "send_recv": lambda: given[place - 1],  # noqa: B023
+            "broadcast": lambda: given[0],
+        }[name]()
+        side.taken.copy_(whole)
+    return op, sides
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_right_data_is_right_and_old_data_is_wrong(name):
+    op, sides = after(name, turn=1)
+    for side in sides:
+        assert op.wrong(side, 1) == ()
+        assert op.wrong(side, 2) != (), "data of an earlier round"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_one_wrong_element_is_seen_wherever_it_is(name):
+    op, sides = after(name, turn=5)
+    for place in (0, sides[1].taken.numel() // 2, sides[1].taken.numel() - 1):
+        before = sides[1].taken[place].clone()
+        sides[1].taken[place] += 1
+        assert op.wrong(sides[1], 5) != ()
+        sides[1].taken[place] = before
+        assert op.wrong(sides[1], 5) == ()
+
+
+def test_all_gather_names_the_place_whose_data_is_wrong():
+    op, sides = after("all_gather", turn=3)
+    sides[0].taken.chunk(3)[2][7] = 999
+    assert op.wrong(sides[0], 3) == (2,)
+
+
+def test_a_sum_does_not_say_whose_part_is_wrong():
+    op, sides = after("all_reduce", turn=3)
+    sides[0].taken[7] += 1
+    assert op.wrong(sides[0], 3) == (UNKNOWN_SOURCE,)
+
+
+def test_swapped_parts_are_seen():
+    op, sides = after("all_gather", turn=3)
+    first, second, third = sides[0].taken.clone().chunk(3)
+    sides[0].taken.copy_(torch.cat([second, first, third]))
+    assert op.wrong(sides[0], 3) == (0, 1)
+
+
+def test_a_buffer_that_nobody_wrote_is_wrong():
+    op = OPS["broadcast"]
+    side = allocate(op, 4096, None, (0, 1), 1, "cpu")
+    fill(op, side, 1)
+    assert op.wrong(side, 1) == (0,)
+
+
+def test_sums_are_exact_for_many_ranks():
+    ranks = tuple(range(5000))
+    sums = torch.zeros(1024, dtype=torch.float32)
+    write_pattern(sums, ranks, 9)
+    assert matches(sums, ranks, 9)
+    assert float(sums.max()) < 2**24
+    assert not matches(sums, ranks[:-1], 9)
+
+
+def test_a_side_knows_its_group():
+    side = Side(group=None, ranks=(3, 5), me=1, given=None, taken=None)
+    assert side.n == 2
