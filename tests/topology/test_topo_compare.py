@@ -1,0 +1,155 @@
+"""Clusters, differences between snapshots, and the odd node of a fleet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from topo_machines import snapshot, topology
+
+from probes.api import Ok, Severity
+from probes.gpu import GpuFacts
+from topology.cluster import join
+from topology.diff import diff, diff_text, fleet, fleet_text
+from topology.render import cluster_document
+from topology.text import parse
+from topology.wire import TopologyWireError, cluster_from_json, node_from_json, to_json
+
+HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
+
+
+def two(name, **changes):
+    node = topology(name)
+    return join([node, replace(node, hostname="other", **changes)])
+
+
+def messages(differences):
+    return [difference.message for difference in differences]
+
+
+def changed(name, probe, **changes):
+    whole = snapshot(name)
+    outcome = whole.outcomes[probe]
+    return replace(whole, outcomes={**whole.outcomes, probe: Ok(facts=replace(outcome.facts, **changes))})
+
+
+def plan(cluster, op="all_gather"):
+    return next(e for e in cluster.expectations if e.op == op)
+
+
+def test_one_node_is_no_network():
+    cluster = join([topology(HGX)])
+    assert (cluster.inter_node_transport, cluster.inter_node_bytes_per_second) == (None, None)
+    assert cluster.world_size == 8
+
+
+def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
+    cluster = two(HGX)
+    assert cluster.inter_node_transport == "rdma"
+    # Eight 400 Gb/s NICs in PCIe 5.0 x16 slots, for which NCCL plans 48 GB/s each.
+    assert cluster.inter_node_bytes_per_second == pytest.approx(8 * 48e9)
+    assert plan(cluster).busbw_bytes_per_second == pytest.approx(18 * 20.6e9)
+    assert any("NCCL" in step or "bounded" in step for step in plan(cluster).derivation)
+
+
+@pytest.mark.parametrize(("name", "transport"), [(P4D, "efa"), (GB200, "nvlink"), ("sick-h100-rdma-off", "tcp")])
+def test_transport(name, transport):
+    assert two(name).inter_node_transport == transport
+
+
+def test_weakest_node_bounds_the_cluster_and_is_named():
+    cluster = join([topology(HGX), topology("sick-h100-dead-hca")])
+    assert cluster.inter_node_bytes_per_second == pytest.approx(7 * 48e9)
+    assert any("active NICs differ" in warning for warning in cluster.warnings)
+
+
+def test_unlike_networks_are_told():
+    cluster = join([topology(HGX), topology(P4D)])
+    assert any("do not offer the same network" in warning for warning in cluster.warnings)
+
+
+def test_text_matrices_join_without_a_bandwidth():
+    text = "\tGPU0\tGPU1\tmlx5_0\nGPU0\tX\tNV4\tPIX\nGPU1\tNV4\tX\tPIX\nmlx5_0\tPIX\tPIX\tX\n"
+    cluster = join([parse(text, "a"), parse(text, "b")])
+    assert cluster.inter_node_bytes_per_second is None
+    assert any("rate" in warning for warning in cluster.warnings)
+    assert plan(cluster).busbw_bytes_per_second is None
+
+
+def test_wire_round_trip_and_version():
+    cluster = two(HGX)
+    assert cluster_from_json(to_json(cluster)) == cluster
+    assert cluster_document(cluster)["world_size"] == 16
+    with pytest.raises(TopologyWireError, match="schema_version is 99"):
+        node_from_json({**to_json(topology(HGX)), "schema_version": 99})
+    with pytest.raises(TopologyWireError, match="no NodeTopology"):
+        node_from_json({"schema_version": 1})
+
+
+def test_nothing_differs_from_itself():
+    assert diff(snapshot(HGX), snapshot(HGX)) == ()
+    assert diff_text(()) == "nothing that matters for training differs"
+
+
+def test_driver_in_words():
+    facts = snapshot(HGX).facts(GpuFacts)
+    assert facts is not None
+    after = changed(HGX, "gpu", driver_version="999.1")
+    assert messages(diff(snapshot(HGX), after)) == [f"driver {facts.driver_version} -> 999.1"]
+
+
+def test_narrowed_slot_in_words():
+    facts = snapshot(HGX).facts(GpuFacts)
+    gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 5 else gpu for gpu in facts.gpus)
+    (difference,) = diff(snapshot(HGX), changed(HGX, "gpu", gpus=gpus))
+    assert (difference.message, difference.severity) == ("GPU5 x16 -> x8", Severity.FAIL)
+    (better,) = diff(changed(HGX, "gpu", gpus=gpus), snapshot(HGX))
+    assert better.severity is Severity.INFO
+
+
+def test_dead_port_in_words():
+    sick = snapshot("sick-h100-dead-hca")
+    assert messages(diff(snapshot(HGX), sick))[0] == "mlx5_3 down there (active here)"
+    same = replace(sick, hostname=snapshot(HGX).hostname)
+    assert messages(diff(snapshot(HGX), same))[0] == "mlx5_3 down (was active)"
+
+
+def test_memlock_in_words_here_and_there():
+    found = messages(diff(snapshot("sick-h100-memlock-64KiB"), snapshot(HGX)))
+    assert found[0] == "memlock 64 KiB here, unlimited there"
+
+
+def test_worst_first_and_a_vanished_device_once():
+    found = diff(snapshot(HGX), snapshot("sick-h100-rdma-off"))
+    ranks = [["fail", "warn", "unknown", "info"].index(difference.severity) for difference in found]
+    assert ranks == sorted(ranks)
+    assert sum("mlx5_0" in difference.message for difference in found) == 1
+
+
+def test_fleet_finds_the_odd_nodes_among_hundreds():
+    healthy = [replace(snapshot(HGX), hostname=f"node-{i:03}") for i in range(300)]
+    odd = [snapshot("sick-h100-nvlink-missing"), snapshot("sick-h100-memlock-64KiB")]
+    view = fleet([*healthy[:100], odd[0], *healthy[100:], odd[1]])
+    assert view.total == 302
+    assert len(view.common.nodes) == 300
+    assert {group.nodes[0] for group in view.odd} == {snapshot.hostname for snapshot in odd}
+    assert all(group.differences[0].severity is Severity.FAIL for group in view.odd)
+    text = fleet_text(view)
+    assert "GPU3 NVLinks 18 -> 16" in text
+    assert "memlock unlimited -> 64 KiB" in text
+
+
+def test_fleet_without_a_majority_says_so():
+    names = [HGX, P4D, A40]
+    view = fleet([snapshot(name) for name in names])
+    assert any("no common configuration" in warning for warning in view.warnings)
+
+
+def test_same_host_names_are_told_apart():
+    view = fleet([snapshot(HGX), snapshot(HGX)])
+    assert [name.rpartition("#")[2] for name in view.common.nodes] == ["1", "2"]
+
+
+def test_an_empty_fleet_is_an_error():
+    with pytest.raises(ValueError, match="at least one"):
+        fleet([])

@@ -1,0 +1,158 @@
+"""Recorded machines: their topology, what is found wrong with it, and the frozen documents of each."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from topo_machines import NAMES, snapshot, topology
+
+from probes.api import Absent, Severity
+from probes.gpu import GpuFacts
+from topology import xml
+from topology.build import build, cpu_mask
+from topology.check import CODES, check
+from topology.graph import PathClass
+from topology.render import dot, json_document, matrix, svg
+from topology.text import parse
+
+HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden(name, golden):
+    golden(f"{name}/topology.json", json_document(topology(name)))
+    golden(f"{name}/topology.txt", matrix(topology(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_nccl_xml(name, golden):
+    golden(f"{name}/topology.xml", xml.write(topology(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pair_once_and_every_form_holds(name):
+    node = topology(name)
+    count = len(node.devices)
+    assert len(node.pairs) == count * (count - 1) // 2
+    ElementTree.fromstring(svg(node))  # noqa: S314 - our own drawing
+    assert dot(node).startswith("graph ")
+    json.dumps(json_document(node))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if topology(name).gpus])
+def test_matrix_reads_back(name):
+    node = topology(name)
+    again = parse(matrix(node), name)
+    assert [(p.a, p.b, p.label) for p in again.pairs if p.label != "N/A"] == [
+        (p.a, p.b, p.label) for p in node.pairs if p.label != "N/A"
+    ]
+    assert again.islands == node.islands
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if topology(name).gpus])
+def test_xml_reads_back_with_the_same_islands_and_nearest_nics(name):
+    node = topology(name)
+    again = xml.parse(xml.write(node), name)
+    assert again.islands == node.islands
+    near = {n.gpu: n.nics for n in again.nearest_nic}
+    local = [n for n in node.nearest_nic if n.local and n.decidable and n.path != PathClass.PHB]
+    assert {n.gpu: near[n.gpu] for n in local} == {n.gpu: n.nics for n in local}
+
+
+def test_nvswitch_box():
+    node = topology(HGX)
+    assert node.sku == "HGX H100/H200"
+    assert [island.nvlinks_per_pair for island in node.islands] == [("NV18",)]
+    assert {near.gpu: near.nics for near in node.nearest_nic}["GPU4"] == ("mlx5_6",)
+    assert [rail.gpus for rail in node.rails] == [(f"GPU{i}",) for i in range(8)]
+    assert check(node) == ()
+
+
+def test_efa_instance_shows_its_nics_though_nvidia_smi_would_not():
+    node = topology(P4D)
+    assert {nic.kind for nic in node.nics} == {"efa"}
+    assert all(near.label == "PIX" for near in node.nearest_nic)
+    assert [rail.gpus for rail in node.rails] == [(f"GPU{2 * i}", f"GPU{2 * i + 1}") for i in range(4)]
+
+
+def test_grace_reaches_its_nic_through_c2c():
+    assert {near.path for near in topology(GB200).nearest_nic} == {PathClass.P2C}
+    assert not [finding for finding in check(topology(GB200)) if finding.code == "topology.gdr.path"]
+
+
+def test_flat_guest_is_recognised_and_nothing_is_claimed():
+    node = topology("azure-nd-a100-flat-vm")
+    assert node.virtual
+    assert not any(near.decidable for near in node.nearest_nic)
+    found = {finding.code: finding for finding in check(node)}
+    assert found["topology.gpu_nic.undecidable"].severity is Severity.UNKNOWN
+    assert "NCCL_TOPO_FILE" in found["topology.virtual"].remedy
+
+
+def test_missing_nvlinks_lower_the_plan_and_are_found():
+    node = topology("sick-h100-nvlink-missing")
+    assert node.pair("GPU0", "GPU3").label == "NV16"
+    found = [finding for finding in check(node) if finding.code == "topology.nvlink.asymmetric"]
+    assert [(finding.subject, finding.severity) for finding in found] == [("GPU3", Severity.FAIL)]
+    (plan,) = [e for e in node.expectations if (e.scope, e.op) == ("island", "all_gather")]
+    assert plan.busbw_bytes_per_second == pytest.approx(16 * 20.6e9)
+
+
+def test_dead_hca_moves_one_gpu_off_its_rail():
+    node = topology("sick-h100-dead-hca")
+    (down,) = [finding for finding in check(node) if finding.code == "topology.gpu_nic.down"]
+    assert down.subject == "GPU3"
+    assert "mlx5_3" in down.message
+    assert len(node.rails) == 7
+
+
+def test_lost_gpu_stays_in_the_matrix_and_out_of_the_plan():
+    node = topology("sick-h100-gpu-lost")
+    assert [gpu.name for gpu in node.gpus if not gpu.usable] == ["GPU5"]
+    assert len(node.islands[0].gpus) == 7
+    plan = next(e for e in node.expectations if (e.scope, e.op) == ("node", "all_gather"))
+    assert "GPU5" not in plan.members
+    assert plan.busbw_bytes_per_second == pytest.approx(18 * 20.6e9)
+
+
+def test_far_nics_of_a_pcie_server():
+    codes = {(finding.code, finding.subject) for finding in check(topology(A40))}
+    assert ("topology.gpu_nic.far", "GPU0") in codes
+    assert ("topology.gdr.path", "GPU1") in codes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_finding_has_a_listed_code_evidence_and_remedy(name):
+    for finding in check(topology(name)):
+        assert finding.code in CODES
+        assert finding.remedy
+        assert finding.evidence or finding.code == "topology.rail.uneven"
+
+
+def test_without_nvml_the_gpus_are_known_from_pci_alone():
+    whole = snapshot(HGX)
+    blind = replace(whole, outcomes={**whole.outcomes, "gpu": Absent(why="no driver")})
+    node, seen = build(blind), topology(HGX)
+    assert [gpu.bus_id for gpu in node.gpus] == [gpu.bus_id for gpu in seen.gpus]
+    assert node.nearest_nic == seen.nearest_nic
+    assert node.islands == ()
+    assert any("known from PCI alone" in warning for warning in node.warnings)
+
+
+def test_pci_ancestry_agrees_with_nvml_where_no_nvlink_hides_it():
+    whole = snapshot("l40s-4x-pcie")
+    facts = whole.facts(GpuFacts)
+    assert facts is not None
+    told = {(pair.a, pair.b): pair.ancestor for pair in facts.pairs}
+    blind = build(replace(whole, outcomes={**whole.outcomes, "gpu": Absent(why="no driver")}))
+    assert {key: blind.pair(f"GPU{key[0]}", f"GPU{key[1]}").label for key in told} == told
+
+
+@pytest.mark.parametrize(
+    ("cpus", "mask"), [("0-3,8", "0000010f"), ("32-33", "00000003,00000000"), ("", "00000000"), ("a-b", None)]
+)
+def test_cpu_masks_as_nccl_writes_them(cpus, mask):
+    assert cpu_mask(cpus) == mask
