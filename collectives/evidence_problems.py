@@ -29,7 +29,7 @@ _SET_BY_OFI = frozenset(
     {"NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLSTREE_MAX_CHUNKSIZE", "NCCL_PROTO"}
 )
 _FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_warnings")
-_BRIDGES = ("docker", "virbr", "lo")
+_BRIDGES = ("docker", "virbr")
 
 
 def layers_in_use(ledger: Ledger) -> set[str]:
@@ -120,7 +120,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
         found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
     if len(layers_in_use(ledger)) > 1:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
-    suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name.startswith(_BRIDGES)]
+    suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name == "lo" or name.startswith(_BRIDGES)]
     first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
     several = inter is not None
     if several and any(name in suspects for name in first):
@@ -188,12 +188,15 @@ def _within_node(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
 
 def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> None:
     """A dead port is silent: NCCL lists active ports only. Compare with what should be there, and host with host."""
-    listed = {host.decode("utf-8", "replace"): set(row) for host, row in ledger.facts.ports.items()}
+    facts = ledger.facts
+    listed = {
+        host.decode("utf-8", "replace"): set(row) for host, row in facts.ports.items() if host in facts.whole_lists
+    }
     missing: list[str] = []
     if ports is not None:
         wanted = {port if ":" in port else f"{port}:1" for port in ports}
         # A plugin that lists no ports (EFA) says nothing about them.
-        none_found: dict[str, set[str]] = {"": set()} if ledger.facts.no_ib_device else {}
+        none_found: dict[str, set[str]] = {"": set()} if facts.no_ib_device else {}
         for host, row in (listed or none_found).items():
             seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
             missing += [f"{host or 'this host'}: {port}" for port in sorted(wanted - seen)]

@@ -16,6 +16,13 @@ from collectives.transport import ChannelCount, Evidence, ProofLine
 
 MAX_PROOF = 64
 
+# Only NCCL's own InfiniBand transport calls these verbs and prints these completions.
+_VERBS_FAILURES = (
+    *("ib_retry_exceeded", "ib_rnr_retry_exceeded", "ib_local_protection_error", "ib_flush_error"),
+    *("ib_remote_access_error", "ib_completion_error", "ib_modify_qp_failed", "ib_create_qp_failed"),
+    "ib_reg_mr_failed",
+)
+
 # PATH_* of src/graph/topo.h / include/graph.h by version; printed as numbers in "distance 4 <= 4".
 _PATHS_220 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "DIS")
 _PATHS_225 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
@@ -81,7 +88,8 @@ def selected_network(ledger: Ledger) -> str | None:
     """The network NCCL says it uses; the RDMA one if ranks differ."""
     names = ledger.facts.networks or ledger.facts.assigned
     if not names:
-        return "IB" if ledger.facts.ib_listed else None
+        failed = any(ledger.codes[code] for code in _VERBS_FAILURES)
+        return "IB" if ledger.facts.ib_listed or failed else None
     return max(names, key=lambda name: (name != "Socket", names[name]))
 
 

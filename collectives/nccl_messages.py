@@ -46,6 +46,7 @@ class Facts:
         self.local_ranks = 0
         self.environment: dict[str, str] = {}
         self.ports: dict[bytes, dict[str, str]] = {}  # host: port: link layer
+        self.whole_lists: set[bytes] = set()  # hosts of which a list was read to its end
         self.port_of_index: dict[int, set[str]] = {}  # device number: link layers
         self.no_ib_device = 0
         self.ib_listed = 0
@@ -83,7 +84,7 @@ class Facts:
         if _NODES.search(message):
             self._ranks(message, [])
         elif b"NET/" in message and (match := _IB_USING.search(message)):
-            self._ports(match[1], host)
+            self._ports(match, host)
         elif (match := _VERSION.search(message)) and b"+" in match[1]:
             self.versions[match[1].decode()] += 1
 
@@ -117,19 +118,21 @@ class Facts:
                     self.sockets[name.decode("utf-8", "replace")] = None
             said.append("socket interfaces")
         elif (match := _IB_USING.search(message)) and _PORT.search(match[1]):
-            self._ports(match[1], host)
+            self._ports(match, host)
             said.append("RDMA devices in use")
         elif match := _PROVIDER.search(message):
             self.provider = match[1].decode()
             said.append(f"libfabric provider {self.provider}")
 
-    def _ports(self, text: bytes, host: bytes) -> None:
+    def _ports(self, match: re.Match[bytes], host: bytes) -> None:
         self.ib_listed += 1
         if host not in self.ports and len(self.ports) >= MAX_VALUES * 8:
             return
         row = self.ports.setdefault(host, {})
+        if match[2]:
+            self.whole_lists.add(host)
         position = -1
-        for index, port, layer in _PORT.findall(text):
+        for index, port, layer in _PORT.findall(match[1]):
             position = int(index) if index else position + 1
             kind = "IB" if layer == b"IB" else "RoCE"
             if len(row) < 128:
