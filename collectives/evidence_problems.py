@@ -118,7 +118,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     chosen = set(facts.networks)
     if "Socket" in chosen and len(chosen) > 1 and not one_node:
         found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
-    if len(layers_in_use(ledger)) > 1:
+    if inter is not None and len(layers_in_use(ledger)) > 1:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
     suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name == "lo" or name.startswith(_BRIDGES)]
     first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
@@ -137,6 +137,9 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
             and evidence.receive.gdrdma == evidence.receive.total
             and evidence.send.total > 0
             and evidence.send.gdrdma == 0
+            # AMD has no such rule, and only compute capability 8.0 prints "/read".
+            and evidence.library == "nccl"
+            and not any(name.endswith("/read") for name in evidence.transports)
         )
         if one_way:
             by_env = env.get("NCCL_NET_GDR_READ") == "0"

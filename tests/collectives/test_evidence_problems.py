@@ -146,6 +146,14 @@ SCENES = {
         3,
     ),
     "before Ampere": ([net(tag=""), net(direction="receive")], "partial", ["gdr_read_disabled_pre_ampere"], 0),
+    "Ampere reads too": ([net(tag=""), net(direction="receive"), P2P + "/read"], "partial", ["gdr_partial"], 3),
+    "AMD": (["RCCL version : 2.22.3", net(tag=""), net(direction="receive")], "partial", ["gdr_partial"], 3),
+    "one node, a storage NIC beside": (
+        [f"{INFO}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:1<0>", ONE_NODE, P2P],
+        "none",
+        [],
+        0,
+    ),
     "read off by hand": (
         [f"{INFO}NCCL_NET_GDR_READ set by environment to 0.", net(tag=""), net(direction="receive")],
         "partial",
@@ -233,6 +241,14 @@ def test_scenes(name: str) -> None:
     assert verdict.gdrdma == gdrdma
     assert sorted(problem.code for problem in verdict.problems) == expected
     assert evidence.exit_code(verdict) == exit_code
+
+
+def test_a_failed_verb_shows_the_transport() -> None:
+    """An excerpt with nothing but the error of a queue pair still says InfiniBand."""
+    assert (
+        evidence.read([WARN + "Call to ibv_modify_qp failed with error Invalid argument"]).inter_node_transport == "IB"
+    )
+    assert evidence.read([WARN + "Call to ibv_open_device failed"]).inter_node_transport == "unknown"
 
 
 def test_dead_port_by_absence() -> None:
