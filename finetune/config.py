@@ -6,9 +6,7 @@ names and in the older ones, plus a `layout:` mapping in the words of `planner.l
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 import types
 import typing
 from dataclasses import dataclass, field
@@ -16,8 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-
-from planner.layout import Layout, LayoutError
 
 MAX_FILE_BYTES = 4 << 20  # settings are hand-written: anything larger is the wrong file
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
@@ -118,15 +114,6 @@ class JobConfig:
                 )
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the planner asked for: the layout, its forecast and the environment to run in."""
-
-    layout: Layout
-    forecast: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 # Names of older transformers and TRL releases -> (today's name, remark).
@@ -326,91 +313,3 @@ def _fsdp_config(values: dict[str, Any], notes: list[str]) -> None:
         values.setdefault("activation_checkpointing", kept["activation_checkpointing"])
     if "fsdp_config" in values:
         values["fsdp_config"] = kept
-
-
-def read_plan(path: Path) -> Plan:
-    """Read plan.json as the planner's consumers write it."""
-    try:
-        data = json.loads(path.read_text()) if path.stat().st_size <= MAX_FILE_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"plan {path}: {error}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("layout"), dict):
-        raise ConfigError(f"plan {path}: must hold a mapping with a layout")
-    forecast, environment = data.get("forecast") or {}, data.get("environment") or {}
-    if not isinstance(forecast, dict) or not isinstance(environment, dict):
-        raise ConfigError(f"plan {path}: forecast and environment must be mappings")
-    return Plan(
-        layout=parse_layout(data["layout"], f"plan {path}: layout"),
-        forecast=forecast,
-        environment={str(name): str(value) for name, value in environment.items()},
-    )
-
-
-def parse_layout(raw: dict[str, Any], where: str) -> Layout:
-    """A Layout from a mapping; unknown members are an error that lists close names."""
-    known = [one.name for one in dataclasses.fields(Layout)]
-    for name in raw:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=3)
-            raise ConfigError(f"{where}: unknown {name!r}{'; close: ' + ', '.join(close) if close else ''}")
-    try:
-        return Layout(**{**raw, "stage_layers": tuple(raw.get("stage_layers") or ())})
-    except (LayoutError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def wanted_layout(config: JobConfig) -> dict[str, Any]:
-    """The Layout fields that the config sets, by whichever of its names."""
-    wanted = dict(config.layout)
-    named = {
-        "micro_batch": config.per_device_train_batch_size,
-        "gradient_accumulation": config.gradient_accumulation_steps,
-        "precision": None if config.bf16 is None else "bf16" if config.bf16 else "fp32",
-        "fused_cross_entropy": config.fused_cross_entropy,
-        "compile": config.compile,
-        "reshard_after_forward": config.fsdp_config.get("reshard_after_forward"),
-        "offload": {True: "all", False: "none", None: None}[config.fsdp_config.get("cpu_offload")],
-        "checkpointing": {True: "full", False: "none", None: None}[config.activation_checkpointing],
-    }
-    for name, value in named.items():
-        if value is None:
-            continue
-        if name in wanted and wanted[name] != value:
-            raise ConfigError(f"layout.{name}={wanted[name]!r} contradicts the setting that makes it {value!r}")
-        wanted[name] = value
-    return wanted
-
-
-def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu: bool) -> Layout:
-    """The layout to run: the plan's, or the config's; a contradiction between the two is refused."""
-    wanted = wanted_layout(config)
-    if plan is not None:
-        if plan.layout.world_size != world_size:
-            raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in wanted.items():
-            planned = getattr(plan.layout, name, None)
-            value = tuple(value) if isinstance(value, list) else value
-            if planned != value and not (name == "checkpointing" and value == "full" and planned == "selective"):
-                raise ConfigError(f"{name}: the config says {value!r}, the plan says {planned!r}")
-        sharded = plan.layout.dp_shard > 1
-        if config.fsdp is not None and config.fsdp != sharded and plan.layout.data_parallel > 1:
-            raise ConfigError(f"fsdp: the config says {config.fsdp}, the plan's layout is {plan.layout.family}")
-        return plan.layout
-    wanted.setdefault("precision", "bf16" if has_gpu else "fp32")
-    wanted.setdefault("micro_batch", 8)
-    wanted["world_size"] = world_size
-    rest = world_size
-    for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard"):
-        degree = wanted.get(name, 1)
-        if not isinstance(degree, int) or degree < 1 or rest % degree:
-            raise ConfigError(f"layout.{name}={degree!r}: does not divide the {rest} ranks that are left to it")
-        rest //= degree
-    spread = "dp_replicate" if config.fsdp is False or wanted.get("sharding") == "ddp" else "dp_shard"
-    if rest > 1 and spread not in wanted:
-        wanted[spread] = rest
-    if wanted.get("dp_shard", 1) == 1 and "sharding" not in wanted:
-        wanted["sharding"] = "ddp"
-    if wanted.get("pp", 1) > 1:
-        stages = wanted["pp"] * wanted.get("virtual_stages", 1)
-        wanted.setdefault("gradient_accumulation", stages)
-    return parse_layout(wanted, "layout")

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config import ConfigError, JobConfig
-from finetune.data import IGNORED
+from finetune.rows import IGNORED
 
 # model_type -> what decides that this job may cut and shard it: one stack of layers, rotary positions, q/k/v/o and
 # gate/up/down projections.

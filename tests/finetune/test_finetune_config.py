@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config import (
-    ConfigError,
-    JobConfig,
-    Plan,
-    parse_config,
-    parse_layout,
-    read_config,
-    read_plan,
-    settle_layout,
-)
+from finetune.config import ConfigError, JobConfig, parse_config, read_config
+from finetune.plan import Plan, parse_layout, read_plan, settle_layout
 from planner.layout import Layout
 
 SEED = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"

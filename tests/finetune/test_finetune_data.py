@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from finetune.config import ConfigError, JobConfig
-from finetune.data import IGNORED, Loader, encode, load_rows, load_tokenizer, pack, prepare
+from finetune.data import Loader, pack, prepare
+from finetune.rows import IGNORED, encode, load_rows, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import train
+from finetune import loop, train
 from finetune.checkpoint import list_checkpoints
 
+pytestmark = pytest.mark.ranks  # of one: each test is a whole run
 JOBS = Path(__file__).with_name("jobs")
 JOB = """
 model_name_or_path: random:micro-llama
@@ -118,7 +119,7 @@ def test_sigterm_saves_and_the_next_run_ends_on_the_same_curve(whole, tmp_path):
     watcher.start()
     code, flight = fly(folder)
     watcher.join()
-    assert code == train.RESUMABLE == 75
+    assert code == loop.RESUMABLE == 75
     assert (flight["status"], flight["exit_code"]) == ("interrupted", 75)
     stopped = int(list_checkpoints(folder)[-1].name.removeprefix("checkpoint-"))
     assert 6 <= stopped < 14
@@ -133,7 +134,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, 
     folder = tmp_path / "out"
     assert fly(folder, "max_steps=4")[0] == 0
     code, flight = fly(folder, "max_steps=12", "learning_rate=1e30", "save_steps=100")
-    assert code == train.DIVERGED
+    assert code == loop.DIVERGED
     assert flight["status"] == "failed"
     assert "nan" in flight["reason"] or "inf" in flight["reason"]
     assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-4"]
