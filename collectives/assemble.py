@@ -171,7 +171,19 @@ def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
                 "NCCL's shared-memory transport needs" if backend == "nccl" else "gloo does without, NCCL would need"
             )
             told.append(f"{host}: /dev/shm has {free} bytes free; {needs} at least {least} for {len(rows)} ranks")
+        told += _small_memlock(host, rows[0], backend)
     return told
+
+
+def _small_memlock(host: str, row: Mapping[str, Any], backend: str) -> list[str]:
+    """RDMA registers memory, which counts against the limit (NCCL user guide, troubleshooting: memlock unlimited)."""
+    if backend != "nccl" or row["memlock_bytes"] is None or not row["rdma"]:
+        return []
+    devices = ", ".join(row["rdma"])
+    return [
+        f"{host}: memlock is limited to {row['memlock_bytes']} bytes, and {devices} cannot register more: set it to "
+        "unlimited for the ranks (container: --ulimit memlock=-1 or the capability IPC_LOCK)"
+    ]
 
 
 def _ranks(ranks: Iterable[int], hello: Sequence[Mapping[str, Any]] = ()) -> str:

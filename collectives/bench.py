@@ -68,6 +68,7 @@ def _run_in(
         budget_seconds=spec.budget_seconds,
         limit_seconds=total,
         silence_seconds=spec.silence_seconds,
+        distinct_hosts=spec.distinct_hosts,
         step=spec.step,
         search=spec.search,
     )

@@ -71,6 +71,7 @@ class Plan:
     budget_seconds: float
     limit_seconds: float  # after which the collective itself gives up
     silence_seconds: float
+    distinct_hosts: bool = False
     step: StepPlan | None = None
     search: SearchPlan | None = None
 

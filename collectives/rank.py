@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import socket
 import sys
 import time
@@ -31,6 +32,8 @@ def main(path: str) -> None:
     journal = Journal(Path(plan.directory), number)
     pulse = Pulse(journal, number, world, host, reports=os.environ.get("LOCAL_RANK") == "0")
     journal.write("start", rank=number, world=world, host=host, pid=os.getpid())
+    if plan.distinct_hosts:
+        os.environ["NCCL_HOSTID"] = f"topoflight-{number}"
     import torch.distributed  # noqa: F401 - whole before the thread asks for it: imports of two threads trip
 
     pulse.start()
@@ -54,13 +57,15 @@ def _join(me: Rank, host: str) -> None:
     import torch.distributed as dist
 
     if me.plan.backend == "nccl":
+        if not torch.cuda.device_count():
+            raise RuntimeError(f"backend: nccl is not possible, torch {torch.__version__} sees no CUDA GPU; use gloo")
         local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         torch.cuda.set_device(local)
         me.device = f"cuda:{local}"
     dist.init_process_group("gloo", timeout=timedelta(seconds=me.plan.limit_seconds))
     me.control = dist.group.WORLD
     hello = {"rank": me.rank, "host": host, "versions": _versions(me), "environment": _environment()}
-    hello["shm_free_bytes"] = _shm_free_bytes()
+    hello |= {"shm_free_bytes": _shm_free_bytes(), "memlock_bytes": _memlock_bytes(), "rdma": _rdma_devices()}
     everyone: list[Any] = [None] * me.world
     dist.all_gather_object(everyone, hello, group=me.control)
     me.journal.write("joined", ranks=everyone if measure.speaks() else [])
@@ -107,6 +112,16 @@ def _shm_free_bytes() -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+def _memlock_bytes() -> int | None:
+    """Memory this rank may lock, which RDMA needs; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _rdma_devices() -> list[str]:
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))[:64]
 
 
 if __name__ == "__main__":

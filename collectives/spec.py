@@ -48,6 +48,7 @@ class BenchSpec:
     node_rank: int | None = None  # None: torchrun's rendezvous orders the hosts
     rendezvous: str | None = None  # "host:port", for several hosts
     host_name: str | None = None  # what results call this host; None is its own name
+    distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
     environment: Mapping[str, str] = field(default_factory=dict)  # for the ranks, on top of this process's own
     warmup: int = 5
     min_iterations: int = 10
