@@ -10,10 +10,10 @@ import re
 from typing import Final
 
 from collectives.evidence_channels import Channel, is_fragment, parse_channels
-from collectives.evidence_clean import MAX_LINE_BYTES
 from collectives.evidence_ledger import MAX_HOSTS, Ledger
 from collectives.nccl_warnings import HARMLESS, codes_of
 
+MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns must not run away on more
 MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
 _HEADER = re.compile(rb"NCCL (INFO|WARN|TRACE|ERROR|VERSION) ")
@@ -167,7 +167,7 @@ class LineReader:
         half, self._half = self._half, None
         if half is not None and line:
             message, host = half
-            joined = message + _LAUNCHER.sub(b"", line[:MAX_LINE_BYTES])
+            joined = (message + _LAUNCHER.sub(b"", line[:MAX_MESSAGE_BYTES]))[:MAX_MESSAGE_BYTES]
             self.ledger.facts.take_wrapped(joined, host)
             for code in codes_of(joined):
                 if code not in self.ledger.codes:
@@ -194,7 +194,8 @@ class LineReader:
 
     def _without_next_prefix(self, message: bytes) -> bytes:
         """The message without the prefix of the one glued to it: "PIX" of "PIXnode-1:10:20 [0] "."""
-        match = _NEXT_PREFIX.search(message)
+        start = max(0, len(message) - 300)
+        match = _NEXT_PREFIX.search(message, start)
         if match is None:
             return message
         name = match[1]
@@ -205,7 +206,7 @@ class LineReader:
     def _host(self, prefix: bytes, *, first: bool = True) -> bytes:
         host = self._prefixes.get(prefix)
         if host is None:
-            match = _HOST.search(prefix[-400:])
+            match = _HOST.search(prefix[-300:])
             host = match[1] if match else b""
             if len(self._prefixes) < MAX_SEEN and len(prefix) < 200:
                 self._prefixes[prefix] = host
@@ -224,6 +225,7 @@ class LineReader:
         if message in self._dull or (not warn and message.startswith(DULL_STARTS + _ORDERS)):
             return
         ledger = self.ledger
+        message = message[:MAX_MESSAGE_BYTES]
         shown = message if shown is None else shown
         facts = ledger.facts.take(message, host)
         for fact in facts:

@@ -115,7 +115,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     one_node = facts.nodes == 1
     if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
         found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
-    chosen = set(facts.networks)
+    chosen = set(facts.networks) | {name for name, row in ledger.networks.items() if row[0] > 0}
     if "Socket" in chosen and len(chosen) > 1 and not one_node:
         found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
     if inter is not None and len(layers_in_use(ledger)) > 1:

@@ -183,8 +183,14 @@ def _link_layer(ledger: Ledger) -> str | None:
 
 
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
-    lines = [row for rows in ledger.proof.values() for row in rows[:2]]
-    return tuple(sorted(lines, key=lambda row: row.line)[:MAX_PROOF])
+    """Channels between nodes first, then within a node, then what was announced."""
+    ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
+    lines = [
+        (min((rank for start, rank in ranks.items() if fact.startswith(start)), default=2), row.line, index, row)
+        for index, (fact, rows) in enumerate(ledger.proof.items())
+        for row in rows[:2]
+    ]
+    return tuple(row for *_, row in sorted(lines, key=lambda entry: entry[:3])[:MAX_PROOF])
 
 
 def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:

@@ -31,7 +31,9 @@ def _status(number: int, name: str) -> bytes:
 
 
 def _completion(number: int, name: str, code: str) -> Sign:
-    return Sign(b"ompletion", (code,), re.compile(rb"ompletion .*(?:" + _status(number, name) + rb")"))
+    return Sign(
+        b"ompletion", (code,), re.compile(rb"ompletion (?:from peer|with) ?.*(?:" + _status(number, name) + rb")")
+    )
 
 
 _ENOMEM = rb"Cannot allocate memory|ENOMEM|(?:error|errno|with) -?12\b"
@@ -51,7 +53,7 @@ SIGNS: tuple[Sign, ...] = (
     _sign(
         b"ompletion",
         "ib_completion_error",
-        pattern=rb"Got completion .*(?:error |status=)(?:IBV_WC_\w+\()?(?:[1236789]|1[4-9]|2[0-9])\b",
+        pattern=rb"Got completion (?:from peer|with) ?.*(?:error |status=)(?:IBV_WC_\w+\()?(?:[1236789]|1[4-9]|2[0-9])\b",
     ),
     # Verbs calls.
     _sign(b"ibv_reg_", "ib_reg_mr_failed", pattern=rb"ibv_reg_(?:dmabuf_)?mr\w* failed"),
