@@ -53,7 +53,8 @@ SIGNS: tuple[Sign, ...] = (
     _sign(
         b"ompletion",
         "ib_completion_error",
-        pattern=rb"Got completion (?:from peer|with) ?.*(?:error |status=)(?:IBV_WC_\w+\()?(?:[1236789]|1[4-9]|2[0-9])\b",
+        pattern=rb"Got completion (?:from peer|with) ?.*(?:error |status=)"
+        rb"(?:IBV_WC_\w+\()?(?:[1236789]|1[4-9]|2[0-9])\b",
     ),
     # Verbs calls.
     _sign(b"ibv_reg_", "ib_reg_mr_failed", pattern=rb"ibv_reg_(?:dmabuf_)?mr\w* failed"),
