@@ -20,9 +20,16 @@ class PciTree:
 
     def __init__(self, devices: Iterable[PciDevice]) -> None:
         self.devices = {device.bus_id: device for device in devices}
+        self._above: dict[str, tuple[str, ...]] = {}  # asked once for every pair of a device
+        self._slots: dict[str, float | None] = {}
 
     def above(self, bus_id: str) -> tuple[str, ...]:
         """Bridges from the root port down to the device's own port."""
+        if bus_id not in self._above:
+            self._above[bus_id] = self._chain(bus_id)
+        return self._above[bus_id]
+
+    def _chain(self, bus_id: str) -> tuple[str, ...]:
         chain: list[str] = []
         device = self.devices.get(bus_id)
         while device and device.parent and device.parent not in chain and len(chain) < _DEEPEST:
@@ -50,7 +57,14 @@ class PciTree:
 
     def slot_bytes_per_second(self, bus_id: str | None) -> float | None:
         """NCCL's plan of the device's own link: the most that device and port can do together, as NCCL reads it."""
-        device = self.devices.get(bus_id or "")
+        if bus_id is None:
+            return None
+        if bus_id not in self._slots:
+            self._slots[bus_id] = self._slot(bus_id)
+        return self._slots[bus_id]
+
+    def _slot(self, bus_id: str) -> float | None:
+        device = self.devices.get(bus_id)
         if device is None:
             return None
         speed, width = _most(device)
