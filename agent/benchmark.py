@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +9,12 @@ from typing import Any
 from agent import units
 from agent.advise import Request
 from agent.output import Progress
-from collectives.bench import BenchSpec, Expectation
+from collectives.calibrate import CalibrationRequest, calibrate
+from collectives.shape import AXES, StepShape, step_plan
+from collectives.spec import BenchSpec, Expectation, SpecError
 from planner.calibration import Calibration, parse_calibration
+from planner.models import model_named
+from planner.weights import weights
 from probes.api import Snapshot
 from probes.gpu import GpuFacts
 from topology.build import build
@@ -27,6 +28,9 @@ EMBEDDED_REQUEST: dict[str, Any] = {
     "sequence_length": 128,
     "global_batch": 16,
 }
+
+REPLAY_TOKENS = 2048  # of the micro-batch whose activations are replayed
+MOST_DEGREE = 65536
 
 
 def default_ranks(found: Sequence[Snapshot]) -> int:
@@ -89,8 +93,6 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
 
 def percent(text: str) -> float:
     """ "5%" or "0.05" as a ratio."""
-    from collectives.bench import SpecError
-
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
@@ -107,31 +109,25 @@ def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:
     return event
 
 
-def calibration(model: str, *, sequence_length: int, budget_seconds: float, ranks: int | None = None) -> Calibration:
-    """Measure in child processes (they import torch; this process must not). Raises RuntimeError with their words."""
-    words = [sys.executable, "-m", "collectives.calibrate", "--shape", json.dumps(shape(model)),
-             "--sequence-length", str(sequence_length), "--budget", str(budget_seconds),
-             "--ranks", str(ranks or 1)]  # fmt: skip
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=budget_seconds + 120, check=False)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no answer within {budget_seconds + 120:.0f} s") from None
-    if done.returncode != 0:
-        raise RuntimeError(
-            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-        )
-    return parse_calibration(json.loads(done.stdout))
+def calibration(
+    model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool
+) -> Calibration:
+    """Measure in child processes (they import torch; this process must not).
+
+    `tokens` is one micro-batch. Raises RuntimeError with the children's words, ModelError for an unknown model.
+    """
+    shape = model_named(model)
+    request = CalibrationRequest(
+        hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
+        device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
+    )  # fmt: skip
+    return parse_calibration(calibrate(request, timeout_seconds=budget_seconds))
 
 
-def shape(model: str) -> dict[str, int]:
-    """The numbers of a known model that the measurement needs."""
-    from planner.models import model_named
-
-    found = model_named(model)
-    return {
-        "hidden": found.hidden, "ffn": found.ffn, "heads": found.heads, "kv_heads": found.kv_heads,
-        "head_dim": found.head_dim, "vocab": found.vocab,
-    }  # fmt: skip
+def has_gpu(found: Sequence[Snapshot]) -> bool:
+    """Whether any of these hosts shows a GPU."""
+    return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
 
 
 def flight_request(given: Mapping[str, Any]) -> Request:
@@ -143,6 +139,42 @@ def flight_request(given: Mapping[str, Any]) -> Request:
     return replace(request, **EMBEDDED_REQUEST) if request.model is None else request
 
 
-def replay(form: str, options: Mapping[str, Any]) -> int:
-    """Replay one training step's communication in its process groups."""
-    raise NotImplementedError
+def step_shape(model: str, layout: str) -> StepShape:
+    """What one training step of `model` moves under "dp_shard=2,tp=1,..."; bf16, one micro-batch of 2048 tokens."""
+    degrees = parse_degrees(layout)
+    shape = model_named(model)
+    counts = weights(shape)
+    tp, pp = degrees.get("tp", 1), degrees.get("pp", 1)
+    activation = 2 * REPLAY_TOKENS * shape.hidden
+    return StepShape(
+        **{axis: degrees.get(axis, 1) for axis in AXES},
+        layers=-(-counts.layers // pp),
+        fsdp_layer_bytes=2 * counts.layer // tp if degrees.get("dp_shard", 1) > 1 else 0,
+        replica_reduce_bytes=2 * counts.layer // tp // degrees.get("dp_shard", 1),
+        tp_activation_bytes=activation if tp > 1 else 0,
+        pp_activation_bytes=activation if pp > 1 else 0,
+        micro_batches=degrees.get("micro_batches", 1),
+    )
+
+
+def parse_degrees(text: str) -> dict[str, int]:
+    """ "dp_shard=2,tp=4" as numbers; SpecError names what is wrong."""
+    degrees: dict[str, int] = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in (*AXES, "micro_batches") or not value.isdigit() or not 1 <= int(value) <= MOST_DEGREE:
+            allowed = ", ".join((*AXES, "micro_batches"))
+            raise SpecError(f"layout: {word!r} is not allowed; allowed: NAME=NUMBER with NAME one of {allowed}")
+        degrees[name] = int(value)
+    return degrees
+
+
+def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
+    """The benchmark that replays one step's communication in its own process groups, in place of a sweep."""
+    shape = step_shape(model, layout)
+    if shape.world_size != spec.world_size:
+        raise SpecError(
+            f"layout: {layout!r} has {shape.world_size} ranks, {spec.world_size} would run; "
+            "allowed: degrees that multiply to --ranks x --nodes"
+        )
+    return replace(spec, step=step_plan(shape), sizes_bytes=spec.sizes_bytes or (spec.min_bytes,))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from agent.gate import EXIT_TOOL_ERROR, EXIT_USAGE
+from agent.exits import EXIT_TOOL_ERROR, EXIT_USAGE
 from agent.version import VERSION
 
 VERBS: dict[str, tuple[str, str]] = {

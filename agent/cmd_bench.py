@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from agent import terminal, units
-from agent.gate import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR, EXIT_WARNED
+from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR, EXIT_WARNED
 from agent.output import Progress, console, emit, format_option, render
 from agent.report import write_atomic
 from collectives.results import BenchResult
@@ -46,21 +46,21 @@ def bench(form: str, save: Path | None, **options: Any) -> None:
 
     Exit code 0 measured and verified, 3 wrong data or an incomplete run.
     """
-    from agent.benchmark import spec_of, watch
+    from agent.benchmark import replay_spec, spec_of, watch
     from collectives.bench import SpecError, run
     from collectives.lock import BusyError
+    from planner.models import ModelError
 
-    if options["model"]:
-        from agent.benchmark import replay
-
-        sys.exit(replay(form, options))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     progress = Progress()
     try:
         spec = spec_of(options)
+        if options["model"]:
+            spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
+        progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
         result = run(spec, watch(progress), stop)
-    except SpecError as error:
+    except (SpecError, ModelError) as error:
         raise click.UsageError(str(error)) from None
     except BusyError as error:
         raise click.ClickException(str(error)) from None
@@ -112,19 +112,37 @@ def evidence(source: str, ports: tuple[str, ...], fail_on: str, form: str) -> No
 @click.command()
 @click.option("--model", default="tiny-llama", show_default=True, help="Shapes to measure: a known model name.")
 @click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))
+@click.option(
+    "--tokens", default=None, type=click.IntRange(1, 1 << 22), help="Of one micro-batch. Default: one sequence."
+)
+@click.option("--method", default="lora", type=click.Choice(["full", "lora"]), show_default=True)
 @click.option("--budget", default=90.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds.")
 @click.option(
     "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
 )
 @click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
-def calibrate(model: str, sequence_length: int, budget: float, ranks: int | None, target: Path | None) -> None:
+def calibrate(
+    model: str,
+    sequence_length: int,
+    tokens: int | None,
+    method: str,
+    budget: float,
+    ranks: int | None,
+    target: Path | None,
+) -> None:
     """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""
-    from agent.benchmark import calibration
+    from agent.benchmark import calibration, default_ranks, has_gpu
+    from agent.hosts import snapshots
 
+    found_hosts = snapshots(())
+    copies = ranks or default_ranks(found_hosts)
     progress = Progress()
-    progress.step(f"calibrating for {model}, up to {units.seconds(budget)}")
+    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(budget)}")
     try:
-        found = calibration(model, sequence_length=sequence_length, budget_seconds=budget, ranks=ranks)
+        found = calibration(
+            model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
+            ranks=copies, method=method, gpu=has_gpu(found_hosts),
+        )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except RuntimeError as error:

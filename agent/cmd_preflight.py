@@ -11,7 +11,8 @@ import click
 
 from agent import pages, terminal
 from agent.advise import Request
-from agent.gate import EXIT_FAILED, EXIT_PASS, GateError
+from agent.exits import EXIT_FAILED, EXIT_PASS
+from agent.gate import GateError
 from agent.hosts import host_option, root_option
 from agent.output import Progress, console, render
 from agent.report import Report, junit, write_atomic, write_folder

@@ -11,18 +11,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
 
 Status = Literal["pass", "info", "unknown", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
-
-EXIT_PASS = 0
-EXIT_TOOL_ERROR = 1
-EXIT_USAGE = 2
-EXIT_FAILED = 3
-EXIT_WARNED = 4
-EXIT_UNKNOWN = 5
 
 FailOn = Literal["fail", "warn", "unknown"]
 

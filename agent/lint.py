@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from planner.lint import lint
 
 from agent.advise import version
-from agent.gate import EXIT_FAILED, EXIT_PASS, Check
+from agent.exits import EXIT_FAILED, EXIT_PASS
+from agent.gate import Check
 from collectives.evidence import read
+from planner.lint import lint
 from planner.lint_sources import EnvironmentTextError, NamedEnvironment, read_environment
 from probes.api import Snapshot
 

@@ -23,6 +23,9 @@ from planner.advice import Recommendation
 from planner.calibration import Calibration
 from probes.api import Snapshot
 
+CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
+CALIBRATION_SECONDS = 120.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -106,22 +109,31 @@ def _measure(
         return None, None
     if not options.fly:
         return result, None
-    model = options.request.model or benchmark.EMBEDDED_MODEL
+    request = _request(options)
+    model = request.model or benchmark.EMBEDDED_MODEL
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
-        length = options.request.sequence_length
-        return result, benchmark.calibration(model, sequence_length=length, budget_seconds=30.0, ranks=ranks)
+        tokens = request.sequence_length * max(1, (request.global_batch or ranks) // ranks)
+        return result, benchmark.calibration(
+            model, sequence_length=request.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.method, gpu=benchmark.has_gpu(found),
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         notes.append(f"not calibrated: {error}")
         return result, None
 
 
+def _request(options: Options) -> Request:
+    """The question to the planner; a flight without a named model flies the embedded job."""
+    if options.fly and options.request.model is None:
+        return replace(options.request, **benchmark.EMBEDDED_REQUEST)
+    return options.request
+
+
 def _recommend(
     options: Options, found: Sequence[Snapshot], result: BenchResult | None, calibration: Calibration | None
 ) -> Recommendation:
-    request = options.request
-    if options.fly and request.model is None:
-        request = replace(request, **benchmark.EMBEDDED_REQUEST)
+    request = _request(options)
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
     advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
     return with_fsdp(advice) if options.fly and options.request.model is None else advice

@@ -171,6 +171,13 @@ def bench(out: Console, result: BenchResult) -> None:
     where = f"{result.world_size} {result.backend} ranks on {', '.join(sorted(set(result.hosts))) or 'this host'}"
     out.print(f"\n[bold]Measured[/bold], {escape(where)}")
     out.print(rows)
+    if result.step is not None:
+        pieces = table("one training step", "bytes", "calls", "ranks", "time")
+        for part in result.step.parts:
+            moved, time = units.size(part.bytes), units.seconds(part.median_seconds)
+            pieces.add_row(part.name, moved, str(part.times), str(part.group_ranks), time)
+        out.print(pieces)
+        out.print(f"communication of the step, nothing hidden: {units.seconds(result.step.median_seconds)}")
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:
