@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives import evidence
+from collectives import evidence, evidence_lines, evidence_problems
 from collectives.evidence_codes import CODES
 from collectives.nccl_warnings import SIGNS
 
@@ -306,13 +306,18 @@ def test_what_the_plugin_sets_is_not_the_users() -> None:
 def test_codes_are_documented() -> None:
     """The table in docs/evidence.md is the table of the code, row by row."""
     text = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
-    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
-    assert [(code.strip().strip("`"), severity.strip()) for code, severity in rows] == [
-        (code, meaning.severity) for code, meaning in CODES.items()
-    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [[f"`{code}`", m.severity, m.message, m.action] for code, m in CODES.items()]
 
 
 def test_every_sign_has_a_meaning() -> None:
     """No text leads to a code without an action."""
     assert {code for sign in SIGNS for code in sign.codes} <= CODES.keys()
     assert {meaning.severity for meaning in CODES.values()} == {"info", "warn", "fail"}
+
+
+def test_every_code_can_be_reached() -> None:
+    """A code that nothing gives is no vocabulary."""
+    given = {code for sign in SIGNS for code in sign.codes}
+    source = Path(evidence_problems.__file__).read_text() + Path(evidence_lines.__file__).read_text()
+    assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
