@@ -173,7 +173,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     if not config.use_peft:
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        return {"model": str(folder / "model")}
+        return {"saved_model": str(folder / "model")}
     made = {"adapter": str(folder / "adapter")}
     if config.model_name_or_path.startswith("random:"):
         # Random weights are nowhere else: keep them, so that the adapter has a model to go on.

@@ -162,6 +162,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
     code, flight = fly(tmp_path / "roomy", *whole_model)
     assert code == 0
+    assert (Path(flight["saved_model"]) / "model.safetensors").is_file()
+    assert flight["model"]["trainable"] == flight["model"]["parameters"]
     assert "resumed from checkpoint-4" in "".join(flight["notes"])
 
 
