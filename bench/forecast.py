@@ -280,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good = {id(row) for row in timed(rows)}
     scored = [a for a in answers if id(a.row) in good]
     print(f"{len(rows)} rows read, {len(scored)} with a time to score, "
-          f"{sum(1 for r in rows if r.doubtful)} set aside by their own notes")  # fmt: skip
+          f"{sum(1 for r in rows if r.doubtful and r.seconds)} set aside (their note, or more FLOP/s than the GPU "
+          "reaches)")  # fmt: skip
     for reason, count in skipped.items():
         print(f"skipped {count}: {reason}")
     if scored:

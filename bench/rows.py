@@ -176,6 +176,8 @@ def read_memory(raw: Raw) -> tuple[float | None, str]:
     if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in (raw.get("note") or ""):
         return None, ""  # without the tokens of a micro-batch there is nothing to compare
     unit = 1e9 if kind.startswith("gb ") else 1024.0**3
+    if "torchtune" in (raw.get("framework") or ""):  # logs torch.cuda.max_memory_allocated
+        return value * unit, "tensors"
     if "model:" in kind or "active" in kind or "alloc" in kind or "max over run" in kind:
         return value * unit, "tensors"
     return value * unit, "device" if "smi" in kind else "reserved"

@@ -150,7 +150,7 @@ def forecast_of(
     }
     return Forecast(
         step_seconds=interval(candidate.seconds, sigma),
-        memory_bytes=interval(memory.total * memory_scale, SIGMA_MEMORY if job.rates.how != "assumed" else 0.25),
+        memory_bytes=interval(memory.total * memory_scale, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,
         dominant=dominant_words(parts, job.links, layout),

@@ -91,8 +91,8 @@ def pod_env(request: Request) -> str:
     if request.on_gpu:
         limits["nvidia.com/gpu"] = str(request.ranks_per_node)
     for need in request.needs:
-        if need.name == "resource" and "=" in need.value:
-            key, _, value = need.value.partition("=")
+        key, colon, value = need.value.rpartition(": ")
+        if need.name == "resource" and colon and "*" not in key:  # a wildcard is the user's to name
             limits[key] = value
     if limits:
         data["resources"] = {"limits": limits}

@@ -150,16 +150,23 @@ def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     size = min(sizes) if sum(sizes) == len(node.gpus) else 1
     derived = _expected(node, "island")
-    if derived:
-        return size, Speed(bytes_per_second=derived, how="derived", link="NVLink", why="topology")
-    table = _table_busbw(gpu, size)
-    if table and gpu and gpu.interconnect == "NVLink":
-        return size, Speed(bytes_per_second=table, how="derived", link="NVLink", why=f"measured on other {gpu.name}")
+    table = _table_busbw(gpu, size) if gpu and gpu.interconnect == "NVLink" else None
+    if derived or table:
+        return size, _lower(derived, table, "NVLink", gpu)
     links = max((p.nvlinks for p in node.pairs), default=0)
     plan = nvlink_plan_bytes_per_second(links, gpu.compute_capability if gpu else None)
     if plan:
         return size, Speed(bytes_per_second=plan * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9")
     return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="NVLink")
+
+
+def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:
+    """The lower of what the topology allows and what the same GPUs were measured to reach elsewhere."""
+    if derived is not None and (table is None or derived <= table):
+        return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
+    name = gpu.name if gpu else "GPU"
+    how = "derived" if link == "NVLink" else "assumed"  # PCIe differs from box to box
+    return Speed(bytes_per_second=table or 0.0, how=how, link=link, why=f"measured on other {name}")
 
 
 def _table_busbw(gpu: Gpu | None, size: int) -> float | None:
@@ -172,11 +179,9 @@ def _node_speed(node: NodeTopology, gpu: Gpu | None, island: Speed, island_size:
     if island_size >= len(node.gpus) > 1:
         return island
     derived = _expected(node, "node")
-    if derived:
-        return Speed(bytes_per_second=derived, how="derived", link="PCIe", why="topology")
     table = _table_busbw(gpu, len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
-    if table and gpu:
-        return Speed(bytes_per_second=table, how="assumed", link="PCIe", why=f"measured on another {gpu.name} box")
+    if derived or table:
+        return _lower(derived, table, "PCIe", gpu)
     return Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
 
 

@@ -135,7 +135,8 @@ def memory_parts(
 
     gathered = 0.0
     if zero == 3 and by > 1:
-        unit = 2.0 * max(layer, ends / 2.0) / layout.tp
+        wide = NF4_BYTES if train.method == "qlora" else 2.0  # frozen 4-bit weights travel as they are
+        unit = max(wide * layer, ends) / layout.tp
         # This unit and the one prefetched, and the unit's whole gradient before it is scattered.
         gathered = (2.0 * unit if layout.reshard_after_forward else 2.0 * local) + (0.0 if lora else unit)
 

@@ -135,6 +135,9 @@ def plan(
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append("device memory unknown: nothing was rejected for its memory")
+    capability = _capability(cluster)
+    if precision == "bf16" and capability is not None and capability < (8, 0):
+        unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
         f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
         for speed in (links.node, links.network)
@@ -145,7 +148,7 @@ def plan(
                 host_adam_bytes_per_second=adam),
         question=Question(
             model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,
-            compute_capability=_capability(cluster),
+            compute_capability=capability,
         ),
         world=world,
         global_batch=_batch(train, world, unknowns),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config import parse_config
+from finetune.plan import settle_layout
 from planner import machines
 from planner.advice import Reason, Setting
 from planner.exports import ExportError, Request, export, formats, request_of
@@ -86,7 +88,6 @@ def test_deepspeed_gives_the_published_configuration_back() -> None:
 
 def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
     """The job's own reader settles on exactly the recommended layout."""
-    config = pytest.importorskip("finetune.config", reason="the fine-tune job is not in this checkout")
     for machine, nodes, train in (
         ("dgx-h100", 2, TrainSpec(method="full", global_batch=64, sequence_length=4096)),
         ("2xa40-roce", 2, TrainSpec(method="lora", global_batch=128, sequence_length=1024)),
@@ -95,8 +96,8 @@ def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
         answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), train)
         assert answer.chosen is not None
         wanted = request_of(answer, ranks_per_node=machines.machine(machine).gpus)
-        settings, _, _ = config.parse_config(yaml.safe_load(export("finetune", wanted)))
-        assert config.settle_layout(settings, None, answer.chosen.layout.world_size, True) == answer.chosen.layout
+        settings, _, _ = parse_config(yaml.safe_load(export("finetune", wanted)))
+        assert settle_layout(settings, None, answer.chosen.layout.world_size, True) == answer.chosen.layout
 
 
 def test_accelerate_reads_its_file(tmp_path: Path) -> None:
