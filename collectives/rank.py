@@ -8,9 +8,10 @@ import resource
 import socket
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from collectives import measure, replay, search
 from collectives.faults import parse_faults
@@ -42,13 +43,22 @@ def main(path: str) -> None:
     try:
         _join(me, host)
         _work(me)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - told in the journal and on stderr, and ends the process
         journal.write("error", why=f"{type(error).__name__}: {error}"[:2000], arrived=pulse.arrived, where=pulse.where)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             # The rank that died may be on another host: stay long enough to see whose beat has stopped.
             time.sleep(2 * MISSED_BEATS * BEAT_SECONDS)
-        raise
+        traceback.print_exc()
+        _leave(1)
     journal.write("end")
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """Leave at once: a thread that is inside torch's store while the interpreter is torn down aborts the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _join(me: Rank, host: str) -> None:
