@@ -5,12 +5,30 @@ Specification: NVML API reference. Counters and modes that a GPU does not suppor
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from probes import sysfs
 from probes.api import UnavailableError
+from probes.gpu_decode import (
+    ANCESTORS,
+    COMPUTE_MODES,
+    FABRIC,
+    P2P,
+    THROTTLE_REASONS,
+    cpu_list,
+    fabric_clique,
+    fabric_degraded,
+    flag,
+    named,
+    non_negative,
+    pair_of_ints,
+    processes,
+    ratio,
+)  # fmt: skip
 from probes.gpu_links import nvlinks
-from probes.gpu_types import Gpu, GpuFacts, GpuPair, GpuProcess
+from probes.gpu_types import Gpu, GpuFacts, GpuPair
 from probes.host import GpuHandle, Host, NvmlError
 from probes.nvml import sysfs_bus_id
 
@@ -19,25 +37,7 @@ AFFINITY_WORDS = 32  # of 64 CPUs each: Linux' largest NR_CPUS on x86 is 8192, t
 
 _NO_DRIVER = {"LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH"}
 _LOST = {"GPU_IS_LOST", "RESET_REQUIRED"}
-_ANCESTORS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
-_P2P = (  # nvmlGpuP2PStatus_t
-    "ok", "chipset_not_supported", "gpu_not_supported", "topology_not_supported", "disabled_by_regkey",
-    "not_supported", "unknown",
-)  # fmt: skip
-_FABRIC = ("not_supported", "not_started", "in_progress", "completed")  # nvmlGpuFabricState_t
-_COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
 _C2C_LINK_COUNT = 170  # NVML_FI_DEV_C2C_LINK_COUNT
-_NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, of a process' memory
-THROTTLE_REASONS = {  # nvmlClocksEventReason*; idle (bit 0) is no throttling
-    0x2: "applications_clocks",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal",
-    0x40: "hw_thermal",
-    0x80: "hw_power_brake",
-    0x100: "display_clocks",
-}
 
 
 class _Asker:
@@ -70,16 +70,18 @@ class _Asker:
 
 def read(host: Host) -> GpuFacts:
     """Ask everything. Raises UnavailableError where there is neither a driver nor an NVIDIA GPU."""
-    on_bus = pci_gpus(host)
+    addresses = pci_gpus(host)
+    on_bus = None if addresses is None else len(addresses)
     try:
         count = host.nvml("nvmlDeviceGetCount")
     except NvmlError as error:
-        if error.name not in _NO_DRIVER or not on_bus:
-            raise UnavailableError(f"no NVIDIA GPU that NVML can see ({error})") from None
+        if error.name in _NO_DRIVER and not on_bus:
+            raise UnavailableError(f"no NVIDIA GPU on the PCI bus, and no driver ({error})") from None
         return GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error=error.name, pci_gpus=on_bus)
     if not isinstance(count, int) or not 0 <= count <= GPUS_MAX:
         raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {GPUS_MAX}")
-    gpus = tuple(_gpu(host, index) for index in range(count))
+    xids = _xids(host)
+    gpus = _placed(tuple(_gpu(host, index, xids) for index in range(count)), addresses or (), xids)
     answering = [gpu.index for gpu in gpus if gpu.error is None]
     return GpuFacts(
         driver_version=_driver_text(host, "nvmlSystemGetDriverVersion"),
@@ -90,18 +92,34 @@ def read(host: Host) -> GpuFacts:
     )
 
 
-def pci_gpus(host: Host) -> int | None:
-    """How many NVIDIA display functions (vendor 0x10de, class 0x03xxxx) the PCI bus has; None without sysfs."""
+def pci_gpus(host: Host) -> tuple[str, ...] | None:
+    """NVIDIA display functions (vendor 0x10de, class 0x03xxxx) on the PCI bus; None without sysfs."""
     try:
         devices = host.list_dir("/sys/bus/pci/devices")
     except OSError:
         return None
-    found = 0
-    for device in devices:
-        folder = f"/sys/bus/pci/devices/{device}"
-        if sysfs.number(host, f"{folder}/vendor") == 0x10DE:
-            found += ((sysfs.number(host, f"{folder}/class") or 0) >> 16) == 0x03
-    return found
+    folder = "/sys/bus/pci/devices"
+    return tuple(
+        device
+        for device in devices
+        if sysfs.number(host, f"{folder}/{device}/vendor") == 0x10DE
+        and (sysfs.number(host, f"{folder}/{device}/class") or 0) >> 16 == 0x03
+    )
+
+
+def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
+    """A lost GPU does not tell where it is; where it is the only one, it is at the address that is left over."""
+    lost = [gpu for gpu in gpus if gpu.bus_id is None]
+    left = set(addresses) - {gpu.bus_id for gpu in gpus}
+    if len(lost) != 1 or len(left) != 1:
+        return gpus
+    bus_id = left.pop()
+    found = replace(lost[0], bus_id=bus_id, xids=_of(xids, bus_id))
+    return tuple(found if gpu is lost[0] else gpu for gpu in gpus)
+
+
+def _of(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
+    return None if xids is None or bus_id is None else tuple(xids.get(bus_id.partition(".")[0], ()))
 
 
 def _driver_text(host: Host, symbol: str) -> str | None:
@@ -119,14 +137,27 @@ def _cuda_version(host: Host) -> str | None:
     return f"{number // 1000}.{number % 1000 // 10}" if isinstance(number, int) else None
 
 
-def _gpu(host: Host, index: int) -> Gpu:
+def _xids(host: Host) -> dict[str, list[int]] | None:
+    """By bus id without the function, as the driver prints it: "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen ..."."""
+    try:
+        lines = host.kernel_log("NVRM: Xid")
+    except OSError:
+        return None
+    found: dict[str, list[int]] = {}
+    for line in lines:
+        if match := re.search(r"NVRM: Xid \(PCI:([0-9a-f:]{8,16})\): (\d{1,4})\b", line, re.ASCII | re.IGNORECASE):
+            found.setdefault(match[1].lower(), []).append(int(match[2]))
+    return found
+
+
+def _gpu(host: Host, index: int, xids: dict[str, list[int]] | None) -> Gpu:
     ask = _Asker(host, GpuHandle(index))
     try:
         pci = host.nvml("nvmlDeviceGetPciInfo", ask.handle)
     except NvmlError as error:
         return Gpu(index=index, bus_id=None, error=f"{error.name} ({error.symbol})")
     bus_id = sysfs_bus_id(pci["busId"])
-    capability = _pair_of_ints(ask("nvmlDeviceGetCudaComputeCapability"))
+    capability = pair_of_ints(ask("nvmlDeviceGetCudaComputeCapability"))
     known, links = nvlinks(host, ask.handle, capability)
     fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
     remapped = ask("nvmlDeviceGetRemappedRows") or (None, None, None, None)
@@ -141,7 +172,7 @@ def _gpu(host: Host, index: int) -> Gpu:
         memory_used_bytes=ask.field("nvmlDeviceGetMemoryInfo", "used"),
         compute_capability=capability,
         numa_node=_numa_node(ask, bus_id),
-        gpu_numa_node=_non_negative(ask.count("nvmlDeviceGetNumaNodeId")),
+        gpu_numa_node=non_negative(ask.count("nvmlDeviceGetNumaNodeId")),
         cpu_affinity=cpu_list(ask("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
         nvlinks=links,
         nvlinks_known=known,
@@ -153,14 +184,14 @@ def _gpu(host: Host, index: int) -> Gpu:
         bar1_bytes=ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
         mig_enabled=bool(mig[0]) if mig else None,
         c2c_links=_c2c_links(ask),
-        fabric_state=_named(_FABRIC, fabric.get("state")),
-        fabric_clique=_fabric_clique(fabric),
-        fabric_degraded=_fabric_degraded(fabric.get("healthMask")),
+        fabric_state=named(FABRIC, fabric.get("state")),
+        fabric_clique=fabric_clique(fabric),
+        fabric_degraded=fabric_degraded(fabric.get("healthMask")),
         ecc_uncorrected=ask.count("nvmlDeviceGetTotalEccErrors", 1, 0),
         ecc_corrected=ask.count("nvmlDeviceGetTotalEccErrors", 0, 0),
         remapped_rows_uncorrectable=remapped[1],
-        remapping_pending=_flag(remapped[2]),
-        remapping_failed=_flag(remapped[3]),
+        remapping_pending=flag(remapped[2]),
+        remapping_failed=flag(remapped[3]),
         retired_pages=_retired_pages(ask),
         temperature_celsius=ask.number("nvmlDeviceGetTemperature", 0),
         temperature_slowdown_celsius=ask.number("nvmlDeviceGetTemperatureThreshold", 1),
@@ -170,10 +201,11 @@ def _gpu(host: Host, index: int) -> Gpu:
         sm_clock_hertz=ask.number("nvmlDeviceGetClockInfo", 1, scale=1e6),
         sm_clock_max_hertz=ask.number("nvmlDeviceGetMaxClockInfo", 1, scale=1e6),
         throttle_reasons=_throttle_reasons(ask),
-        utilization_ratio=_ratio(ask.field("nvmlDeviceGetUtilizationRates", "gpu")),
-        persistence_mode=_flag(ask("nvmlDeviceGetPersistenceMode")),
-        compute_mode=_named(_COMPUTE_MODES, ask("nvmlDeviceGetComputeMode")),
-        processes=_processes(ask("nvmlDeviceGetComputeRunningProcesses")),
+        utilization_ratio=ratio(ask.field("nvmlDeviceGetUtilizationRates", "gpu")),
+        persistence_mode=flag(ask("nvmlDeviceGetPersistenceMode")),
+        compute_mode=named(COMPUTE_MODES, ask("nvmlDeviceGetComputeMode")),
+        processes=processes(ask("nvmlDeviceGetComputeRunningProcesses")),
+        xids=_of(xids, bus_id),
         error=ask.lost,
     )
 
@@ -182,36 +214,18 @@ def _pair(host: Host, a: int, b: int) -> GpuPair:
     ask = _Asker(host, GpuHandle(a))
     level = ask("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b))
     read_, write, nvlink, atomics, pcie = (
-        _named(_P2P, ask("nvmlDeviceGetP2PStatus", GpuHandle(b), capability)) for capability in range(5)
+        named(P2P, ask("nvmlDeviceGetP2PStatus", GpuHandle(b), capability)) for capability in range(5)
     )
     return GpuPair(
         a=a,
         b=b,
-        ancestor=_ANCESTORS.get(level) if isinstance(level, int) else None,
+        ancestor=ANCESTORS.get(level) if isinstance(level, int) else None,
         p2p_read=read_,
         p2p_write=write,
         p2p_nvlink=nvlink,
         p2p_atomics=atomics,
         p2p_pcie=pcie,
     )
-
-
-def cpu_list(words: Any) -> str | None:
-    """A bit mask of 64-bit words as "0-47,96-143"; None where it is empty."""
-    if not words:
-        return None
-    cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
-    return _runs(cpus) or None
-
-
-def _runs(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _numa_node(ask: _Asker, bus_id: str | None) -> int | None:
@@ -228,19 +242,6 @@ def _c2c_links(ask: _Asker) -> int | None:
     return values[0] if values else None
 
 
-def _fabric_clique(fabric: dict[str, Any]) -> str | None:
-    """None for the all-zero cluster id of a single NVSwitch host: two such hosts share no domain."""
-    cluster = bytes(fabric.get("clusterUuid") or ())
-    if fabric.get("state") != 3 or not any(cluster):
-        return None
-    return f"{cluster.hex()}/{fabric['cliqueId']}"
-
-
-def _fabric_degraded(mask: int | None) -> bool | None:
-    """Bits 0 and 1 of the health mask: 1 degraded, 2 not, 0 unknown."""
-    return {1: True, 2: False}.get(mask & 3) if mask is not None else None
-
-
 def _retired_pages(ask: _Asker) -> int | None:
     """Pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
@@ -252,33 +253,3 @@ def _throttle_reasons(ask: _Asker) -> tuple[str, ...] | None:
     if mask is None:  # the older spelling is answered by every driver so far, but it is the one to go
         mask = ask("nvmlDeviceGetCurrentClocksEventReasons")
     return None if mask is None else tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)
-
-
-def _processes(answer: Any) -> tuple[GpuProcess, ...] | None:
-    if answer is None:
-        return None
-    return tuple(GpuProcess(pid=p["pid"], memory_bytes=_memory(p["usedGpuMemory"])) for p in answer)
-
-
-def _memory(value: int | None) -> int | None:
-    return None if value == _NOT_AVAILABLE else value
-
-
-def _named(names: tuple[str, ...], number: Any) -> str | None:
-    return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
-
-
-def _flag(value: Any) -> bool | None:
-    return None if value is None else bool(value)
-
-
-def _ratio(percent: Any) -> float | None:
-    return percent / 100 if isinstance(percent, int) and 0 <= percent <= 100 else None
-
-
-def _non_negative(number: int | None) -> int | None:
-    return number if number is not None and number >= 0 else None
-
-
-def _pair_of_ints(answer: Any) -> tuple[int, int] | None:
-    return (answer[0], answer[1]) if answer else None

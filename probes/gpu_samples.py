@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from probes.api import Metric, Sample
-from probes.gpu_read import THROTTLE_REASONS
+from probes.gpu_decode import THROTTLE_REASONS
 from probes.gpu_types import Gpu, GpuFacts
 from probes.nvml import nvml_bus_id
 

@@ -70,6 +70,9 @@ class Gpu:
     persistence_mode: bool | None = None
     compute_mode: str | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    xids: tuple[int, ...] | None = (
+        None  # in the kernel's log ("NVRM: Xid"), oldest first; None where it is not readable
+    )
     error: str | None = None
 
 

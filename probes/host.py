@@ -88,5 +88,11 @@ class Host(Protocol):
         Raises OSError from the library, ImportError where pyverbs is not installed.
         """
 
+    def kernel_log(self, word: str) -> tuple[str, ...]:
+        """The newest lines of the kernel's log that contain the word, oldest first.
+
+        Raises OSError where the log may not be read (CAP_SYSLOG).
+        """
+
     def cpu(self) -> dict[str, Json]:
         """psutil's numbers: logical and physical count, load average, total and available memory in bytes."""

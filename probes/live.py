@@ -5,6 +5,7 @@ Specification: path_resolution(7); rtnetlink(7) through pyroute2. What is heavy 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import platform
@@ -24,6 +25,8 @@ ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|CUDA_VISIBL
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 _LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
+_SYSLOG_ACTION_READ_ALL = 3  # leaves the log as it is
+_LOG_BYTES, _LOG_LINES = 1 << 20, 256  # kernels keep 128 KiB to 1 MiB; a failing GPU repeats itself
 _ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
 _FOLDERS_SECONDS = 5.0  # longer than the files of one scan take, shorter than the time between two
 _LEFT_OUT = {"attrs", "header", "event", "__align", "UNKNOWN", "IFLA_AF_SPEC", "IFLA_MAP", "IFLA_STATS", "IFLA_XDP"}
@@ -161,6 +164,16 @@ class LiveHost:
             "memory_bytes": memory.total,
             "memory_available_bytes": memory.available,
         }
+
+    def kernel_log(self, word: str) -> tuple[str, ...]:
+        """Lines of syslog(2)'s buffer with the word; the buffer is the kernel's, whatever container asks."""
+        content = ctypes.create_string_buffer(_LOG_BYTES)
+        libc = ctypes.CDLL(None, use_errno=True)
+        length = libc.klogctl(_SYSLOG_ACTION_READ_ALL, content, _LOG_BYTES)
+        if length < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "kernel log")
+        lines = content.raw[:length].decode(errors="replace").splitlines()
+        return tuple([line for line in lines if word in line][-_LOG_LINES:])
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
 

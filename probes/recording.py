@@ -33,7 +33,7 @@ _SECRET_PAIR = re.compile(
 )
 _METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
-    "identity", "nvml", "netlink", "rdma_netlink", "verbs", "cpu",
+    "identity", "nvml", "netlink", "rdma_netlink", "verbs", "cpu", "kernel_log",
 )  # fmt: skip
 
 
@@ -174,6 +174,10 @@ class RecordedHost:
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """One recorded question to libibverbs."""
         return self._answer("verbs", what, *arguments)
+
+    def kernel_log(self, word: str) -> tuple[str, ...]:
+        """Recorded lines with the word."""
+        return tuple(self._answer("kernel_log", word))
 
     def cpu(self) -> dict[str, Json]:
         """Recorded psutil numbers; empty where they were not recorded."""

@@ -131,19 +131,20 @@ class Scanner:
         self._timeout_seconds = timeout_seconds
         self._worker: _Worker | None = None
         self._lingering: list[_Worker] = []
+        self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
         self._lock = threading.Lock()
 
     def scan(self) -> Snapshot:
         """Ask every probe; one that hangs, crashes or talks nonsense is `Failed`, the others answer."""
         with self._lock:
-            identity = self._host.identity()
+            identity, self._start_error = self._host.identity(), None
             outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
             return _snapshot(identity, outcomes)
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
         """A scan and the recording of all that the host answered to it (see probes.recording)."""
         with self._lock:
-            identity = self._host.identity()
+            identity, self._start_error = self._host.identity(), None
             answers: dict[str, dict[str, Json]] = {"identity": {"": identity}}
             outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
         return _snapshot(identity, outcomes), archive(identity, answers, source)
@@ -167,16 +168,26 @@ class Scanner:
     def _run(self, probe: Probe[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
         start = time.perf_counter()
         try:
-            if self._worker is None:
-                self._worker = _Worker(self._root)
-            answer = self._worker.ask(probe.name, self._timeout_seconds or probe.timeout_seconds, record=record)
+            worker = self._started()
+            answer = worker.ask(probe.name, self._timeout_seconds or probe.timeout_seconds, record=record)
             outcome = outcome_from_json(probe.name, answer.get("outcome"))
+            for method, answered in answer["answers"].items() if record else ():
+                _merge(answers.setdefault(method, {}), answered)
         except (WorkerError, SnapshotError) as error:
             self._drop()
             return Failed(error=str(error), seconds=time.perf_counter() - start)
-        for method, answered in answer.get("answers", {}).items():
-            _merge(answers.setdefault(method, {}), answered)
         return outcome
+
+    def _started(self) -> _Worker:
+        if self._start_error is not None:
+            raise WorkerError(self._start_error)
+        if self._worker is None:
+            try:
+                self._worker = _Worker(self._root)
+            except WorkerError as error:
+                self._start_error = f"the probe process does not start: {error}"
+                raise WorkerError(self._start_error) from None
+        return self._worker
 
     def _drop(self) -> None:
         """Kill the child, and look again at those that could not be killed before."""

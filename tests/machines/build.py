@@ -395,7 +395,9 @@ def sick_gpu_lost(tree: Tree) -> Machine:
     def lose(gpus: list[NvmlGpu]) -> None:
         gpus[5].answers["*"] = "GPU_IS_LOST"
 
-    return _hgx(tree, "hgx-h100-sick-lost", HGX_SOURCE + " Sick: GPU5 is lost.", change=lose)
+    machine = _hgx(tree, "hgx-h100-sick-lost", HGX_SOURCE + " Sick: GPU5 is lost.", change=lose)
+    machine.kernel_log = ("[ 8123.1] NVRM: Xid (PCI:0000:c3:00): 79, pid='<unknown>', GPU has fallen off the bus.",)
+    return machine
 
 
 def sick_nvlink(tree: Tree) -> Machine:

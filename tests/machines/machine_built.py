@@ -62,6 +62,7 @@ class Machine:
     container: str | None = None  # "kubernetes"
     rdma_shared: bool = True
     unusable: tuple[str, ...] = ()
+    kernel_log: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -153,6 +154,12 @@ class BuiltHost(LiveHost):
         folder = f"/sys/class/infiniband/{device['name']}/ports/1"
         state, physical = (self.read_text(f"{folder}/{name}").partition(":")[0] for name in ("state", "phys_state"))
         return {"state": int(state), "physical_state": int(physical)}
+
+    def kernel_log(self, word: str) -> tuple[str, ...]:
+        """Root only."""
+        if self.machine.uid:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), "kernel log")
+        return tuple(line for line in self.machine.kernel_log if word in line)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """Not installed, as in most images."""

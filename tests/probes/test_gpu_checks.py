@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from probes.api import Finding, Severity
 from probes.gpu import PROBE, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
-from probes.gpu_read import cpu_list
+from probes.gpu_decode import cpu_list
 from probes.nvml import nvml_bus_id, sysfs_bus_id
 from probes.recording import load
 from probes.scan import scan
@@ -84,6 +84,8 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
         ({"persistence_mode": False}, "gpu.persistence.off", "info"),
         ({"processes": (GpuProcess(pid=7, memory_bytes=None),)}, "gpu.process.running", "info"),
         ({"error": "GPU_IS_LOST"}, "gpu.device.lost", "fail"),
+        ({"xids": (74, 74)}, "gpu.xid.hardware", "warn"),
+        ({"xids": (13, 31)}, "gpu.xid.application", "info"),
         (
             {"nvlinks_known": True, "nvlinks": (NvLink(link=2, active=True, errors={"replay": 5, "recovery": 0}),)},
             "gpu.nvlink.errors",
@@ -158,6 +160,18 @@ def test_refused_p2p_is_one_finding_a_reason() -> None:
     assert "and 24 more pairs" in found[0].message
     by_design = _check(pairs=(GpuPair(a=0, b=1, p2p_read="gpu_not_supported"), GpuPair(a=0, b=2, p2p_read=None)))
     assert [f.severity.value for f in by_design] == ["info"]
+
+
+def test_a_lost_gpu_is_placed_by_what_is_left_on_the_bus() -> None:
+    """It does not tell its address itself; the kernel's log does, in the driver's words."""
+    facts = scan(load(MACHINES / "sick-h100-gpu-lost.json")).facts(GpuFacts)
+    assert facts is not None
+    lost = facts.gpus[5]
+    assert (lost.bus_id, lost.xids) == ("0000:c3:00.0", (79,))
+    finding = next(iter(PROBE.check(facts)))
+    assert "0000:c3:00.0" in finding.message
+    assert "Xid 79" in finding.evidence[0]
+    assert [gpu.xids for gpu in facts.gpus if gpu is not lost] == [()] * 7
 
 
 def test_samples_carry_the_labels_of_dcgm_exporter_and_leave_out_the_unknown() -> None:

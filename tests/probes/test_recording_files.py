@@ -58,7 +58,7 @@ def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
         ("read_bytes", ("/sys/config", 64)), ("list_dir", ("/sys",)), ("exists", ("/sys/none",)),
         ("resolve", ("/sys/link",)), ("limit", ("memlock",)), ("statvfs", ("/sys",)), ("cpu", ()), ("identity", ()),
         ("nvml", ("nvmlDeviceGetCount",)), ("nvml", ("nvmlDeviceGetName", GpuHandle(0))), ("verbs", ("version",)),
-        ("netlink", ("links",)), ("usable", ("/sys/value",)), ("environment", ()),
+        ("netlink", ("links",)), ("usable", ("/sys/value",)), ("environment", ()), ("kernel_log", ("no such word",)),
     ]  # fmt: skip
     live = [_answer(host, method, arguments) for method, arguments in questions]
     path = tmp_path / "host.json"
@@ -88,7 +88,7 @@ def test_what_was_never_asked_is_not_there() -> None:
     for method, arguments in [
         ("read_text", ("/sys/new",)), ("read_bytes", ("/sys/new", 4)), ("list_dir", ("/sys",)), ("resolve", ("/sys",)),
         ("statvfs", ("/",)), ("limit", ("memlock",)), ("netlink", ("links",)), ("rdma_netlink", ("devices",)),
-        ("verbs", ("version",)), ("usable", ("/dev/x",)),
+        ("verbs", ("version",)), ("usable", ("/dev/x",)), ("kernel_log", ("NVRM",)),
     ]:  # fmt: skip
         assert _answer(host, method, arguments) == ("FileNotFoundError", errno.ENOENT)
     assert host.exists("/sys/new") is False
