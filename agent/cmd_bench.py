@@ -7,12 +7,12 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from agent import terminal, units
-from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR, EXIT_WARNED
+from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
 from agent.output import Progress, console, emit, format_option, render
 from agent.report import write_atomic
 from collectives.results import BenchResult
@@ -85,8 +85,12 @@ def _bench_exit(result: BenchResult) -> int:
     "--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead."
 )
 @click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn"]), show_default=True)
+@click.option("--require-gdrdma/--no-require-gdrdma", default=True, show_default=True,
+              help="Whether RDMA without GPUDirect fails: EFA of g5 and g6 has none.")  # fmt: skip
 @format_option
-def evidence(source: str, ports: tuple[str, ...], fail_on: str, form: str) -> None:
+def evidence(
+    source: str, ports: tuple[str, ...], fail_on: Literal["fail", "warn"], require_gdrdma: bool, form: str
+) -> None:
     """Prove from an NCCL log which transport every channel takes.
 
     `kubectl logs JOB | topoflight evidence -`. Exit code 0 proven good, 3 a failure, 4 a warning with --fail-on warn,
@@ -95,18 +99,11 @@ def evidence(source: str, ports: tuple[str, ...], fail_on: str, form: str) -> No
     from collectives import evidence as reader
 
     try:
-        if source == "-":
-            found = reader.read(sys.stdin.buffer, ports=ports or None)
-        else:
-            with Path(source).open("rb") as stream:
-                found = reader.read(stream, ports=ports or None)
+        found = reader.read_file(source, ports=ports or None)
     except OSError as error:
         raise click.ClickException(f"{source}: {error.strerror}") from None
     emit(reader.to_json(found), form, lambda out: terminal.evidence(out, found))
-    code = reader.exit_code(found)
-    if code == EXIT_PASS and fail_on == "warn" and any(p.severity == "warn" for p in found.problems):
-        code = EXIT_WARNED
-    sys.exit(code)
+    sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
 
 
 @click.command()

@@ -20,10 +20,18 @@ format_option = click.option(
 )
 
 
+class _Console(Console):
+    """A console that leaves a closed pipe to `agent.cli.main`, which ends quietly."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error: let it go on."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe."""
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80"))
-    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+    return _Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:

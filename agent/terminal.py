@@ -275,8 +275,16 @@ def evidence(out: Console, found: Evidence) -> None:
     )
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
     rows.add_row("GPUDirect RDMA", f"{word}: {counts}")
+    if found.undirected.total:
+        rows.add_row("", f"{found.undirected.gdrdma}/{found.undirected.total} channels of unnamed direction")
     for name, number in sorted(found.transports.items()):
         rows.add_row("channels", f"{number} via {escape(name)}")
+    if found.torn_lines:
+        rows.add_row("torn lines", f"{found.torn_lines}, counted as neither on nor off")
+    for path in found.gdr_paths[:4]:
+        rows.add_row("GPU to NIC", escape(path))
+    for seen in found.notes[:6]:
+        rows.add_row("note", escape(f"{seen.code}: {seen.message}"))
     out.print(rows)
     for problem in found.problems:
         colour = COLOURS.get(problem.severity, "yellow")
