@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape as escape_xml
 
 from topology.derive import Pairs
 from topology.graph import GpuNode, NicNode, NodeTopology
-from topology.labels import level, nvlinks
+from topology.labels import level, nvlinks, rank
 from topology.matrix import columns
 
 COLOURS = {
@@ -26,7 +26,7 @@ COLOURS = {
 _UNKNOWN_COLOUR = "#777777"
 
 _CELL, _BOX, _HIGH, _GAP, _TOP = 104, 92, 46, 24, 96
-_GPU_Y, _NIC_Y, _HEIGHT = _TOP + 30, _TOP + 230, _TOP + 310
+_GPU_Y, _SWITCH_Y, _NIC_Y, _HEIGHT = _TOP + 20, _TOP + 140, _TOP + 230, _TOP + 310
 
 
 def escape(text: str) -> str:
@@ -51,10 +51,11 @@ def svg(node: NodeTopology) -> str:
     boxes: list[str] = []
     spots: dict[str, _Spot] = {}
     left: float = _GAP
-    numas = sorted({device.numa_node for device in node.devices}, key=lambda n: (n is None, n or 0))
+    places = _numa_nodes(node)
+    numas = sorted(set(places.values()), key=lambda n: (n is None, n or 0))
     labels = columns(node)
     for numa in numas:
-        left = _numa(node, numa, left, labels, frames, boxes, spots)
+        left = _numa(node, numa, places, left, labels, frames, boxes, spots)
     width = max(left, 520)
     lines = [*_nvlinks(node, spots), *_nearest(node, spots)]
     title = f"{node.hostname}: {len(node.gpus)} GPUs, {len(node.nics)} NICs"
@@ -75,9 +76,20 @@ def svg(node: NodeTopology) -> str:
     )
 
 
+def _numa_nodes(node: NodeTopology) -> dict[str, int | None]:
+    """NUMA node of every device; a NIC that a text matrix gives none stands with a GPU it is nearer to than SYS."""
+    known = Pairs(node.pairs)
+    places: dict[str, int | None] = {gpu.name: gpu.numa_node for gpu in node.gpus}
+    for nic in node.nics:
+        near = [gpu.numa_node for gpu in node.gpus if rank(known.label(gpu.name, nic.name)) < rank("SYS")]
+        places[nic.name] = nic.numa_node if nic.numa_node is not None or not near else near[0]
+    return places
+
+
 def _numa(
     node: NodeTopology,
     numa: int | None,
+    places: dict[str, int | None],
     left: float,
     labels: dict[str, str],
     frames: list[str],
@@ -85,13 +97,13 @@ def _numa(
     spots: dict[str, _Spot],
 ) -> float:
     """Place the devices of one NUMA node; frames apart, since lines pass over them."""
-    gpus = [gpu for gpu in node.gpus if gpu.numa_node == numa]
-    nics = [nic for nic in node.nics if nic.numa_node == numa]
+    gpus = [gpu for gpu in node.gpus if places[gpu.name] == numa]
+    nics = [nic for nic in node.nics if places[nic.name] == numa]
     wide = max(len(gpus), len(nics), 1) * _CELL + _GAP / 2
     title = f"NUMA {numa}" if numa is not None else "NUMA node unknown"
     frame = (
         f'<rect x="{left}" y="{_TOP}" width="{wide}" height="{_HEIGHT - _TOP}" rx="8" fill="#f6f7f9" stroke="#c5cad1"/>'
-        + _text(left + 8, _TOP + 18, title, colour="#555555")
+        + _text(left + 8, _HEIGHT - 10, title, colour="#555555")
     )
     frames.append(frame)
     rows: tuple[tuple[Sequence[GpuNode | NicNode], int], ...] = ((gpus, _GPU_Y), (nics, _NIC_Y))
@@ -156,33 +168,44 @@ def _arc(a: _Spot, b: _Spot, label: str, count: int) -> str:
 
 
 def _nearest(node: NodeTopology, spots: dict[str, _Spot]) -> list[str]:
-    """A line from each GPU to its nearest NICs, through a switch where they share one."""
-    known, drawn = Pairs(node.pairs), []
+    """Lines from GPUs to their nearest NICs; GPUs that share NICs behind a switch share the switch."""
+    known = Pairs(node.pairs)
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for near in node.nearest_nic:
-        if not near.decidable or near.gpu not in spots:
+        if near.decidable and near.gpu in spots:
+            behind = near.label in ("PIX", "PXB")
+            groups.setdefault((near.label if behind else near.gpu, near.nics), []).append(near.gpu)
+    drawn = []
+    for (label, nics), gpus in groups.items():
+        if label not in ("PIX", "PXB"):
+            drawn += [
+                _line(spots[gpu], spots[nic], known.label(gpu, nic), f"{gpu} to {nic}") for gpu in gpus for nic in nics
+            ]
             continue
-        start = spots[near.gpu]
-        for nic in near.nics:
-            label, end = known.label(near.gpu, nic), spots[nic]
-            bend = (start.y + _HIGH + end.y) / 2
-            dash = "" if near.local else ' stroke-dasharray="6 4"'
-            drawn.append(
-                f"<g><title>{escape(f'{near.gpu} to {nic}: {label}')}</title>"
-                f'<path d="M{start.x:.1f} {start.y + _HIGH}C{start.x:.1f} {bend:.1f} {end.x:.1f} {bend:.1f} '
-                f'{end.x:.1f} {end.y}" fill="none" stroke="{colour(label)}" stroke-width="2"{dash}/></g>'
-            )
-        if near.label in ("PIX", "PXB"):
-            drawn.append(_switch(start, near.label))
+        middle = [spots[name].x for name in (*gpus, *nics)]
+        switch = _Spot(x=sum(middle) / len(middle), y=_SWITCH_Y)
+        drawn += [_line(spots[gpu], switch, label, f"{gpu} to {', '.join(nics)}") for gpu in gpus]
+        drawn += [_line(_Spot(x=switch.x, y=_SWITCH_Y + 18 - _HIGH), spots[nic], label, nic) for nic in nics]
+        drawn.append(_switch(switch, label))
     return drawn
 
 
-def _switch(gpu: _Spot, label: str) -> str:
-    y = gpu.y + _HIGH + 14
+def _line(start: _Spot, end: _Spot, label: str, about: str) -> str:
+    bend = (start.y + _HIGH + end.y) / 2
+    dash = ' stroke-dasharray="6 4"' if level(label) == "SYS" else ""
     return (
-        f"<g><title>PCIe {'switch' if label == 'PIX' else 'switches'} between this GPU and its NIC</title>"
-        f'<rect x="{gpu.x - 26:.1f}" y="{y}" width="52" height="18" rx="3" fill="#ffffff" stroke="{COLOURS[label]}"/>'
-        + _text(gpu.x, y + 13, "switch", anchor="middle", size=10)
-        + "</g>"
+        f"<g><title>{escape(f'{about}: {label}')}</title>"
+        f'<path d="M{start.x:.1f} {start.y + _HIGH}C{start.x:.1f} {bend:.1f} {end.x:.1f} {bend:.1f} '
+        f'{end.x:.1f} {end.y}" fill="none" stroke="{colour(label)}" stroke-width="2"{dash}/></g>'
+    )
+
+
+def _switch(spot: _Spot, label: str) -> str:
+    name = "switch" if label == "PIX" else "switches"
+    return (
+        f"<g><title>PCIe {name}</title>"
+        f'<rect x="{spot.x - 32:.1f}" y="{spot.y}" width="64" height="18" rx="3" fill="#ffffff" '
+        f'stroke="{COLOURS[label]}"/>' + _text(spot.x, spot.y + 13, name, anchor="middle", size=10) + "</g>"
     )
 
 
