@@ -52,6 +52,7 @@ GRACE = Cpu(
     vendor="ARM", name="Neoverse-V2", family=0, model=0, sockets=2, threads=144, nodes={0: "0-71", 1: "72-143"},
     memory_gib=960, architecture="aarch64", memory_only_nodes=(2, 10, 18, 26),
 )  # fmt: skip
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07"
 LOOPBACK = Netdev(name="lo", index=1, mtu=65536, mac="00:00:00:00:00:00", addresses=("127.0.0.1/8",), type=772)
 
 
@@ -366,8 +367,18 @@ def gb200(tree: Tree) -> Machine:
 
 def sick_no_rdma(tree: Tree) -> Machine:
     """RDMA silently off: the HCAs are on the bus, but mlx5_ib and nvidia_peermem are not loaded."""
-    return _hgx(tree, "hgx-h100-sick-rdma", HGX_SOURCE + " Sick: mlx5_ib and nvidia_peermem are not loaded.",
-                peermem=False, rdma=False)  # fmt: skip
+    machine = _hgx(tree, "hgx-h100-sick-rdma", HGX_SOURCE + " Sick: mlx5_ib and nvidia_peermem are not loaded.",
+                   peermem=False, rdma=False)  # fmt: skip
+    machine.driver_proc = PROPRIETARY
+    return machine
+
+
+def sick_no_peermem(tree: Tree) -> Machine:
+    """GPUDirect RDMA silently off: healthy ports, but neither nvidia_peermem nor the open modules' DMA-BUF."""
+    machine = _hgx(tree, "hgx-h100-sick-gdr", HGX_SOURCE + " Sick: nvidia_peermem is not loaded, no DMA-BUF.",
+                   peermem=False)  # fmt: skip
+    machine.driver_proc = PROPRIETARY
+    return machine
 
 
 def sick_dead_hca(tree: Tree) -> Machine:
@@ -469,6 +480,7 @@ MACHINES: dict[str, Callable[[Tree], Machine]] = {
     "gb200-nvl72-tray": gb200,
     "azure-nd-a100-flat-vm": azure_vm,
     "sick-h100-rdma-off": sick_no_rdma,
+    "sick-h100-no-peermem": sick_no_peermem,
     "sick-h100-dead-hca": sick_dead_hca,
     "sick-h100-memlock-64KiB": sick_memlock,
     "sick-l40s-x4": sick_x4,
