@@ -34,7 +34,10 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSpec:
-    """What to measure, where, and for how long. A run ends within startup + budget + silence seconds."""
+    """What to measure, where, and for how long.
+
+    A run ends within startup + budget + silence seconds, and a few more to kill what does not end by itself.
+    """
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
     sizes_bytes: tuple[int, ...] = ()  # explicit; empty is the sweep

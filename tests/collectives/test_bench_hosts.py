@@ -69,9 +69,11 @@ def test_the_default_interface_is_slow_and_the_named_one_gains():
         assert quick.busbw_bytes_per_second > 2 * slow.busbw_bytes_per_second
 
 
-def test_both_hosts_see_the_same_measurements():
+@pytest.mark.parametrize("order", [{}, {"node_rank": None}], ids=["numbered hosts", "torchrun's rendezvous"])
+def test_both_hosts_see_the_same_measurements(order):
     with hosts(2) as rig:
-        first, second = finish(start(rig, 2, {"sizes_bytes": (65536,), "max_iterations": 10}))
+        first, second = finish(start(rig, 2, {"sizes_bytes": (65536,), "max_iterations": 10, **order}))
+    assert set(first.hosts) == {"host-0", "host-1"}
     assert first.measurements == second.measurements
     assert first.complete and second.complete
 
