@@ -82,6 +82,8 @@ def read_model(raw: Raw) -> ModelSpec:
         known = None
     if known and (known.layers, known.hidden, known.heads) == (layers, hidden, heads):
         return known
+    if "moe" in (raw.get("arch") or "").lower() and not re.search(r"8x\d+b", name, re.I):
+        raise SkipRowError("a mixture of experts whose experts no column gives")
     gated = bool(_GATED.search(name))
     ffn = whole(raw, "ffn", 4 * hidden)
     head_dim = 128 if re.search(r"qwen3|nemo-12b|gemma-?2-27b", name, re.I) else hidden // heads
@@ -99,6 +101,8 @@ def read_model(raw: Raw) -> ModelSpec:
 def read_precision(raw: Raw) -> Precision:
     """bf16 where the column is empty: what every row of such a GPU ran."""
     text = (raw.get("precision") or "").lower()
+    if "fp4" in text:
+        raise SkipRowError("fp4 multiplications are not modelled")
     if "fp8" in text or "mxfp8" in text or "float8" in text:
         return "fp8"
     if "fp16" in text or ("float16" in text and "bfloat16" not in text):
@@ -187,11 +191,9 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> Links:
     """Bandwidths: the table's for the GPU, the row's for the network; a fast fabric where the row is silent."""
     per_node = min(world, whole(raw, "gpus_per_node", 8))
     nodes = max(1, -(-world // per_node))
-    nvlink = gpu.interconnect == "NVLink"
+    nvlink = gpu.interconnect != "PCIe"
     busbw = gpu.busbw_2 if per_node <= 2 else gpu.busbw_4 if per_node <= 4 else gpu.busbw_8
-    inside = Speed(
-        bytes_per_second=busbw or 10 * GIGA, how="derived" if busbw else "assumed", link="NVLink" if nvlink else "PCIe"
-    )
+    inside = Speed(bytes_per_second=busbw or 10 * GIGA, how="derived" if busbw else "assumed", link=gpu.interconnect)
     rate = number(raw, "inter_gbps_per_node")
     # Built for training: one 200 Gb/s (Ampere) or 400 Gb/s (Hopper and later) port per GPU.
     port = 50.0 if gpu.compute_capability >= (9, 0) else 25.0
@@ -297,7 +299,7 @@ def read_row(raw: Raw) -> Row:
         raise SkipRowError(f"GPU {raw.get('gpu')!r} is in no table")
     stack = stack_matching(raw.get("framework") or "", gpu)
     model = read_model(raw)
-    world = whole(raw, "world", 1)
+    world = whole(raw, "world", whole(raw, "nodes", 1) * whole(raw, "gpus_per_node", 1))
     sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
     tp, pp, cp = whole(raw, "tp", 1), whole(raw, "pp", 1), whole(raw, "cp", 1)
     if world % (tp * pp * cp):
@@ -311,6 +313,8 @@ def read_row(raw: Raw) -> Row:
     accumulation = max(1, round(batch / (micro * dp)))
     precision = read_precision(raw)
     sharding, shard = read_sharding(raw, stack, dp)
+    ep = whole(raw, "ep", 1)
+    ep = ep if model.experts and model.experts % ep == 0 and (dp * cp) % ep == 0 else 1
     virtual = whole(raw, "vpp", 1) if pp > 1 else 1
     sp = (raw.get("seq_parallel") or "").lower()
     checkpointing = read_checkpointing(raw)
@@ -320,7 +324,8 @@ def read_row(raw: Raw) -> Row:
         share = min(1.0, 3.0 * (hfu / mfu - 1.0))
     try:
         layout = Layout(
-            world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, sharding=sharding,
+            world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
+            sharding=sharding,
             sequence_parallel=tp > 1 and (sp == "yes" or (sp != "no" and stack.sequence_parallel)),
             schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
             gradient_accumulation=accumulation, checkpointing=checkpointing or "none", precision=precision,
@@ -351,6 +356,6 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
             try:
                 rows.append(read_row({k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}))
             except SkipRowError as why:
-                reason = re.sub(r"\d+", "N", str(why))
+                reason = re.sub(r"\b\d+\b", "N", str(why))
                 skipped[reason] = skipped.get(reason, 0) + 1
     return rows, skipped

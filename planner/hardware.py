@@ -57,8 +57,13 @@ _B200 = (438.0, 566.0, 617.0)
 _L40S = (19.6, 4.7, 1.2)  # PCIe through the CPUs; the data sheet's 32 GB/s is not reached
 _PRO = (32.3, 23.4, 23.0)
 
+_XGMI = (48.0, 144.0, 310.0)  # 7 links of 64 GB/s to the other seven; three quarters of it, by arithmetic only
+
 # Order matters: the first pattern that matches wins.
 GPUS: tuple[Gpu, ...] = (
+    _gpu("MI355X", r"mi355x", 2300, 1565, 3000, 157, 8.0, 287, (9, 5), _XGMI, 1.0, "Infinity Fabric"),
+    _gpu("MI325X", r"mi325x", 1300, 785, 1500, 163, 6.0, 255, (9, 4), _XGMI, 1.0, "Infinity Fabric"),
+    _gpu("MI300X", r"mi300x", 1300, 668, 1300, 163, 5.3, 191, (9, 4), _XGMI, 1.0, "Infinity Fabric"),
     _gpu("GB300", r"gb300", 2500, 1830, 3600, 80, 8.0, 277, (10, 3), _B200, 1.14, "NVLink"),
     _gpu("GB200", r"gb200", 2500, 1850, 3616, 80, 8.0, 184, (10, 0), _B200, 1.14, "NVLink"),
     _gpu("B300", r"b300", 2250, 1780, 3353, 80, 8.0, 268, (10, 3), _B200, 1.14, "NVLink"),
