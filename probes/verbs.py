@@ -13,6 +13,8 @@ from typing import Any
 
 from probes.host import Json
 
+_LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; pyverbs moved its enumerations between releases
+
 
 def ask(what: str, *arguments: int | str) -> Json:
     """ "version", "devices", or "register" with a device's name and a number of bytes."""
@@ -53,7 +55,6 @@ def _devices() -> list[Json]:
 
 def _register(device: str, length: int) -> Json:
     from pyverbs.device import Context
-    from pyverbs.enums import IBV_ACCESS_LOCAL_WRITE
     from pyverbs.mr import MR
     from pyverbs.pd import PD
 
@@ -61,7 +62,7 @@ def _register(device: str, length: int) -> Json:
         _as_oserror(),
         Context(name=device) as context,
         PD(context) as domain,
-        MR(domain, length, IBV_ACCESS_LOCAL_WRITE),
+        MR(domain, length, _LOCAL_WRITE),
     ):
         return {"registered_bytes": length, "pid": os.getpid()}
 

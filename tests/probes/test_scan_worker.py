@@ -57,6 +57,13 @@ def test_the_probes_stand_in_their_order() -> None:
         assert all(metric.name.startswith(f"{probe.name}_") for metric in probe.metrics), probe.name
 
 
+def test_the_resident_process_imports_no_driver_binding() -> None:
+    """pynvml, pyroute2, pyverbs and psutil are the child's."""
+    code = "import sys, probes.scanner, probes.wire; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"pynvml", "pyroute2", "pyverbs", "psutil", "torch"}.isdisjoint(loaded)
+
+
 def test_a_live_scan_answers_with_every_probe() -> None:
     """On whatever machine this runs; nothing fails, and the facts have the declared types."""
     snapshot = scan_live()
