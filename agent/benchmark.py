@@ -132,8 +132,8 @@ def has_gpu(found: Sequence[Snapshot]) -> bool:
 
 def flight_request(given: Mapping[str, Any]) -> Request:
     """The question behind `launch`: the named model, or the embedded one."""
-    names = ("hosts", "root", "model", "method", "global_batch")
-    request = Request(**{name: given[name] for name in names})
+    names = ("hosts", "root", "model", "method", "global_batch", "machine", "nodes")
+    request = Request(**{name: given[name] for name in names}, ranks_per_node=given["ranks"])
     if given["sequence_length"]:
         request = replace(request, sequence_length=given["sequence_length"])
     return replace(request, **EMBEDDED_REQUEST) if request.model is None else request

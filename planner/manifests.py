@@ -19,9 +19,25 @@ TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
 
 
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that keeps the lines of files inside a ConfigMap, and never writes an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
+        """Manifests are read by people and by tools that know no aliases."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def render(documents: Iterable[Document]) -> str:
     """Documents as one YAML stream."""
-    return str(yaml.safe_dump_all(list(documents), sort_keys=False, allow_unicode=True, explicit_start=True))
+    return str(yaml.dump_all(list(documents), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True))
 
 
 def trainjob(spec: JobSpec) -> tuple[Document, ...]:
