@@ -20,10 +20,10 @@ from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget
 from topology.labels import UNKNOWN, path_class
 from topology.nccl import nvlink_bytes_per_second
 from topology.nvlink import NvLinks, active_targets
+from topology.pci_models import NVIDIA, model_of
 from topology.pcie import PciTree, plan
 from topology.reference import recognise
 
-_NVIDIA = 0x10DE
 _GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controller
 
 
@@ -47,6 +47,7 @@ def build(snapshot: Snapshot) -> NodeTopology:
             numa_nodes=(len(host.numa) or None) if host else None,
             virtual=pci.virtual_tree if pci else None,
             warnings=tuple(warnings),
+            nvlink_known=facts is not None and any(gpu.nvlinks_known for gpu in facts.gpus),
             product=host.product if host else None,
             cpus=cpus,
             pci=_pci_nodes(tree, gpus, nics),
@@ -61,17 +62,17 @@ def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[G
     seen = sorted(
         bus_id
         for bus_id, device in tree.devices.items()
-        if device.vendor_id == _NVIDIA and device.class_code >> 8 in _GPU_CLASSES
+        if device.vendor_id == NVIDIA and device.class_code >> 8 in _GPU_CLASSES
     )
     if seen:
-        warnings.append(
-            f"NVML does not answer: {len(seen)} NVIDIA GPUs are known from PCI alone, NVLink and models are unknown"
-        )
+        warnings.append(f"NVML does not answer: {len(seen)} NVIDIA GPUs are known from PCI alone, NVLink is unknown")
     return tuple(
         GpuNode(
             name=f"GPU{index}",
             index=index,
             bus_id=bus_id,
+            model=model_of(NVIDIA, tree.devices[bus_id].device_id)[0],
+            compute_capability=model_of(NVIDIA, tree.devices[bus_id].device_id)[1],
             numa_node=tree.devices[bus_id].numa_node,
             pcie_bytes_per_second=tree.slot_bytes_per_second(bus_id),
         )

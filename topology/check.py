@@ -105,7 +105,7 @@ def _asymmetry_evidence(node: NodeTopology, gpu: str, pairs: list[tuple[str, str
 def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     """A board built for NVLink whose GPUs show none: a fault, and no PCIe server."""
     pairs = _gpu_labels(node)
-    if not pairs or node.source.endswith("-mp") or node.source == "NCCL XML":
+    if not pairs or not node.nvlink_known:
         return
     if any(label not in ("SYS", "NODE", "PHB") for _, _, label in pairs):
         return

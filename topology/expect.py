@@ -148,6 +148,8 @@ def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
     names = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     if len(names) < 2:
         return None, ("no plan: a single GPU sends nothing inside the node",)
+    if not node.nvlink_known:
+        return None, ("no plan: the source says nothing about NVLink",)
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if whole:
         return _island_plan(node, whole)
@@ -165,7 +167,7 @@ def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
 
 def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str, float] | None:
     """The slowest edge of the maximum spanning tree: no ring can avoid one as slow as that."""
-    reached, weakest = {names[0]}, None
+    reached, weakest = [names[0]], None
     while len(reached) < len(names):
         best: tuple[str, str, str, float] | None = None
         for a in reached:
@@ -176,7 +178,7 @@ def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str
                     best = (pair.a, pair.b, pair.label, value)
         if best is None:
             return None
-        reached.update(best[:2])
+        reached += [name for name in best[:2] if name not in reached]
         if weakest is None or best[3] < weakest[3]:
             weakest = best
     return weakest

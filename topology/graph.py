@@ -176,6 +176,7 @@ class NodeTopology:
     virtual: str | None = None  # why the PCIe tree cannot be trusted
     source: str = "probes"  # "probes", "nvidia-smi topo -m", "NCCL XML"
     warnings: tuple[str, ...] = ()
+    nvlink_known: bool = True  # False: the source says nothing about NVLink, so none seen is not none there
     product: str | None = None  # DMI product name: "p4d.24xlarge"
     cpus: tuple[CpuNode, ...] = ()
     pci: tuple[PciNode, ...] = ()  # empty from a text matrix

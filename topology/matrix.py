@@ -43,7 +43,7 @@ def render(node: NodeTopology) -> str:
 
 
 def _shows_nvlink(node: NodeTopology) -> bool:
-    return not node.source.endswith("-mp")
+    return node.nvlink_known or not node.source.endswith("-mp")
 
 
 def _affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:

@@ -153,6 +153,30 @@ def _fits(row: Reference, node: NodeTopology, model: str) -> bool:
     return row.gpus == len(node.gpus) or (row.gpus == 8 and 4 < len(node.gpus) < 8)
 
 
+def candidates(node: NodeTopology) -> tuple[str, ...]:
+    """Rows that fit by shape alone, for a source that names no model: GPU count, NVLinks, nearest NIC."""
+    row = reference_of(node)
+    if row is not None:
+        return (row.sku,)
+    if any(gpu.model for gpu in node.gpus) or not node.nvlink_known:
+        return ()
+    gpu_names = {gpu.name for gpu in node.gpus}
+    pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
+    labels = {pair.label for pair in pairs if pair.nvlinks}
+    most = max(labels, key=nvlinks, default="")
+    near = {entry.label for entry in node.nearest_nic}
+    return tuple(
+        row.sku
+        for row in TABLE
+        if row.gpus == len(node.gpus)
+        and row.nvlinks
+        and max(row.nvlinks, key=nvlinks) == most
+        and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
+        and (row.gpu_nic is None or not near or row.gpu_nic in near)
+        and (row.nics is None or len(node.nics) in (0, row.nics))
+    )
+
+
 def recognise(node: NodeTopology) -> NodeTopology:
     """The node with `sku` set where the table knows it."""
     row = reference_of(node)
@@ -192,7 +216,7 @@ def _at_least(label: str, wanted: str) -> bool:
 def _nvlink_departures(node: NodeTopology, row: Reference) -> list[str]:
     gpu_names = {gpu.name for gpu in node.gpus if gpu.usable}
     pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
-    if not row.nvlinks or not pairs:
+    if not row.nvlinks or not pairs or not node.nvlink_known:
         return []
     fewest, found = min(map(nvlinks, row.nvlinks)), []
     without = [pair for pair in pairs if not pair.nvlinks]

@@ -10,7 +10,7 @@ from topology.graph import ClusterTopology, Expectation, NearestNic, NodeTopolog
 from topology.labels import nvlinks
 from topology.matrix import columns
 from topology.matrix import render as matrix
-from topology.reference import departures
+from topology.reference import candidates, departures
 from topology.svg import COLOURS, colour, svg
 from topology.xml import write as xml
 
@@ -27,7 +27,9 @@ def json_document(node: NodeTopology) -> Json:
         "hostname": node.hostname,
         "source": node.source,
         "sku": node.sku,
+        "sku_candidates": list(candidates(node)),
         "product": node.product,
+        "nvlink_known": node.nvlink_known,
         "virtual": node.virtual,
         "cpu_count": node.cpu_count,
         "numa_nodes": node.numa_nodes,

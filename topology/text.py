@@ -108,6 +108,7 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
             pairs=pairs,
             numa_nodes=len(numa) or None,
             source=f"nvidia-smi topo {kind}",
+            nvlink_known=kind != "-mp",
             warnings=tuple(matrix.warnings),
         )
     )

@@ -18,6 +18,7 @@ _ESCAPES = re.compile(
     r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # real, and the ways it is spelled out
     r"|\[\d{1,2}(?:;\d{1,2})*m"  # what is left where the escape character itself got lost
 )
+_JSON_TAIL = re.compile(r'(?:\\r)?\\n",?\s*"\w.*$')
 _TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <stdout>
 _DEVICE = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_(?:bond_)?\d{1,4}")
 _OTHER_DEVICE = re.compile(r"[A-Za-z][\w.\-]{0,40}\d[\w.\-]{0,40}(?!\S)")
@@ -39,6 +40,8 @@ def clean(line: str) -> str:
     line = _ESCAPES.sub("", line.replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r"))
     if "<" in line:
         line = _TAGS.sub("", line)
+    # A container runtime's log holds each line as a JSON string: "...\n","stream":...
+    line = _JSON_TAIL.sub("", line)
     return line.replace("\\t", "\t").replace("|", " ")
 
 

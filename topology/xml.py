@@ -15,6 +15,7 @@ from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass
 from topology.labels import path_class
 from topology.nccl import nvlink_bytes_per_second
 from topology.pcie import PciTree, plan
+from topology.reference import recognise
 from topology.xml_read import Found, cpu_of_element, numbered, walk
 from topology.xml_tree import TopologyXmlError, read_tree
 from topology.xml_write import write
@@ -55,13 +56,14 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
             pairs=tuple(_pair(a, b, found) for a, b in combinations(devices, 2)),
             numa_nodes=len(cpus),
             source=SOURCE,
+            nvlink_known=found.dumped,
             warnings=tuple(warnings),
             cpus=tuple(found.cpus),
             pci=tuple(found.pci.values()),
         )
     )
     nearest = tuple(replace(near, label=SAME_CPU) if near.label == "PHB" else near for near in node.nearest_nic)
-    return replace(node, nearest_nic=nearest)
+    return recognise(replace(node, nearest_nic=nearest))
 
 
 def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
@@ -73,7 +75,7 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
         )
     if not gpus:
         warnings.append("the file names no GPU")
-    elif not any(gpu.nvlinks for gpu in gpus):
+    elif not found.dumped:
         warnings.append("the file says nothing about NVLink")
     if found.virtual_nets:
         warnings.append(f"{found.virtual_nets} <net> without a PCI device (bridges, veth, tunnels) are no NICs")

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from topology.graph import CpuNode, GpuNode, NicNode, NvLinkTarget, PciNode
+from topology.pci_models import model_of
 from topology.xml_tree import Element, TopologyXmlError
 
 _LAST = 1 << 30  # a NIC without `dev` keeps its place in the file, after those with one
@@ -29,6 +30,7 @@ class Found:
     cpus: list[CpuNode] = field(default_factory=list)
     virtual_nets: int = 0
     without_class: int = 0
+    dumped: bool = False  # a `<gpu>` was seen: NCCL wrote the file, and would have written the NVLinks too
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
 
@@ -96,6 +98,7 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     found.cpu_of[bus_id] = cpu
     gpus, nets = element.named("gpu"), [net for nic in element.named("nic") for net in nic.named("net")]
     base = class_code >> 8 if class_code is not None else None
+    found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
         found.gpus += [(_gpu(gpu, node, found), _dev(gpu)) for gpu in gpus or [Element("gpu", {}, element.line)]]
     if nets or (base is not None and base >> 8 == 0x02):
@@ -121,12 +124,14 @@ def _dev(gpu: Element) -> str:
 
 def _gpu(element: Element, node: PciNode, found: Found) -> GpuNode:
     sm = _decimal(element.attributes.get("sm"))
+    model, capability = model_of(node.vendor_id, node.device_id)
     links = tuple(_link(link, found) for link in element.named("nvlink"))
     return GpuNode(
         name="",
         index=-1,
         bus_id=node.bus_id,
-        compute_capability=divmod(sm, 10) if sm is not None and sm >= 10 else None,
+        model=model,
+        compute_capability=divmod(sm, 10) if sm is not None and sm >= 10 else capability,
         numa_node=node.numa_node if node.numa_node is not None and node.numa_node >= 0 else None,
         c2c=True if element.named("c2c") else None,
         nvlinks=links,

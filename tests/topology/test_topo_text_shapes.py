@@ -106,6 +106,7 @@ SHAPES = {
     "in HTML": lambda text: f"<pre>{text}</pre>",
     "with HTML line breaks": each_line(lambda line: line + "<br>"),
     "in JSON": lambda text: json.dumps({"stdout": text}),
+    "in a container runtime's log": each_line(lambda line: json.dumps({"log": line + "\n", "stream": "stdout"})),
     "in a Python string": lambda text: f'OUTPUT = """{text}"""',
     "hard blanks": lambda text: text.replace("\t", "\xa0\xa0\xa0"),
     "Markdown table": lambda text: ROW.sub(lambda m: "| " + re.sub(r"\s+", " | ", m[1].strip()) + " |", text),
