@@ -37,13 +37,22 @@ class FleetGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """All nodes in groups: the common one first, then the odd ones, worst first."""
+class FleetFamily:
+    """Nodes with the same kind of GPU: the common configuration, then the odd ones, worst first."""
 
+    kind: str  # GPU model, "no GPU" where no node has one
     total: int
     common: FleetGroup
     odd: tuple[FleetGroup, ...]
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All nodes, in families that may be compared with each other, largest first."""
+
+    total: int
+    families: tuple[FleetFamily, ...]
 
 
 def diff(a: Snapshot, b: Snapshot) -> tuple[Difference, ...]:
@@ -110,8 +119,9 @@ def _words(trait: Trait, a: str | None, b: str | None, *, same_host: bool) -> st
         what = ""
     name = f"{subject} {what}".strip()
     if what in ("device", "state", "interface") and (a is None or b is None):
-        where = ("there" if b is None else "here") if not same_host else ("now" if b is None else "before")
-        return f"{subject} {_MISSING} {where}"
+        if same_host:
+            return f"{subject} {_MISSING if b is None else 'new'}"
+        return f"{subject} {_MISSING} {'there' if b is None else 'here'}"
     before, after = a if a is not None else "unset", b if b is not None else "unset"
     return f"{name} {before} -> {after}" if same_host else f"{name} {before} here, {after} there"
 
@@ -148,33 +158,54 @@ def _stem(subject: str) -> str:
 
 
 def fleet(snapshots: Iterable[Snapshot]) -> Fleet:
-    """Group the nodes by what they have in common, and say how each other group departs from the common values."""
+    """Group the nodes by what they have in common, and say how each other group departs from the common values.
+
+    Nodes with different GPU models are families of their own. A node that shows no GPU is compared with the largest
+    family: on a GPU fleet that is a fault, not another kind of machine.
+    """
     known = [(snapshot.hostname, traits(snapshot)) for snapshot in snapshots]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
     names = _distinct([name for name, _ in known])
+    nodes = [(name, mine) for name, (_, mine) in zip(names, known, strict=True)]
+    kinds = [_kind(mine) for _, mine in nodes]
+    sizes = Counter(kind for kind in kinds if kind is not None)
+    largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
+    families: dict[str, list[tuple[str, Traits]]] = defaultdict(list)
+    for node, kind in zip(nodes, kinds, strict=True):
+        families[kind or largest].append(node)
+    made = [_family(kind, members) for kind, members in families.items()]
+    return Fleet(total=len(nodes), families=tuple(sorted(made, key=lambda family: -family.total)))
+
+
+def _kind(mine: Traits) -> str | None:
+    models = Counter(trait.value for (_, what), trait in mine.items() if what == "model")
+    return models.most_common(1)[0][0] if models else None
+
+
+def _family(kind: str, nodes: Sequence[tuple[str, Traits]]) -> FleetFamily:
     groups: dict[frozenset[tuple[tuple[str, str], str]], list[int]] = defaultdict(list)
-    for index, (_, mine) in enumerate(known):
+    for index, (_, mine) in enumerate(nodes):
         groups[frozenset((key, trait.value) for key, trait in mine.items())].append(index)
-    usual = _usual([mine for _, mine in known])
+    usual = _usual([mine for _, mine in nodes])
     made = [
         FleetGroup(
-            nodes=tuple(names[index] for index in members),
-            differences=compare(usual, known[members[0]][1], same_host=True),
+            nodes=tuple(nodes[index][0] for index in members),
+            differences=compare(usual, nodes[members[0]][1], same_host=True),
         )
         for members in groups.values()
     ]
-    # Fewest departures from the common values first among groups of one size.
+    # Among groups of one size the one with the fewest departures is the common one.
     made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = made
     odd.sort(key=lambda group: (*_worst(group), len(group.nodes)))
     warnings = []
-    if len(common.nodes) * 2 <= len(known) and odd:
+    if len(common.nodes) * 2 <= len(nodes) and odd:
         warnings.append(
-            f"no common configuration: the largest group holds {len(common.nodes)} of {len(known)} nodes; departures "
+            f"no common configuration: the largest group holds {len(common.nodes)} of {len(nodes)} nodes; departures "
             "are told against each value's majority"
         )
-    return Fleet(total=len(known), common=common, odd=tuple(odd), warnings=tuple(warnings))
+    return FleetFamily(kind=kind, total=len(nodes), common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 
 def _worst(group: FleetGroup) -> tuple[int, int]:
@@ -215,10 +246,17 @@ def diff_text(differences: Sequence[Difference]) -> str:
 
 
 def fleet_text(view: Fleet) -> str:
-    """The common group, then the odd ones with their departures."""
-    lines = [f"{view.total} nodes, {len(view.common.nodes)} alike: {_listed(view.common.nodes)}"]
-    lines += [f"! {warning}" for warning in view.warnings]
-    for group in view.odd:
+    """For each family the common group, then the odd ones with their departures."""
+    return "\n\n".join(_family_text(family) for family in view.families)
+
+
+def _family_text(family: FleetFamily) -> str:
+    alike = f"{len(family.common.nodes)} alike: {_listed(family.common.nodes)}"
+    lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
+    lines += [f"! {warning}" for warning in family.warnings]
+    if family.odd:
+        lines += [f"  {difference.severity.value:<7} {difference.message}" for difference in family.common.differences]
+    for group in family.odd:
         lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_listed(group.nodes)}"]
         lines += [f"  {difference.severity.value:<7} {difference.message}" for difference in group.differences]
     return "\n".join(lines)

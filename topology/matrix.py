@@ -38,8 +38,13 @@ def render(node: NodeTopology) -> str:
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could tell")
     named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]
     if named:
-        lines += ["", "NIC Legend:", "", *(f"  {label}: {name}" for label, name in named)]
+        lines += ["", "NIC Legend:", "", *(f"  {label}: {printable(name)}" for label, name in named)]
     return "\n".join(lines) + "\n"
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a host's names must not steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _shows_nvlink(node: NodeTopology) -> bool:

@@ -226,7 +226,10 @@ def _links(snapshot: Snapshot) -> Iterator[Trait]:
     """Path labels that the topology shows; NVLink counts stand with the GPUs already."""
     node = build(snapshot)
     gpus = {gpu.name for gpu in node.gpus}
+    lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     for pair in node.pairs:
+        if {pair.a, pair.b} & lost:
+            continue  # told once, with the GPU's state
         if {pair.a, pair.b} & gpus:
             label = "NVLink" if nvlinks(pair.label) else pair.label
             yield from _trait(f"{pair.a} to {pair.b}", "path", label, FAIL if label == "NVLink" else WARN)

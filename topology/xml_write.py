@@ -50,7 +50,12 @@ def _net_devs(node: NodeTopology) -> dict[str, int]:
 
 
 def _attributes(pairs: dict[str, object]) -> str:
-    return "".join(f" {name}={quoteattr(str(value))}" for name, value in pairs.items() if value is not None)
+    return "".join(f" {name}={_quoted(value)}" for name, value in pairs.items() if value is not None)
+
+
+def _quoted(value: object) -> str:
+    """An attribute's value without the control characters that XML forbids."""
+    return quoteattr("".join(letter if letter.isprintable() else "?" for letter in str(value)))
 
 
 def _cpu(numa: int, cpu: CpuNode | None) -> str:

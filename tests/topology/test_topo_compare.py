@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from topo_machines import snapshot, topology
 
-from probes.api import Ok, Severity
+from probes.api import Absent, Ok, Severity
 from probes.gpu import GpuFacts
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
@@ -131,23 +131,44 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     odd = [snapshot("sick-h100-nvlink-missing"), snapshot("sick-h100-memlock-64KiB")]
     view = fleet([*healthy[:100], odd[0], *healthy[100:], odd[1]])
     assert view.total == 302
-    assert len(view.common.nodes) == 300
-    assert {group.nodes[0] for group in view.odd} == {snapshot.hostname for snapshot in odd}
-    assert all(group.differences[0].severity is Severity.FAIL for group in view.odd)
+    (family,) = view.families
+    assert len(family.common.nodes) == 300
+    assert {group.nodes[0] for group in family.odd} == {snapshot.hostname for snapshot in odd}
+    assert all(group.differences[0].severity is Severity.FAIL for group in family.odd)
     text = fleet_text(view)
     assert "GPU3 NVLinks 18 -> 16" in text
     assert "memlock unlimited -> 64 KiB" in text
 
 
 def test_fleet_without_a_majority_says_so():
-    names = [HGX, P4D, A40]
-    view = fleet([snapshot(name) for name in names])
-    assert any("no common configuration" in warning for warning in view.warnings)
+    sick = ["sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal"]
+    view = fleet([snapshot(name) for name in sick])
+    assert any("no common configuration" in warning for warning in view.families[0].warnings)
+
+
+def test_unlike_machines_are_families_of_their_own():
+    view = fleet([snapshot(name) for name in (HGX, HGX, P4D, A40)])
+    assert [family.total for family in view.families] == [2, 1, 1]
+    assert all(not family.odd for family in view.families)
+
+
+def test_a_node_that_shows_no_gpu_is_odd_among_its_neighbours():
+    blind = replace(snapshot(HGX), hostname="blind")
+    blind = replace(blind, outcomes={**blind.outcomes, "gpu": Absent(why="driver not loaded")})
+    (family,) = fleet([snapshot(HGX), snapshot(HGX), snapshot(HGX), blind]).families
+    assert family.odd[0].nodes == ("blind",)
+    assert any("probe gpu" in difference.message for difference in family.odd[0].differences)
 
 
 def test_same_host_names_are_told_apart():
-    view = fleet([snapshot(HGX), snapshot(HGX)])
-    assert [name.rpartition("#")[2] for name in view.common.nodes] == ["1", "2"]
+    (family,) = fleet([snapshot(HGX), snapshot(HGX)]).families
+    assert [name.rpartition("#")[2] for name in family.common.nodes] == ["1", "2"]
+
+
+def test_lost_gpu_is_told_once():
+    found = [m for m in messages(diff(snapshot(HGX), snapshot("sick-h100-gpu-lost"))) if "GPU5" in m]
+    assert found[0].startswith("GPU5 state ok here, lost")
+    assert not any("path" in message for message in found)
 
 
 def test_an_empty_fleet_is_an_error():
