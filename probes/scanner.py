@@ -54,7 +54,8 @@ class _Worker:
         self._requests = 0
         self._buffer = bytearray()
         try:
-            self._receive(time.monotonic() + START_SECONDS)
+            if self._receive(time.monotonic() + START_SECONDS) != {"ready": True}:
+                raise WorkerError("the probe process did not say that it is ready")
         except WorkerError:
             self.kill()
             raise

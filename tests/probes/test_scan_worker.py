@@ -147,6 +147,25 @@ def test_a_stopped_child_is_replaced() -> None:
         assert _gone(child)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("print('hello')", "not JSON"), ("import os; os._exit(3)", "exit code 3"), ("print('{}')", "did not say")],
+)
+def test_a_child_that_cannot_start_fails_every_probe_once(
+    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken Python installation is said in words, and a mended one works again."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:
+        for outcome in scanner.scan().outcomes.values():
+            assert isinstance(outcome, Failed)
+            assert "does not start" in outcome.error
+            assert words in outcome.error
+        (tmp_path / "sitecustomize.py").unlink()
+        assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
+
+
 def test_no_child_outlives_a_parent_that_is_killed() -> None:
     """Even one that cannot say goodbye."""
     code = (
