@@ -1,0 +1,78 @@
+"""docs/findings.md says of every finding code what it means, where to see it, what mends it and what proves it."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hatchling.builders.wheel import WheelBuilder
+
+from agent.cmd_scan import explain
+from agent.codes import ALL_CODES
+from agent.explain import sections
+from collectives.evidence_codes import CODES as LOG_CODES
+from planner.lint import CODES as ENV_CODES
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "findings.md"
+PARTS = ("Means", "See", "Mend", "Prove")
+EVERY_CODE = {*ALL_CODES, *ENV_CODES, *LOG_CODES}
+
+
+def headings() -> list[str]:
+    return re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_page_and_code_name_the_same_findings() -> None:
+    """No code without a section, no section without a code, none twice."""
+    found = headings()
+    assert set(found) == EVERY_CODE
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("code", sorted(EVERY_CODE))
+def test_section_has_its_four_parts(code: str) -> None:
+    """Each part is there once, in order, and says something."""
+    text = sections()[code]
+    assert re.findall(r"^- \*\*(\w+):\*\* \S", text, flags=re.MULTILINE) == list(PARTS)
+
+
+def test_section_stands_in_the_chapter_of_its_probe() -> None:
+    """A reader finds a code by its first word; problems of a log have one chapter."""
+    chapter = ""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            chapter = line.removeprefix("## ")
+        elif line.startswith("### "):
+            code = line.removeprefix("### `").removesuffix("`")
+            assert chapter == (code.split(".")[0] if "." in code else "log"), code
+
+
+def test_named_codes_exist() -> None:
+    """A section that sends the reader to another code sends it to one that is there."""
+    text = PAGE.read_text(encoding="utf-8")
+    firsts = "|".join(sorted({code.split(".")[0] for code in EVERY_CODE if "." in code}))
+    prose = re.sub(r"`[^`]*`", "", text)  # file names such as flight.json stand in code
+    named = set(re.findall(rf"\b(?:{firsts})\.[a-z_]+\.?[a-z_0-9]+\b", prose))
+    assert named - EVERY_CODE == set()
+    assert "limits.memlock.low" in named
+
+
+def test_explain_prints_the_section() -> None:
+    """`topoflight explain CODE` answers for every code, and helps with a wrong one."""
+    for code in sorted(EVERY_CODE):
+        result = CliRunner().invoke(explain, [code])
+        assert result.exit_code == 0 and "Mend" in result.output, code
+        assert "\n## " not in result.output, f"{code}: the next chapter is printed too"
+    wrong = CliRunner().invoke(explain, ["rdma.port.dwn"])
+    assert wrong.exit_code == 2 and "rdma.port.down" in wrong.output
+
+
+def test_wheel_carries_the_page(tmp_path: Path) -> None:
+    """An installed agent has the page beside its module, so that explain works without the repository."""
+    built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    with zipfile.ZipFile(built) as wheel:
+        assert wheel.read("agent/findings.md").decode() == PAGE.read_text(encoding="utf-8")
