@@ -76,7 +76,9 @@ def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float]:
     attention = constants.attention_ampere
     if major == 9:
         sustained = constants.sustained_hopper
-        attention = constants.attention_hopper_3 if kernel == "flash3" else constants.attention_hopper
+        # Software of the H200's age (PyTorch 2.5 and later) takes cuDNN's or FlashAttention-3's kernels by itself.
+        newer = kernel == "flash3" or gpu.name == "H200"
+        attention = constants.attention_hopper_3 if newer else constants.attention_hopper
     elif major >= 10:
         sustained, attention = constants.sustained_blackwell, constants.attention_blackwell
     if kernel == "flash1":

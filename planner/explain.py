@@ -6,17 +6,19 @@ import math
 from dataclasses import replace
 
 from planner.advice import Forecast, Interval, Part, RankedLayout
-from planner.hardware import GIB, GIGA
+from planner.compute import gpu_rates
+from planner.hardware import GIB, GIGA, gpu_named
 from planner.layout import Layout
 from planner.links import Links, Speed
 from planner.search import Candidate
-from planner.steptime import Job, StepParts, step_parts, strides
+from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, step_parts, strides
 from planner.weights import trained_weights, weights
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
 # (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
 SIGMA_DERIVED = 0.18
 SIGMA_CALIBRATED = 0.08
+SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores and memory with whatever else the host runs
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
 SIGMA_LINK_ASSUMED = 0.5
 SIGMA_MEMORY = 0.06
@@ -84,11 +86,18 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     return None
 
 
+def base_sigma(job: Job, *, calibrated: bool) -> float:
+    """Uncertainty of log step time from the device alone."""
+    if job.rates.how == "assumed":
+        return SIGMA_ASSUMED
+    if job.rates.device == "CPU":
+        return SIGMA_CALIBRATED_CPU
+    return SIGMA_CALIBRATED if calibrated else SIGMA_DERIVED
+
+
 def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
     """Uncertainty of log step time: that of the compute, and of links nobody measured by their share."""
-    derived = SIGMA_CALIBRATED if calibrated else SIGMA_DERIVED
-    base = SIGMA_ASSUMED if job.rates.how == "assumed" else derived
-    variance = base**2
+    variance = base_sigma(job, calibrated=calibrated) ** 2
     total = parts.total
     for name in COMMUNICATION:
         seconds = getattr(parts, name)
@@ -209,6 +218,17 @@ def helps_most(job: Job, winner: Candidate, fits: float | None) -> tuple[str, ..
         )  # fmt: skip
         gain = 1.0 - step_parts(quick, layout).total / base
         ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
+    gpu = gpu_named(job.rates.device)
+    if gpu and gpu.matmul_fp8 and job.stack.fp8 and layout.precision == "bf16":
+        rates = gpu_rates(gpu, job.train, job.stack, "fp8", job.constants)
+        gain = 1.0 - step_parts(replace(job, rates=rates, _layers={}, _heads={}), layout).total / base
+        ideas.append((gain, f"fp8 multiplications: {gain:.0%} less time, if the loss stays what it was"))
+    if layout.offload != "none" and job.train.host_threads == 1:
+        gain = (
+            1.0 - step_parts(replace(job, host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND), layout).total / base
+        )
+        ideas.append((gain, f"OMP_NUM_THREADS=4 or more for the optimizer on the CPU: {gain:.0%} less time (torchrun "
+                            "sets 1)"))  # fmt: skip
     if layout.checkpointing != "none":
         lighter = step_parts(job, replace(layout, checkpointing="none"))
         gain = 1.0 - lighter.total / base

@@ -82,13 +82,18 @@ class Links:
         side_by_side = per_node // members  # rings of other groups through the same network
         network = self.network.bytes_per_second * (per_node / self.ranks_per_node)
         seconds = max(share * side_by_side / network, share / fast if members > 1 else 0.0)
-        # Latency grows with the nodes on the ring, but NCCL turns to trees and PAT beyond a few: bound it by 32 hops.
-        hops = alpha * (members - 1) + self.alpha_inter_seconds * min(size / members, 32.0)
+        # All-gather and reduce-scatter have no tree: every rank on the ring adds a step (PAT: one GPU per node only).
+        across = size / members
+        hops = alpha * (size - across) + self.alpha_inter_seconds * across
         return seconds + messages * hops
 
     def all_reduce_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
-        """One all-reduce: a reduce-scatter and an all-gather."""
-        return 2.0 * self.ring_seconds(total_bytes, size, stride, messages)
+        """One all-reduce: a reduce-scatter and an all-gather; over many nodes NCCL takes trees, whose steps are few."""
+        whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
+        steps = min(size - 1, 64)
+        reach = (size - 1) * stride + 1
+        alpha = self.alpha_intra_seconds if reach <= self.ranks_per_node else self.alpha_inter_seconds
+        return whole + 2.0 * messages * steps * alpha
 
     def send_seconds(self, size_bytes: float, stride: int) -> float:
         """One rank to the rank `stride` further; all ranks of a node send at once."""

@@ -33,45 +33,49 @@ class Machine:
     source: str
     aliases: tuple[str, ...] = ()
     nvlink_nodes: int = 1  # nodes of one NVLink domain
+    host_gib: float | None = None  # memory of the host by the maker's page; None where it varies
 
 
 def _m(
     name: str, gpu: str, gpus: int, nvlinks: int, island: int, nics: int, gbps: float, kind: str, cpus: int,
-    source: str, *aliases: str, nvlink_nodes: int = 1,
+    source: str, *aliases: str, nvlink_nodes: int = 1, host: float | None = None,
 ) -> Machine:  # fmt: skip
     return Machine(
         name=name, gpu=gpu, gpus=gpus, nvlinks=nvlinks, island=island, nics=nics, nic_gbps=gbps, nic_kind=kind,
-        cpus=cpus, source=source, aliases=aliases, nvlink_nodes=nvlink_nodes,
+        cpus=cpus, source=source, aliases=aliases, nvlink_nodes=nvlink_nodes, host_gib=host,
     )  # fmt: skip
 
 
 _AWS = "AWS EC2 instance page"
 _HGX = "NVIDIA HGX/DGX user guide"
+_GCP = "Google Cloud GPU machine types"
+_AZURE = "azhpc-images ndv4-topo.xml and ndv5-topo.xml, Azure ND size pages"
+_OCI = "oracle-quickstart/oci-hpc-oke, OCI shape pages"
 CATALOGUE: tuple[Machine, ...] = (
-    _m("p3.16xlarge", "Tesla V100-SXM2-16GB", 8, 1, 8, 1, 25, "ethernet", 64, _AWS),
-    _m("p4d.24xlarge", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 4, 100, "efa", 96, _AWS, "p4d"),
-    _m("p4de.24xlarge", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 4, 100, "efa", 96, _AWS, "p4de"),
-    _m("p5.48xlarge", "NVIDIA H100 80GB HBM3", 8, 18, 8, 32, 100, "efa", 192, _AWS, "p5"),
-    _m("p5e.48xlarge", "NVIDIA H200", 8, 18, 8, 32, 100, "efa", 192, _AWS, "p5e"),
-    _m("p5en.48xlarge", "NVIDIA H200", 8, 18, 8, 16, 200, "efa", 192, _AWS, "p5en"),
-    _m("p6-b200.48xlarge", "NVIDIA B200", 8, 18, 8, 8, 400, "efa", 192, _AWS, "p6-b200"),
-    _m("g5.12xlarge", "NVIDIA A10G", 4, 0, 1, 1, 40, "ethernet", 48, _AWS),
-    _m("g5.48xlarge", "NVIDIA A10G", 8, 0, 1, 1, 100, "efa", 192, _AWS, "g5"),
-    _m("g6e.48xlarge", "NVIDIA L40S", 8, 0, 1, 4, 100, "efa", 192, _AWS, "g6e"),
-    _m("a2-highgpu-8g", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 1, 100, "ethernet", 96, "Google Cloud GPU machine types"),
-    _m("a3-highgpu-8g", "NVIDIA H100 80GB HBM3", 8, 18, 8, 4, 200, "ethernet", 208, "Google Cloud GPU machine types"),
-    _m("a3-megagpu-8g", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 200, "ethernet", 208, "Google Cloud GPU machine types"),
-    _m("a3-ultragpu-8g", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 224, "Google Cloud GPU machine types"),
-    _m("a4-highgpu-8g", "NVIDIA B200", 8, 18, 8, 8, 400, "hca", 224, "Google Cloud GPU machine types"),
-    _m("ND96asr_v4", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 8, 200, "hca", 96, "azhpc-images ndv4-topo.xml", "ndv4"),
-    _m("ND96amsr_A100_v4", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 8, 200, "hca", 96, "azhpc-images ndv4-topo.xml"),
-    _m("ND96isr_H100_v5", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 400, "hca", 96, "azhpc-images ndv5-topo.xml", "ndv5"),
-    _m("BM.GPU4.8", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 16, 100, "hca", 64, "oracle-quickstart/oci-hpc-oke"),
-    _m("BM.GPU.H100.8", "NVIDIA H100 80GB HBM3", 8, 18, 8, 16, 200, "hca", 112, "oracle-quickstart/oci-hpc-oke"),
-    _m("dgx-a100", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 8, 200, "hca", 128, _HGX, "a100"),
-    _m("dgx-h100", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-h100", "h100"),
-    _m("dgx-h200", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-h200", "h200"),
-    _m("dgx-b200", "NVIDIA B200", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-b200", "b200"),
+    _m("p3.16xlarge", "Tesla V100-SXM2-16GB", 8, 1, 8, 1, 25, "ethernet", 64, _AWS, host=488),
+    _m("p4d.24xlarge", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 4, 100, "efa", 96, _AWS, "p4d", host=1152),
+    _m("p4de.24xlarge", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 4, 100, "efa", 96, _AWS, "p4de", host=1152),
+    _m("p5.48xlarge", "NVIDIA H100 80GB HBM3", 8, 18, 8, 32, 100, "efa", 192, _AWS, "p5", host=2048),
+    _m("p5e.48xlarge", "NVIDIA H200", 8, 18, 8, 32, 100, "efa", 192, _AWS, "p5e", host=2048),
+    _m("p5en.48xlarge", "NVIDIA H200", 8, 18, 8, 16, 200, "efa", 192, _AWS, "p5en", host=2048),
+    _m("p6-b200.48xlarge", "NVIDIA B200", 8, 18, 8, 8, 400, "efa", 192, _AWS, "p6-b200", host=2048),
+    _m("g5.12xlarge", "NVIDIA A10G", 4, 0, 1, 1, 40, "ethernet", 48, _AWS, host=192),
+    _m("g5.48xlarge", "NVIDIA A10G", 8, 0, 1, 1, 100, "efa", 192, _AWS, "g5", host=768),
+    _m("g6e.48xlarge", "NVIDIA L40S", 8, 0, 1, 4, 100, "efa", 192, _AWS, "g6e", host=1536),
+    _m("a2-highgpu-8g", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 1, 100, "ethernet", 96, _GCP, host=680),
+    _m("a3-highgpu-8g", "NVIDIA H100 80GB HBM3", 8, 18, 8, 4, 200, "ethernet", 208, _GCP, host=1872),
+    _m("a3-megagpu-8g", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 200, "ethernet", 208, _GCP, host=1872),
+    _m("a3-ultragpu-8g", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 224, _GCP, host=2952),
+    _m("a4-highgpu-8g", "NVIDIA B200", 8, 18, 8, 8, 400, "hca", 224, _GCP),
+    _m("ND96asr_v4", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 8, 200, "hca", 96, _AZURE, "ndv4", host=900),
+    _m("ND96amsr_A100_v4", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 8, 200, "hca", 96, _AZURE, host=1900),
+    _m("ND96isr_H100_v5", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 400, "hca", 96, _AZURE, "ndv5", host=1900),
+    _m("BM.GPU4.8", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 16, 100, "hca", 64, _OCI, host=2048),
+    _m("BM.GPU.H100.8", "NVIDIA H100 80GB HBM3", 8, 18, 8, 16, 200, "hca", 112, _OCI, host=2048),
+    _m("dgx-a100", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 8, 200, "hca", 128, _HGX, "a100", host=2048),
+    _m("dgx-h100", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-h100", "h100", host=2048),
+    _m("dgx-h200", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-h200", "h200", host=2048),
+    _m("dgx-b200", "NVIDIA B200", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-b200", "b200", host=2048),
     _m("gb200-nvl72", "NVIDIA GB200", 4, 18, 4, 4, 400, "hca", 144, _HGX, "gb200", nvlink_nodes=18),
     _m("4xl40s", "NVIDIA L40S", 4, 0, 1, 1, 200, "hca", 64, "generic PCIe server", "l40s"),
     _m("2xa40-roce", "NVIDIA A40", 2, 0, 1, 2, 200, "hca", 64,

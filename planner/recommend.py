@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from collectives.results import Measurement
 from collectives.transport import Evidence
-from planner import nccl_env
+from planner import machines, nccl_env
 from planner.advice import Note, RankedLayout, Recommendation
 from planner.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.compute import Rates, cpu_rates, gpu_rates
-from planner.explain import forecast_of, helps_most, ranked
+from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.hardware import GIB, gpu_named
 from planner.layout import Layout, Precision
 from planner.links import Links, links_of
@@ -85,6 +85,16 @@ def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     return first.compute_capability or (known.compute_capability if known else None)
 
 
+def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
+    """Of the smallest probed node, else of the catalogue's."""
+    probed = [f.memory_bytes for s in snapshots if (f := s.facts(HostinfoFacts)) and f.memory_bytes]
+    if probed:
+        return float(min(probed))
+    sku = cluster.nodes[0].sku
+    rows = [row for row in machines.CATALOGUE if row.name == sku]
+    return rows[0].host_gib * GIB if rows and rows[0].host_gib else None
+
+
 def _batch(train: TrainSpec, world: int, unknowns: list[str]) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
@@ -149,6 +159,7 @@ def plan(
         question=Question(
             model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,
             compute_capability=capability,
+            host_memory_bytes=_host_memory(cluster, snapshots),
         ),
         world=world,
         global_batch=_batch(train, world, unknowns),
@@ -165,6 +176,7 @@ def search_planned(planned: Planned) -> Found:
     return search(
         planned.question, planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
+        sigma=base_sigma(planned.job, calibrated=planned.calibrated),
     )  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.hardware import GIGA
+from planner.hardware import GIB, GIGA
 from planner.layout import Layout
 from planner.links import Links
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack
+from planner.weights import weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class Question:
     stack: Stack
     has_gpu: bool = True
     compute_capability: tuple[int, int] | None = None
+    host_memory_bytes: float | None = None  # of one node; None unknown
 
 
 Rule = Callable[[Question, Layout], str | None]
@@ -168,8 +170,10 @@ def engine_runs(q: Question, at: Layout) -> str | None:
         return "topoflight has no fp16"
     if at.checkpointing not in q.stack.checkpointing:
         return f"{name} has no {at.checkpointing} checkpointing"
-    if at.offload != "none" and not q.stack.offload:
-        return f"{name} has no offload"
+    if at.offload != "none" and at.offload not in q.stack.offloads:
+        return f"{name} has no offload of {at.offload}"
+    if at.offload == "all" and not (at.sharding == "zero3" and at.dp_shard > 1):
+        return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
     if at.precision == "fp8" and not q.stack.fp8:
         return f"{name} has no fp8"
     return None
@@ -187,12 +191,26 @@ def method_runs(q: Question, at: Layout) -> str | None:
     return None
 
 
+def host_memory_holds(q: Question, at: Layout) -> str | None:
+    """What is offloaded fits into four fifths of the nodes' memory; unknown memory holds nothing."""
+    if at.offload == "none":
+        return None
+    if q.host_memory_bytes is None:
+        return "offloading needs host memory, and how much the nodes have is unknown"
+    each = (12.0 if at.offload == "optimizer" else 16.0) if q.train.method == "full" else 2.0
+    needed = each * weights(q.model).total * at.dp_replicate / max(1, q.links.nodes)
+    usable = 0.8 * q.host_memory_bytes
+    if needed > usable:
+        return f"offloading needs {needed / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
+    return None
+
+
 RULES: tuple[tuple[str, Rule], ...] = tuple(
     (rule.__name__.replace("_", "-"), rule)
     for rule in (
         heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide,
         enough_micro_batches, stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach,
-        precision_exists, engine_runs, method_runs,
+        precision_exists, engine_runs, method_runs, host_memory_holds,
     )
 )  # fmt: skip
 

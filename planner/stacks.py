@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.hardware import Gpu
-from planner.layout import Checkpointing, Sharding
+from planner.layout import Checkpointing, Offload, Sharding
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 States = Literal["megatron", "deepspeed", "fsdp_fp32", "pure"]
@@ -36,7 +36,7 @@ class Stack:
     checkpointing: tuple[str, ...] = ("none", "selective", "full")
     fused_cross_entropy: bool = True
     compile: bool = False
-    offload: bool = False
+    offloads: tuple[Offload, ...] = ()
     fp8: bool = False
     interleaved: bool = True
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
@@ -56,16 +56,17 @@ TOPOFLIGHT = Stack(
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp"}),
     fused_cross_entropy=True,
     together=frozenset({"tp+dp", "pp+dp"}),
+    offloads=("all",),
 )
 
 STACKS: tuple[Stack, ...] = (
     TOPOFLIGHT,
     Stack(name="trl", pattern=r"trl|accelerate|hf peft|transformers|axolotl|llama.?factory|swift", states="fsdp_fp32",
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}), together=frozenset({"tp+dp"}),
-          checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0),
+          checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0, offloads=("all",)),
     Stack(name="deepspeed", pattern=r"deepspeed", states="deepspeed", reduce_every_micro_batch=True,
           can=frozenset({"ddp", "zero1", "zero2", "zero3"}), together=frozenset(), checkpointing=("none", "full"),
-          offload=True, interleaved=False, reshard=False, logits_bytes=20.0),
+          offloads=("optimizer", "all"), interleaved=False, reshard=False, logits_bytes=20.0),
     Stack(name="torchtitan", pattern=r"torchtitan", states="fsdp_fp32", tp_overlap=True, compile=True,
           fused_cross_entropy=False, logits_bytes=10.0,
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,

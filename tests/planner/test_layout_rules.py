@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from planner import machines
 from planner.layout import Layout, LayoutError
 from planner.links import Links, Speed
 from planner.models import model_named
+from planner.recommend import recommend
 from planner.rules import RULES, Question, first_broken
 from planner.search import _stages
 from planner.specs import TrainSpec
@@ -96,3 +98,17 @@ def test_a_layout_that_cannot_exist_is_never_built() -> None:
     """Degrees that do not multiply to the world size are an error that names them."""
     with pytest.raises(LayoutError, match="world_size is 8"):
         Layout(world_size=8, tp=3)
+
+
+def test_offloading_needs_host_memory_that_is_known_and_enough() -> None:
+    """A 70B full fine-tune on 8 GPUs goes to the host of a p5, and nowhere where the host is unknown or too small."""
+    train = TrainSpec(method="full", sequence_length=2048, global_batch=8, engine="deepspeed")
+    model = model_named("Llama-3.1-70B")
+    large = recommend(machines.cluster("p5.48xlarge"), (), model, train)
+    assert large.chosen is not None
+    assert large.chosen.layout.offload != "none"
+    assert any("OMP_NUM_THREADS" in text for text in large.helps_most)
+    assert recommend(machines.cluster("p4d.24xlarge"), (), model, train).chosen is None
+    layout = Layout(world_size=8, dp_shard=8, checkpointing="full", offload="all")
+    broken = first_broken(question("deepspeed"), layout)
+    assert broken == ("host-memory-holds", "offloading needs host memory, and how much the nodes have is unknown")
