@@ -60,7 +60,7 @@ class RankState:
     why: str = ""
     last_at_seconds: float = 0.0  # this host's clock
     view: Event = field(default_factory=dict)
-    store_silent_seconds: float = 0.0
+    store_silent_seconds: float | None = None  # None: it has not answered yet
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host or socket.gethostname()}"
@@ -202,6 +202,7 @@ class Watch:
         problems = self._silent_ranks() + (self._stuck_ranks(before) if killed else self._dead_ranks(log_tail))
         failed = sorted((s for s in self.states.values() if s.last == "error"), key=lambda s: s.last_at_seconds)
         problems += [f"{s}: {s.why} (in {s.where})" for s in failed]  # the first one is the likelier cause
+        problems += self._silent_store()
         if verdict is not None:
             problems.insert(0, f"{verdict}: all processes of the run were ended")
         if not any(state.joined for state in self.states.values()):
@@ -244,11 +245,14 @@ class Watch:
             for row in rows.values()
             if row["rank"] not in self.states
         ]
-        return told + [
+        return told
+
+    def _silent_store(self) -> list[str]:
+        return [
             f"{s}: the job's store at {self._where.rendezvous or 'this host'} has not answered for "
             f"{s.store_silent_seconds:g} s"
             for s in self.states.values()
-            if s.store_silent_seconds > MISSED_BEATS * BEAT_SECONDS
+            if s.store_silent_seconds is not None and s.store_silent_seconds > MISSED_BEATS * BEAT_SECONDS
         ]
 
     def _rendezvous(self, log_tail: str) -> list[str]:

@@ -45,7 +45,7 @@ class Pulse:
         self._reports = reports  # one rank of each host looks at all the others
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look = 0.0
-        self._answered_at = time.monotonic()  # the store, last
+        self._answered_at: float | None = None  # the store, last
 
     def start(self) -> None:
         """Start the threads; SIGTERM is blocked in all others, so that one can leave a last word."""
@@ -67,8 +67,8 @@ class Pulse:
     def _beat(self) -> None:
         """Tell the parent, in the file, also when the store does not answer."""
         while True:
-            silent = time.monotonic() - self._answered_at
-            self._journal.write("beat", arrived=self.arrived, where=self.where, store_silent_seconds=round(silent, 1))
+            silent = None if self._answered_at is None else round(time.monotonic() - self._answered_at, 1)
+            self._journal.write("beat", arrived=self.arrived, where=self.where, store_silent_seconds=silent)
             time.sleep(BEAT_SECONDS)
 
     def _show(self) -> None:

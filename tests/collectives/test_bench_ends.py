@@ -17,6 +17,7 @@ from collectives.plan import FAULT_VARIABLE, RUN_VARIABLE
 pytestmark = pytest.mark.ranks
 
 HOST = socket.gethostname()
+TEST_VARIABLE = "TOPOFLIGHT_TEST_FOLDER"
 
 
 def spec(tmp_path, **changes):
@@ -29,23 +30,17 @@ def spec(tmp_path, **changes):
         "backend": "gloo",
         "lock_path": str(tmp_path / "lock"),
     }
-    return bench.BenchSpec(**{**settings, **changes})
+    marked = {TEST_VARIABLE: str(tmp_path), **changes.pop("environment", {})}
+    return bench.BenchSpec(**{**settings, **changes}, environment=marked)
 
 
 def with_fault(tmp_path, fault, **changes):
     return bench.run(spec(tmp_path, environment={FAULT_VARIABLE: fault}, **changes))
 
 
-def left_behind():
-    """Processes of any run that this test process started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and RUN_VARIABLE in process.environ():
-                found.append(process.cmdline())
-        except psutil.Error:
-            continue
-    return found
+def left_behind(tmp_path):
+    """Processes of the runs of one test: they carry its folder in their environment."""
+    return [process.cmdline() for process in processes.marked(TEST_VARIABLE, str(tmp_path))]
 
 
 def assert_ended(found, tmp_path, *words):
@@ -53,7 +48,7 @@ def assert_ended(found, tmp_path, *words):
     told = "\n".join(found.problems)
     for word in words:
         assert word in told
-    assert not left_behind()
+    assert not left_behind(tmp_path)
     with lock.hold(tmp_path / "lock"):
         pass
 
@@ -101,7 +96,7 @@ def test_different_versions_are_told(tmp_path):
 
 def test_a_wrong_interface_is_told_with_the_words_of_the_library(tmp_path):
     found = bench.run(spec(tmp_path, environment={"GLOO_SOCKET_IFNAME": "nosuch0"}))
-    assert_ended(found, tmp_path, f"rank 0 on {HOST}", "nosuch0")
+    assert_ended(found, tmp_path, f" on {HOST}", "nosuch0")
 
 
 def test_a_refused_rendezvous_ends_at_the_start_up_budget(tmp_path):
@@ -144,7 +139,7 @@ import sys
 from collectives import bench, wire
 import json
 spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10**6, precision=None, budget_seconds=300, backend="gloo",
-                       lock_path=sys.argv[1])
+                       lock_path=sys.argv[1], environment={sys.argv[2]: sys.argv[3]})
 def told(event):
     if event["event"] == "progress":
         print("going", flush=True)
@@ -155,7 +150,7 @@ print(json.dumps(wire.result_to_json(result)), flush=True)
 
 def start_parent(tmp_path):
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "lock")],
+        [sys.executable, "-c", PARENT, str(tmp_path / "lock"), TEST_VARIABLE, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -170,7 +165,7 @@ def test_sigterm_ends_the_run_with_a_partial_result(tmp_path):
     out, _ = parent.communicate(timeout=60)
     assert parent.returncode == 0
     assert "stopped by SIGTERM" in out
-    assert not left_behind()
+    assert not left_behind(tmp_path)
 
 
 def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_path):
@@ -179,12 +174,13 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
         pass
     ranks = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
     assert len(ranks) >= 3, "a launcher and two ranks"
+    assert len(left_behind(tmp_path)) >= 3, "or the test would find nothing afterwards either"
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate(timeout=60)
     deadline = time.monotonic() + 30
-    while left_behind() and time.monotonic() < deadline:
+    while left_behind(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left_behind()
+    assert not left_behind(tmp_path)
     with lock.hold(tmp_path / "lock"):
         pass
 
