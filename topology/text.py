@@ -13,7 +13,8 @@ from topology.complete import complete
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.labels import NVLINK, SELF, UNKNOWN, lower, nvlinks, path_class
 from topology.matrix import render
-from topology.text_cells import Affinity, clean, read_affinity, read_header, row_name
+from topology.text_affinity import Affinity, read_affinity
+from topology.text_cells import clean, names_gpu_first, read_header, row_name
 from topology.text_find import Matrix, Row, find
 from topology.text_rows import TopologyTextError, check_names, read_row
 
@@ -76,6 +77,16 @@ def _no_matrix(lines: list[str], source: str) -> TopologyTextError:
             return TopologyTextError(
                 source, number, f"row {name} without a header line above that names GPU0 and the other columns"
             )
+    for number, line in enumerate(lines, 1):
+        header = read_header(line) if names_gpu_first(line) else None
+        below = next((other.split() for other in lines[number : number + 3] if other.split()), [""])
+        if header and len(header.devices) > 1 and below[0] == header.devices[0]:
+            words = " ".join(below[1:4])[:60]
+            return TopologyTextError(
+                source,
+                number + 1,
+                f'row {below[0]} begins with "{words}": expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC',
+            )
     return TopologyTextError(
         source, 1, "no header line with GPU0 and rows below it: expected the output of `nvidia-smi topo -m`"
     )
@@ -91,7 +102,7 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
     devices = matrix.header.devices
     below = _below(lines, matrix)
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", "\n".join(below)))
-    affinities = {row.name: read_affinity(row.rest, matrix.header) for row in matrix.rows}
+    affinities = {row.name: read_affinity(row.cells, row.rest, matrix.header) for row in matrix.rows}
     gpus = tuple(_gpu(name, affinities.get(name, Affinity())) for name in devices if _is_gpu(name))
     nics = _nics(tuple(name for name in devices if not _is_gpu(name)), legend)
     pairs = _pairs(matrix, {nic.label or nic.name: nic.name for nic in nics}, source)

@@ -28,7 +28,6 @@ _COLUMN_WORDS = re.compile(
 _CELL = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!")
 _CUT_CELL = re.compile(r"(PH|PI|PX|SY|SO|NOD|NO)(?=\d)")
 _CUT = {"PH": "PHB", "PI": "PIX", "PX": "PXB", "SY": "SYS", "SO": "SOC", "NOD": "NODE", "NO": "NODE"}
-_AFFINITY = re.compile(r"\d+(?:[-,]\d+)*,?|N/A")
 _ROW_START = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]{0,40}?\d{1,6}\w{0,40}?)"
     r"(?=\s{1,64}(?:X|NV\d|PIX|PXB|PHB|NODE|SYS|SOC)(?![a-z]))"
@@ -160,62 +159,12 @@ def _part_from_affinity(label: str, after: str, clean_nvlinks: frozenset[str], *
     return max(fitting, key=len) if fitting else label
 
 
-def tab_cells(text: str, count: int) -> tuple[str, ...] | None:
-    """Cells by tabs alone, empty ones as "N/A": for a row where a cell was left empty. None where that fails."""
+def tab_cells(text: str, count: int) -> tuple[tuple[str, ...], str] | None:
+    """Cells by tabs alone, empty ones as "N/A", and what follows: for a row where a cell was left empty."""
     fields = [field.strip() for field in text.lstrip(" ").removeprefix("\t").split("\t")]
     if len(fields) < count or SELF not in fields[:count]:
         return None
     if any(field and not _CELL.fullmatch(field) for field in fields[:count]):
         return None
-    return tuple(field if field not in ("", "ERR!") else UNKNOWN for field in fields[:count])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Affinity:
-    """What stands after the cells of a GPU's row, as printed."""
-
-    cpu: str | None = None
-    numa: str | None = None
-    gpu_numa_id: str | None = None
-
-
-def read_affinity(rest: str, header: Header) -> Affinity:
-    """Sort the words after the cells into columns.
-
-    A cpuset that nvidia-smi cannot print leaves the CPU column empty, and then the NUMA value stands below the CPU
-    header once tabs became spaces: with fewer words than columns the first ones are taken to be the empty ones,
-    unless a tab says otherwise.
-    """
-    words: list[str] = []
-    for word in re.split(r"\s+", rest.strip()):
-        stripped = word.strip("\"'`,;")
-        if words and words[-1].endswith(",") and stripped:
-            words[-1] += stripped
-        elif _AFFINITY.fullmatch(stripped):
-            words.append(stripped + ("," if word.endswith(",") and stripped != UNKNOWN else ""))
-        elif word:
-            break
-    words = [word.rstrip(",") for word in words]
-    columns = [
-        name
-        for name, there in (("cpu", header.cpu), ("numa", header.numa), ("gpu_numa_id", header.gpu_numa_id))
-        if there
-    ] or ["cpu", "numa", "gpu_numa_id"][: len(words)]
-    if len(words) < len(columns) and words:
-        columns = _columns_of_short_row(rest, words, columns)
-    return Affinity(**dict(zip(columns, words, strict=False)))
-
-
-def _columns_of_short_row(rest: str, words: list[str], columns: list[str]) -> list[str]:
-    missing = len(columns) - len(words)
-    first_empty = re.match(r"\t[ ]*\t", rest) is not None
-    if not first_empty and columns[0] == "cpu" and _is_cpu_list(words[0]):
-        return [columns[0], *columns[1 + missing :]]
-    return columns[missing:]
-
-
-def _is_cpu_list(word: str) -> bool:
-    """Whether a lone word is a CPU list rather than a NUMA list: more CPUs than hosts have NUMA nodes."""
-    numbers = [int(number) for number in re.findall(r"\d+", word)[:64]]
-    # GB200 reports up to 34 NUMA nodes (each GPU's memory and its MIG partitions are nodes too).
-    return bool(numbers) and (max(numbers) > 34 or word.count(",") > 2)
+    rest = "".join("\t" + field for field in fields[count:])
+    return tuple(field if field not in ("", "ERR!") else UNKNOWN for field in fields[:count]), rest

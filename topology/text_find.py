@@ -18,6 +18,7 @@ class Row:
     line: int
     text: str  # after the name; wrapped lines below it
     labels: tuple[str, ...] = ()
+    cells: str = ""  # the text its labels were read from
     rest: str = ""
 
 

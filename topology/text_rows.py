@@ -58,11 +58,11 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
     diagonal = labels[own] if own < len(labels) else None
     if len(labels) < count or diagonal != SELF:
         by_tabs = tab_cells(row.text.split("\n")[0], count)
-        if by_tabs and by_tabs[own] == SELF:
-            row.labels, row.rest = by_tabs, ""
+        if by_tabs and by_tabs[0][own] == SELF:
+            row.labels, row.rest = by_tabs
             matrix.warnings.append(f"line {row.line}: row {row.name} has empty cells; the opposite rows fill them")
             return
-    if cells.stuck and not re.match(r"[\d\"'`]", cells.stuck):
+    if cells.stuck and (not labels or not re.match(r"[\d\"'`]", cells.stuck)):
         _refuse(row, devices[len(labels)], cells.stuck, source)
     if diagonal not in (SELF, None) or SELF in labels[:own] or SELF in labels[own + 1 :]:
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
@@ -71,6 +71,7 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
         )
     if len(labels) < count:
         _short_row(row, labels, matrix, source)
+    row.cells = row.text.split("\n")[0].removesuffix(cells.rest)
     row.labels, row.rest = labels, _rest(cells, row.text.split("\n")[used:]) if len(labels) == count else ""
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in cells.notes)
 
@@ -110,12 +111,13 @@ def _refuse(row: Row, column: str, word: str, source: str) -> None:
             f'{where}: "{word}" is a P2P status: this is `nvidia-smi topo -p2p`, which says what peers may do and '
             "not how they are linked; expected the output of `nvidia-smi topo -m`",
         )
-    vendor = next((name for pattern, name in _OTHER_VENDORS if pattern.fullmatch(word)), None)
+    words = row.text.split()
+    vendor = next((name for pattern, name in _OTHER_VENDORS if any(map(pattern.fullmatch, words))), None)
     raise TopologyTextError(
         source,
         row.line,
         f'{where}: "{word[:40]}" is no label of `nvidia-smi topo -m`'
-        + (f", it is one of {vendor}" if vendor else "")
+        + (f"; this looks like {vendor}" if vendor else "")
         + "; expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC",
     )
 

@@ -91,11 +91,16 @@ def test_no_legend_is_plain_m():
         ("0,2,4,6,8,10\t0\t\tN/A", ("0,2,4,6,8,10", "0", "N/A")),
         ("0-71\t0,2-17\t\t1", ("0-71", "0,2-17", "1")),
         ("24-31,56-63\tN/A\t\tN/A", ("24-31,56-63", "N/A", "N/A")),
+        ("0-15\t\t\tN/A", ("0-15", None, "N/A")),
+        ("0-7", ("0-7", None, None)),
+        ("0-15 N/A", ("0-15", None, "N/A")),
         ("", (None, None, None)),
     ],
 )
 def test_affinity_cells_may_be_empty(tail, expected):
     text = f"\tGPU0\tGPU1\t{TITLES}\nGPU0\t X \tSYS\t{tail}\nGPU1\tSYS\t X \t{tail}\n"
+    if not tail.count("\t") and " " in tail:  # tabs became blanks
+        text = text.expandtabs(8)
     gpu = parse(text).gpus[1]
     assert (gpu.cpu_affinity, gpu.numa_affinity, gpu.gpu_numa_id) == expected
 
@@ -215,8 +220,9 @@ def test_sys_between_gpus_of_one_numa_node_is_not_believed():
         ("hello\nworld\n", 1, "topo -m"),
         ("<system version='1'/>", 1, "XML"),
         (" \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n", 2, "topo -p2p"),
-        ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", 2, "MetaX"),
+        ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", 2, "MetaX mx-smi"),
         ("\tGPU0\tGPU1\nGPU0\tX\tICN6\nGPU1\tICN6\tX\n", 2, "Alibaba"),
+        ("       GPU0    GPU1\nGPU0   0       XGMI\nGPU1   XGMI    0\n", 2, "rocm-smi"),
         ("\tGPU0\tGPU1\nGPU0\t X \tFOO\nGPU1\tFOO\t X\n", 2, '"FOO" is no label'),
         ("\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n", 2, "without a header"),
         ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU2\tSYS\tSYS\n", 2, "has 2 cells, expected 3"),

@@ -1,0 +1,87 @@
+"""What stands after the cells of a GPU's row: CPU list, NUMA list and GPU NUMA ID, any of them empty.
+
+Specification: none is published. nvidia-smi leaves a CPU list empty that its cpuset hides (Slurm), cuts long lists
+short, and prints two tabs before the GPU NUMA ID.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from topology.labels import UNKNOWN
+from topology.text_cells import Header
+
+_AFFINITY = re.compile(r"\d+(?:[-,]\d+)*,?|N/A")
+_COLUMNS = ("cpu", "numa", "gpu_numa_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affinity:
+    """As printed; None where the cell is empty or the column is missing."""
+
+    cpu: str | None = None
+    numa: str | None = None
+    gpu_numa_id: str | None = None
+
+
+def read_affinity(cells: str, rest: str, header: Header) -> Affinity:
+    """Sort the words after a row's cells into columns; `cells` is the text before them.
+
+    With as many words as columns the order decides. With fewer, single tabs between the cells say which are empty.
+    Where tabs became spaces the NUMA value stands below the CPU header: then the first columns are taken to be the
+    empty ones, unless the first word can only be a CPU list.
+    """
+    there = (header.cpu, header.numa, header.gpu_numa_id)
+    words = _words(rest)
+    columns = [name for name, wanted in zip(_COLUMNS, there, strict=True) if wanted] or list(_COLUMNS[: len(words)])
+    missing = len(columns) - len(words)
+    if missing > 0 and words:
+        after = rest.lstrip(" ")  # the last cell may be " X "
+        if _one_tab_each(cells) and after.startswith("\t"):
+            columns = _columns_by_tabs(after, columns)
+        elif columns[0] == "cpu" and _is_cpu_list(words[0]):
+            columns = [columns[0], *columns[1 + missing :]]
+        else:
+            columns = columns[missing:]
+    return Affinity(**dict(zip(columns, words, strict=False)))
+
+
+def _words(rest: str) -> list[str]:
+    words: list[str] = []
+    for word in re.split(r"\s+", rest.strip()):
+        stripped = word.strip("\"'`,;")
+        if words and words[-1].endswith(",") and stripped:
+            words[-1] += stripped
+        elif _AFFINITY.fullmatch(stripped):
+            words.append(stripped + ("," if word.endswith(",") and stripped != UNKNOWN else ""))
+        elif word:
+            break
+    return [word.rstrip(",") for word in words]
+
+
+def _one_tab_each(cells: str) -> bool:
+    """Whether the row's cells are parted by exactly one tab, as nvidia-smi prints: then an extra tab means empty."""
+    return "\t" in cells and not re.search(r"\t[ ]*\t", cells)
+
+
+def _columns_by_tabs(rest: str, columns: list[str]) -> list[str]:
+    """Names of the columns that hold a word; whatever stands after the first two tabs is the last column."""
+    fields = [field.strip() for field in rest.removeprefix("\t").split("\t")]
+    named = []
+    for position, field in enumerate(fields):
+        if field:
+            named.append(columns[min(position, len(columns) - 1)])
+    return list(dict.fromkeys(named))
+
+
+def _is_cpu_list(word: str) -> bool:
+    """Whether a lone word is a CPU list rather than a NUMA list.
+
+    NUMA lists seen in the wild: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, whose GPU
+    memories and MIG partitions are nodes too.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", word)[:64]]
+    if not numbers or max(numbers) <= 8:
+        return False
+    return max(numbers) > 34 or re.fullmatch(r"\d+,\d+-\d+", word) is None
