@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from collectives import interval, stragglers
-from collectives.engine import Outcome
 from collectives.ops import OPS
 from collectives.results import BenchResult, Latency, Measurement, PairSearch, PartTime, StepTime, Straggler
 from collectives.spec import BenchSpec, Expectation
 from collectives.transport import Evidence
+from collectives.watch import Outcome
 
 # One NCCL_BUFFSIZE (4 MiB by default, NCCL user guide, environment variables) per rank is the least that a
 # shared-memory connection takes.

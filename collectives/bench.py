@@ -19,6 +19,7 @@ from collectives.plan import Case, Plan, SearchPlan
 from collectives.results import BenchResult
 from collectives.spec import BenchSpec, Expectation, SpecError, model_cases, sweep
 from collectives.transport import Evidence
+from collectives.watch import Where
 
 __all__ = ["BenchSpec", "Case", "Expectation", "SearchPlan", "SpecError", "model_cases", "run", "sweep"]
 
@@ -72,7 +73,7 @@ def _run_in(
         step=spec.step,
         search=spec.search,
     )
-    where = engine.Where(
+    where = Where(
         ranks_per_host=spec.ranks_per_host,
         hosts=spec.hosts,
         node_rank=spec.node_rank,

@@ -17,6 +17,7 @@ from typing import Any
 
 BEAT_SECONDS = 0.5
 MISSED_BEATS = 6  # of a rank that gets no turn on a busy host; silence_seconds, not this, ends a run
+LOOKED_AT = 64  # ranks whose beats are looked at in a second
 CONNECT_SECONDS = 20.0  # torch also asks for names of addresses, which a silent name server makes slow
 
 
@@ -45,6 +46,8 @@ class Pulse:
         self._reports = reports  # one rank of each host looks at all the others
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look = 0.0
+        # One rank of each host asks for every rank's beat: of many ranks less often, the store serves them all.
+        self._look_seconds = 2 * BEAT_SECONDS * max(1.0, world / LOOKED_AT)
         self._answered_at: float | None = None  # the store, last
 
     def start(self) -> None:
@@ -94,10 +97,10 @@ class Pulse:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + 2 * BEAT_SECONDS
+        self._next_look = now + self._look_seconds
         view = [self._read_beat(store, other, now) for other in range(self._world)]
         came = [row["arrived"] for row in view]
-        silent = [row for row in view if row["silent_seconds"] > MISSED_BEATS * BEAT_SECONDS]
+        silent = [row for row in view if row["silent_seconds"] > max(MISSED_BEATS * BEAT_SECONDS, self._look_seconds)]
         behind = [row for row in view if row["arrived"] < max(came)]
         self._journal.write("view", silent=silent[:16], behind=behind[:16])
 
