@@ -154,15 +154,16 @@ def layer_cost(
     q = model.heads * model.head_dim / tp
     kv = model.kv_heads * model.head_dim / max(1, min(tp, model.kv_heads))
     qkv = q + 2 * kv
-    shapes = [(tokens, qkv, h), (tokens, h, q)]
     width = (model.expert_ffn if model.experts else model.ffn) / tp
-    if model.experts:
-        rows = tokens * model.experts_per_token / model.experts * ep  # of one local expert, balanced
-        for _ in range(max(1, model.experts // ep)):
-            shapes += [(rows, width * (2 if model.gated_mlp else 1), h), (rows, h, width)]
-    else:
-        shapes += [(tokens, width * (2 if model.gated_mlp else 1), h), (tokens, h, width)]
-    gemm = sum(2.0 * m * n * k * _rate_loss(m, n, k, constants) for m, n, k in shapes) / rates.gemm
+    rows, copies = tokens, 1
+    if model.experts:  # one of the local experts, balanced, and how many there are
+        rows = tokens * model.experts_per_token / model.experts * ep
+        copies = max(1, model.experts // ep)
+    shapes = (
+        (tokens, qkv, h, 1), (tokens, h, q, 1),
+        (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies),
+    )  # fmt: skip
+    gemm = sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
     window = min(sequence, model.sliding_window) if model.sliding_window else sequence
     if model.sliding_window and model.family == "gemma2":
         window = (window + sequence) / 2.0  # every other layer is global

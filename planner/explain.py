@@ -80,7 +80,7 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
         return 2.0 * job.stack.gradient_bytes * trained * (n - 1) / n
     if part == "tensor_parallel":
         rounds = 6.0 if layout.checkpointing == "full" else 4.0
-        tokens = layout.micro_batch * job.sequence / layout.cp * layout.gradient_accumulation
+        tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp * layout.gradient_accumulation
         each = 2.0 * 2.0 * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
         return rounds * each * job.model.layers / layout.pp
     return None
@@ -152,7 +152,7 @@ def forecast_of(
         for name, value in memory._asdict().items()
         if value > 0
     )
-    tokens = layout.global_batch * job.sequence
+    tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
     sigma = sigma_of(job, layout, parts, calibrated=calibrated)
     used = {
         str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))

@@ -15,6 +15,7 @@ from planner.compute import Rates, cpu_rates, gpu_rates
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.hardware import GIB, gpu_named
 from planner.layout import Layout, Precision
+from planner.lengths import check_histogram
 from planner.links import Links, links_of
 from planner.memory import memory_parts
 from planner.rules import Question, first_broken
@@ -118,6 +119,7 @@ def plan(
         raise ValueError("cluster has no nodes")
     if train.sequence_length < 1:
         raise ValueError(f"sequence_length={train.sequence_length}: must be at least 1")
+    check_histogram(train.length_histogram)
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
     stack = engine_named(train.engine)

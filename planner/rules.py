@@ -162,6 +162,10 @@ def engine_runs(q: Question, at: Layout) -> str | None:
         return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
     if name == "topoflight" and (at.tp > 1 or at.pp > 1) and (hybrid or (at.data_parallel > 1 and not sharded)):
         return "topoflight combines TP and PP with FSDP only, not with DDP or HSDP"
+    if name == "topoflight" and q.model.family == "gpt2" and (at.tp > 1 or at.pp > 1):
+        return "topoflight splits Llama-like modules over TP and PP, not GPT-2's"
+    if name == "topoflight" and q.model.experts and (at.tp > 1 or at.pp > 1):
+        return "topoflight splits dense models only over TP and PP"
     if name == "topoflight" and at.pp > 1 and q.model.tied_embeddings:
         return "topoflight has no PP for tied embeddings: both ends would train their own copy"
     if name == "topoflight" and at.sequence_parallel and (q.train.method != "full" or q.train.packing):

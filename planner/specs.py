@@ -43,6 +43,7 @@ class TrainSpec:
     optimizer: str = "adamw"
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): padding follows from the micro-batch
     packing: bool = False
     steps: int | None = None
     engine: str = (

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from planner.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.layout import Layout
+from planner.lengths import expected_longest, mean_length
 from planner.links import Links
 from planner.memory import NF4_BYTES
 from planner.specs import ModelSpec, TrainSpec
@@ -73,22 +74,30 @@ class Job:
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
     _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict)
 
-    @property
-    def sequence(self) -> float:
-        """Tokens per sequence that are computed: padded, or packed to the full length."""
-        if self.train.mean_tokens is not None and not self.train.packing:
-            return self.train.mean_tokens
+    def sequence(self, micro_batch: int) -> float:
+        """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""
+        if not self.train.packing:
+            if self.train.mean_tokens is not None:
+                return self.train.mean_tokens
+            if self.train.length_histogram:
+                return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
+
+    def real_tokens(self, micro_batch: int) -> float:
+        """Tokens per sequence that are not padding."""
+        if self.train.length_histogram and not self.train.packing and self.train.mean_tokens is None:
+            return mean_length(self.train.length_histogram, self.train.sequence_length)
+        return self.sequence(micro_batch)
 
     def layer(self, layout: Layout, tokens: float) -> LayerCost:
         """Cached `layer_cost`."""
-        key = (tokens, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, layout.compile)
+        key = (tokens, layout.micro_batch, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, layout.compile)
         cost = self._layers.get(key)
         if cost is None:
+            adapters = self.train.lora_targets if self.train.method != "full" else ()
             cost = self._layers[key] = layer_cost(
-                self.model, tokens, self.sequence, layout.tp, layout.sequence_parallel, self.rates, self.stack,
-                ep=layout.ep, lora_targets=self.train.lora_targets if self.train.method != "full" else (),
-                compiled=layout.compile, constants=self.constants,
+                self.model, tokens, self.sequence(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
+                self.stack, ep=layout.ep, lora_targets=adapters, compiled=layout.compile, constants=self.constants,
             )  # fmt: skip
         return cost
 
@@ -121,7 +130,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     model, train, stack, links, k = job.model, job.train, job.stack, job.links, job.constants
     count = weights(model)
     full = train.method == "full"
-    tokens = layout.micro_batch * job.sequence / layout.cp
+    tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
     micro_batches = layout.gradient_accumulation
     per_rank = model.layers / layout.pp
     if layout.stage_layers:

@@ -38,7 +38,7 @@ def sweep(machine: str, nodes: Sequence[int], model: ModelSpec, train: TrainSpec
                                      tokens_per_second=None, efficiency=None, reason=reason))  # fmt: skip
             continue
         best = found.best[0]
-        rate = best.layout.global_batch * planned.job.sequence / best.seconds
+        rate = best.layout.global_batch * planned.job.real_tokens(best.layout.micro_batch) / best.seconds
         base = base if base is not None else rate / planned.world
         points.append(SweepPoint(nodes=count, ranks=planned.world, family=best.layout.family,
                                  step_seconds=best.seconds, tokens_per_second=rate,

@@ -1,0 +1,61 @@
+"""Lengths of a data set decide what padding costs: the longer the micro-batch, the longer its longest sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner import machines
+from planner.layout import Layout
+from planner.lengths import LengthsError, check_histogram, expected_longest, histogram_of, mean_length
+from planner.models import model_named
+from planner.recommend import plan, recommend
+from planner.specs import TrainSpec
+from planner.steptime import step_parts
+
+DIE = histogram_of([1, 2, 3, 4, 5, 6])
+
+
+def test_expected_longest_is_that_of_dice() -> None:
+    """One die 3.5, two dice 161/36, many dice nearly 6; cut at 4 never more."""
+    assert mean_length(DIE, 100) == pytest.approx(3.5)
+    assert expected_longest(DIE, 2, 100) == pytest.approx(161 / 36)
+    assert expected_longest(DIE, 100, 100) == pytest.approx(6.0, abs=1e-6)
+    assert expected_longest(DIE, 100, 4) == pytest.approx(4.0, abs=1e-6)
+
+
+def test_padding_makes_a_large_micro_batch_dearer_and_packing_does_not() -> None:
+    """A long tail of lengths: padded, 16 sequences compute far more than 16 times the mean."""
+    tail = ((100, 900), (2000, 100))
+    train = TrainSpec(method="full", sequence_length=2048, length_histogram=tail, global_batch=128)
+    planned = plan(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-8B"), train)
+    small = planned.job.sequence(1)
+    large = planned.job.sequence(16)
+    assert small == pytest.approx(290.0)
+    assert large > 1500
+    few, many = (
+        step_parts(planned.job, Layout(world_size=8, dp_shard=8, micro_batch=b, gradient_accumulation=16 // b)).gemm
+        for b in (1, 16)
+    )
+    assert many > 3 * few  # a single short sequence multiplies less efficiently, else it were five times
+    packed = plan(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-8B"), replace(train, packing=True))
+    assert packed.job.sequence(16) == 2048
+
+
+def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:
+    """What padding wastes is part of the choice."""
+    model, box = model_named("Llama-3.2-1B"), machines.cluster("dgx-h100")
+    even = TrainSpec(method="full", sequence_length=2048, length_histogram=((290, 1000),), global_batch=256)
+    tail = replace(even, length_histogram=((100, 900), (2000, 100)))
+    of_even, of_tail = (recommend(box, (), model, train).chosen for train in (even, tail))
+    assert of_even is not None
+    assert of_tail is not None
+    assert of_tail.layout.micro_batch < of_even.layout.micro_batch
+
+
+@pytest.mark.parametrize("broken", [((0, 1),), ((1, -1),), ((1, True),), ((1.5, 2),), ((1, 2, 3),)])
+def test_broken_histograms_are_refused(broken: tuple[tuple[int, int], ...]) -> None:
+    """The row in question is in the message."""
+    with pytest.raises(LengthsError, match="at least 1"):
+        check_histogram(broken)
