@@ -1,7 +1,8 @@
 """NVLinks of one GPU.
 
 Specification: NVML API reference, NvLink methods and NVML_FI_DEV_NVLINK_* fields. State 0 is a link without a partner:
-a bridge that is not fitted, or a broken one; INVALID_ARGUMENT ends the list; NOT_SUPPORTED on link 0 means no NVLink.
+a bridge that is not fitted, or a broken one. INVALID_ARGUMENT is a link that the board does not have, NOT_SUPPORTED on
+link 0 a board without NVLink.
 """
 
 from __future__ import annotations
@@ -31,23 +32,27 @@ _ERROR_FIELDS = {  # NVML_FI_DEV_NVLINK_*, scope is the link: the first three on
 def nvlinks(host: Host, gpu: GpuHandle, capability: tuple[int, int] | None) -> tuple[bool, tuple[NvLink, ...]]:
     """(whether the driver told, the links that exist). A link whose partner is missing is there and not active."""
     known, states = _states(host, gpu)
-    errors = _errors(host, gpu, [link for link, active in enumerate(states) if active])
+    errors = _errors(host, gpu, [link for link, active in states.items() if active])
     return known, tuple(
         _active(host, gpu, link, capability, errors.get(link)) if active else NvLink(link=link, active=False)
-        for link, active in enumerate(states)
+        for link, active in states.items()
     )
 
 
-def _states(host: Host, gpu: GpuHandle) -> tuple[bool, list[bool]]:
-    states: list[bool] = []
+def _states(host: Host, gpu: GpuHandle) -> tuple[bool, dict[int, bool]]:
+    states: dict[int, bool] = {}
     for link in range(LINKS_MAX):
         try:
             state = host.nvml("nvmlDeviceGetNvLinkState", gpu, link)
         except NvmlError as error:
-            return error.name in ("INVALID_ARGUMENT", "NOT_SUPPORTED"), states
+            if error.name == "NOT_SUPPORTED" and link == 0:
+                return True, {}
+            if error.name not in ("INVALID_ARGUMENT", "NOT_SUPPORTED"):
+                return False, states
+            continue
         if state not in (0, 1):
             return False, states
-        states.append(bool(state))
+        states[link] = bool(state)
     return True, states
 
 

@@ -193,7 +193,7 @@ def _gpu(host: Host, index: int, xids: dict[str, list[int]] | None) -> Gpu:
         remapping_pending=flag(remapped[2]),
         remapping_failed=flag(remapped[3]),
         retired_pages=_retired_pages(ask),
-        temperature_celsius=ask.number("nvmlDeviceGetTemperature", 0),
+        temperature_celsius=_temperature(ask),
         temperature_slowdown_celsius=ask.number("nvmlDeviceGetTemperatureThreshold", 1),
         power_watts=ask.number("nvmlDeviceGetPowerUsage", scale=1e-3),
         power_limit_watts=limit,
@@ -240,6 +240,12 @@ def _numa_node(ask: _Asker, bus_id: str | None) -> int | None:
 def _c2c_links(ask: _Asker) -> int | None:
     values = ask("nvmlDeviceGetFieldValues", _C2C_LINK_COUNT)
     return values[0] if values else None
+
+
+def _temperature(ask: _Asker) -> float | None:
+    """Of the die (sensor 0); CUDA 14 drops the first spelling."""
+    found = ask.number("nvmlDeviceGetTemperature", 0)
+    return found if found is not None else ask.number("nvmlDeviceGetTemperatureV", 0)
 
 
 def _retired_pages(ask: _Asker) -> int | None:
