@@ -125,7 +125,8 @@ def main() -> int:
     arguments = parser.parse_args()
     machine = ROOT / "tests" / "machines" / f"{arguments.machine}.json"
     worst = 0
-    for result in (recorded(machine, arguments.scans), faked(machine, arguments.scans)):
+    for bench in (faked, recorded):
+        result = bench(machine, arguments.scans)
         grown = result.resident_mib[-1] - result.resident_mib[min(1, len(result.resident_mib) - 1)]
         bad = result.median_ms > arguments.limit_ms or grown > arguments.growth_mib
         worst = max(worst, int(bad))
@@ -133,7 +134,7 @@ def main() -> int:
         print(f"  CPU per scan: first {result.first_ms:.1f} ms, then {result.median_ms:.1f} ms "
               f"(slowest hundredth {result.slowest_ms:.1f} ms), limit {arguments.limit_ms:.0f} ms")  # fmt: skip
         print(f"  resident MiB: {' '.join(f'{mib:.1f}' for mib in result.resident_mib)}; grown {grown:+.1f}")
-        print(f"  {'NOT within the limits' if bad else 'within the limits'}")
+        print(f"  {'NOT within the limits' if bad else 'within the limits'}", flush=True)
     print(nvidia_smi())
     return worst
 
