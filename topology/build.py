@@ -48,6 +48,7 @@ def build(snapshot: Snapshot) -> NodeTopology:
             virtual=pci.virtual_tree if pci else None,
             warnings=tuple(warnings),
             nvlink_known=facts is not None and any(gpu.nvlinks_known for gpu in facts.gpus),
+            topology_files=pci.topology_files if pci else (),
             product=host.product if host else None,
             cpus=cpus,
             pci=_pci_nodes(tree, gpus, nics),
@@ -57,7 +58,7 @@ def build(snapshot: Snapshot) -> NodeTopology:
 
 
 def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:
-    if facts is not None:
+    if facts is not None and (facts.gpus or not facts.driver_error):
         return tuple(_gpu(gpu, tree) for gpu in facts.gpus)
     seen = sorted(
         bus_id
@@ -65,7 +66,10 @@ def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[G
         if device.vendor_id == NVIDIA and device.class_code >> 8 in _GPU_CLASSES
     )
     if seen:
-        warnings.append(f"NVML does not answer: {len(seen)} NVIDIA GPUs are known from PCI alone, NVLink is unknown")
+        why = f" ({facts.driver_error})" if facts is not None else ""
+        warnings.append(
+            f"NVML does not answer{why}: {len(seen)} NVIDIA GPUs are known from PCI alone, NVLink is unknown"
+        )
     return tuple(
         GpuNode(
             name=f"GPU{index}",
@@ -94,7 +98,7 @@ def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
         numa_node=numa,
         cpu_affinity=gpu.cpu_affinity,
         numa_affinity=str(numa) if numa is not None else UNKNOWN,
-        gpu_numa_id=UNKNOWN,
+        gpu_numa_id=str(gpu.gpu_numa_node) if gpu.gpu_numa_node is not None else UNKNOWN,
         nvlink_domain=gpu.fabric_clique if gpu.fabric_state == "completed" else None,
         c2c=bool(gpu.c2c_links) if gpu.c2c_links is not None else None,
         usable=gpu.error is None,

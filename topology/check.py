@@ -203,6 +203,9 @@ def _virtual(node: NodeTopology) -> Iterator[Finding]:
 
 def _topo_file_advice(node: NodeTopology) -> str:
     sku = node.sku or ""
+    if node.topology_files and not any(nic.kind == "efa" for nic in node.nics):
+        files = " or ".join(node.topology_files[:3])
+        return f"Set NCCL_TOPO_FILE to the file that fits this machine: {files}."
     if sku.startswith("AWS") or any(nic.kind == "efa" for nic in node.nics):
         return "Load the aws-ofi-nccl plugin: it gives NCCL the topology file of this instance type by itself."
     if sku.startswith("Azure"):

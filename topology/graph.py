@@ -177,6 +177,7 @@ class NodeTopology:
     source: str = "probes"  # "probes", "nvidia-smi topo -m", "NCCL XML"
     warnings: tuple[str, ...] = ()
     nvlink_known: bool = True  # False: the source says nothing about NVLink, so none seen is not none there
+    topology_files: tuple[str, ...] = ()  # NCCL topology XML that the provider put on the host
     product: str | None = None  # DMI product name: "p4d.24xlarge"
     cpus: tuple[CpuNode, ...] = ()
     pci: tuple[PciNode, ...] = ()  # empty from a text matrix

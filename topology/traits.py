@@ -83,6 +83,7 @@ def _gpus(snapshot: Snapshot) -> Iterator[Trait]:
     if facts is None:
         return
     yield from _trait("driver", "", facts.driver_version, WARN)
+    yield from _trait("driver", "error", facts.driver_error or "none", FAIL, float(facts.driver_error is None))
     yield from _trait("CUDA", "", facts.cuda_version, INFO)
     yield from _trait("GPUs", "", len(facts.gpus), FAIL, len(facts.gpus))
     for gpu in facts.gpus:
@@ -103,6 +104,7 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
     generation = f"gen {gpu.pcie_generation_max}" if gpu.pcie_generation_max else None
     yield from _trait(name, "PCIe at most", generation, WARN, gpu.pcie_generation_max)
     yield from _trait(name, "fabric", gpu.fabric_state, FAIL)
+    yield from _trait(name, "NVSwitch bandwidth degraded", gpu.fabric_degraded, FAIL)
     yield from _trait(name, "MIG", gpu.mig_enabled, FAIL)
     yield from _trait(name, "compute mode", gpu.compute_mode, WARN)
     yield from _trait(name, "persistence mode", gpu.persistence_mode, INFO)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from topo_machines import NAMES, snapshot, topology
 
-from probes.api import Absent, Severity
+from probes.api import Absent, Ok, Severity
 from probes.gpu import GpuFacts
 from topology import xml
 from topology.build import build, cpu_mask
@@ -156,3 +156,19 @@ def test_pci_ancestry_agrees_with_nvml_where_no_nvlink_hides_it():
 )
 def test_cpu_masks_as_nccl_writes_them(cpus, mask):
     assert cpu_mask(cpus) == mask
+
+
+def test_a_driver_that_does_not_load_leaves_the_gpus_of_the_pci_tree():
+    whole = snapshot(HGX)
+    facts = GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error="DRIVER_NOT_LOADED", pci_gpus=8)
+    node = build(replace(whole, outcomes={**whole.outcomes, "gpu": Ok(facts=facts)}))
+    assert len(node.gpus) == 8
+    assert not node.nvlink_known
+    assert any("DRIVER_NOT_LOADED" in warning for warning in node.warnings)
+    assert not [finding for finding in check(node) if finding.code.startswith("topology.nvlink")]
+
+
+def test_topology_files_of_the_provider_are_named():
+    node = replace(topology("azure-nd-a100-flat-vm"), topology_files=("/opt/microsoft/ndv4-topo.xml",))
+    (virtual,) = [finding for finding in check(node) if finding.code == "topology.virtual"]
+    assert "/opt/microsoft/ndv4-topo.xml" in virtual.remedy
