@@ -56,7 +56,7 @@ class Run:
         self.optimizer, self.recorder = optimizer, recorder
         mesh = engine.mesh
         at = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard") if mesh else 0
-        fixed = max(len(e.tokens) for e in (*examples, *test)) if layout.pp > 1 or layout.tp > 1 else None
+        fixed = max(len(e.tokens) for e in (*examples, *test)) if layout.pp > 1 or layout.sequence_parallel else None
         if fixed is not None and layout.sequence_parallel:
             fixed = math.ceil(fixed / layout.tp) * layout.tp
         common: Any = {

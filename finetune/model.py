@@ -140,6 +140,8 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         self.first, self.last, self.fused_loss = first, last, fused_loss
         self.autocast: torch.dtype | None = None  # where nothing else casts the weights (FSDP does)
         lm = causal_lm(model)
+        # flash attention tells packed rows apart by their positions in a batch of one row only
+        self.one_row = lm.config._attn_implementation == "flash_attention_2"
         every = list(lm.model.layers)
         lm.model.layers = Layers([(n, every[n]) for n in numbers])
         # The layers keep the model's own config; only the loop over them reads this one.
@@ -166,7 +168,12 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
     def _run(self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         lm = causal_lm(self.net)
         kind = "input_ids" if self.first else "inputs_embeds"
+        rows = x.shape[0]
+        if self.one_row:
+            x, positions = x.flatten(0, 1)[None], positions.flatten()[None]
         hidden: torch.Tensor = lm.model(**{kind: x}, position_ids=positions, use_cache=False).last_hidden_state
+        if self.one_row:
+            hidden = hidden.unflatten(1, (rows, -1))[0]
         if not self.last:
             return hidden
         return self._loss(hidden, labels)

@@ -126,15 +126,19 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
     shard: Any = partial(
         fully_shard,
         mesh=over,
-        reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3" and layout.pp == 1,
+        reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if layout.offload == "all"
         else OffloadPolicy(),
     )
+    lm = causal_lm(chunk.net)
+    if chunk.first and not getattr(lm.config, "tie_word_embeddings", False):
+        shard(lm.model.embed_tokens)
     for layer in chunk.layers:
         shard(layer)
-    wrapped: nn.Module = shard(chunk)
+    # The output head is the last to run and the first to run backward: gathered once.
+    wrapped: nn.Module = shard(chunk, reshard_after_forward=False)
     return wrapped
 
 

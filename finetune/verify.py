@@ -66,6 +66,7 @@ def observe(engine: Engine) -> dict[str, Any]:
         "wrapper": "+".join(sorted(wrapper)),
         "backend": backend_of(engine.device),
         "precision": _precision(engine),
+        "reshard_after_forward": _reshards(engine),
         "checkpointed_layers": sum("forward" in vars(layer) for c in engine.chunks for layer in c.layers),
         "placements": dict(spelled),
         "unsharded_parameters": len(unsharded),
@@ -93,6 +94,13 @@ def _precision(engine: Engine) -> str:
     return "+".join(sorted(kinds))
 
 
+def _reshards(engine: Engine) -> bool | None:
+    """Whether layers give their gathered weights back between forward and backward; None where none are sharded."""
+    states = [one._get_fsdp_state() for c in engine.chunks for one in c.layers if isinstance(one, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return all(group._reshard_after_forward for group in groups) if groups else None
+
+
 def _split_projections(named: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """How many projection weights are split over tp, of how many."""
     weights = [p for n, p in named.items() if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", n)]
@@ -118,6 +126,9 @@ def compare(asked: Layout, got: Mapping[str, Any], environment: Mapping[str, str
                 f"this rank holds {got['local_parameter_bytes']} of {got['parameter_bytes']} parameter bytes, "
                 f"a share of 1/{asked.dp_shard} was asked for"
             )
+    reshards = asked.reshard_after_forward and asked.sharding == "zero3"
+    if asked.dp_shard > 1 and got["reshard_after_forward"] != reshards:
+        wrong.append(f"reshard_after_forward: asked {reshards}, got {got['reshard_after_forward']}")
     split, projections = got["split_projections"]
     if asked.tp > 1 and split != projections:
         wrong.append(f"tp={asked.tp}: {split} of {projections} projections are split")

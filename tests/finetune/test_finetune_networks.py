@@ -1,24 +1,50 @@
 """The same fine-tune over the slow default network, over the fast second one, and on one host: three bars."""
 
+import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from rigs.netns import hosts, missing
 
+from planner.layout import Layout
+from planner.links import Links, Speed
+from planner.models import model_named
+from planner.recommend import forecast_layout, plan
+from planner.specs import TrainSpec
+from topology.graph import ClusterTopology, NodeTopology
+
 ROOT = Path(__file__).parents[2]
 RATE = "160mbit"  # of the default network; the second one is not shaped
 RATE_BYTES = 160e6 / 8
+LOOPBACK_BYTES = 1e9  # of the second network and of loopback, by order of magnitude: neither is what a step waits for
 STEPS = 10
+LAYOUT = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 4}
 
 
-def fly(rig, folder, places, device):
+def forecast(bytes_per_second):
+    """The planner's forecast for two hosts of one rank each, joined by a network of this speed."""
+    nodes = tuple(
+        NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=os.cpu_count()) for n in (0, 1)
+    )
+    inside = Speed(bytes_per_second=LOOPBACK_BYTES, how="assumed", link="host memory")
+    links = Links(
+        ranks_per_node=1, nodes=2, island_size=1, island=inside, node=inside,
+        network=Speed(bytes_per_second=bytes_per_second, how="measured", link="TCP"),
+    )  # fmt: skip
+    train = TrainSpec(lora_rank=8, sequence_length=128, mean_tokens=51.0, global_batch=8, precision="fp32")
+    planned = plan(ClusterTopology(nodes=nodes), (), model_named("tiny-llama"), train, links=links)
+    return forecast_layout(planned, Layout(**LAYOUT)).forecast
+
+
+def fly(rig, folder, places, device, said=None):
     """One rank per entry of `places`, each in that host, over the named device; returns the flight."""
     folder.mkdir()
-    layout = {"world_size": len(places), "dp_shard": len(places), "precision": "fp32", "micro_batch": 4}
     environment = {"GLOO_SOCKET_IFNAME": device}
-    (folder / "plan.json").write_text(json.dumps({"layout": layout, "environment": environment}))
+    document = {"layout": LAYOUT, "environment": environment, "forecast": dataclasses.asdict(said) if said else {}}
+    (folder / "plan.json").write_text(json.dumps(document))
     settings = [
         f"output_dir={folder}",
         f"max_steps={STEPS}",
@@ -53,8 +79,8 @@ def bars(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bars")
     with hosts(2, default_rate=RATE) as rig:
         return {
-            "default": fly(rig, folder / "default", [0, 1], "eth0"),
-            "net1": fly(rig, folder / "net1", [0, 1], "net1"),
+            "default": fly(rig, folder / "default", [0, 1], "eth0", forecast(RATE_BYTES)),
+            "net1": fly(rig, folder / "net1", [0, 1], "net1", forecast(LOOPBACK_BYTES)),
             "one host": fly(rig, folder / "one", [0, 0], "lo"),
         }
 
@@ -71,6 +97,18 @@ def test_the_second_network_is_faster(bars):
     on_the_wire = 2 * weights / 2 / RATE_BYTES
     assert seconds["default"] > on_the_wire
     assert seconds["default"] - seconds["net1"] > 0.5 * on_the_wire
+
+
+@pytest.mark.ranks
+@pytest.mark.netns
+def test_the_gain_is_what_the_planner_forecast(bars):
+    """Over the default network the step lies in the forecast's interval; so does what the second network saves."""
+    line = next(one for one in bars["default"]["comparison"] if one["quantity"] == "step_seconds")
+    assert line["within"], line["line"]
+    slow, fast = forecast(RATE_BYTES).step_seconds, forecast(LOOPBACK_BYTES).step_seconds
+    gain = bars["default"]["measured"]["step_seconds"] - bars["net1"]["measured"]["step_seconds"]
+    forecast_gain = slow.mid - fast.mid
+    assert forecast_gain * slow.low / slow.mid < gain < forecast_gain * slow.high / slow.mid
 
 
 @pytest.mark.ranks

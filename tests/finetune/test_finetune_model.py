@@ -1,0 +1,200 @@
+"""The model's pieces: chunks put together are the model; schedules are transformers'; refusals have reasons."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
+
+from finetune.config import ConfigError, JobConfig
+from finetune.data import collate, pack, prepare
+from finetune.flight import communication_share, hold_against
+from finetune.model import build_model, causal_lm, cut
+from finetune.optim import clip_gradients, learning_rate
+from finetune.parallel import refusals, stage_bounds
+from finetune.rows import IGNORED, load_tokenizer
+from planner.layout import Layout
+
+SMALL = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = {
+    "llama": None,
+    "mistral": MistralConfig(**SMALL, sliding_window=16),
+    "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=2),
+    "qwen3": Qwen3Config(**SMALL),
+}
+
+
+def job(tmp_path, family, **settings):
+    """A random model of the family."""
+    name = "random:micro-llama"
+    if FAMILIES[family] is not None:
+        FAMILIES[family].save_pretrained(tmp_path)
+        name = f"random:{tmp_path}"
+    return JobConfig(
+        model_name_or_path=name, tokenizer_name="builtin:bytes", max_length=64, dataset_rows=40, **settings
+    )
+
+
+def batch_of(config, packed):
+    """Four sequences."""
+    rows, _ = prepare(config, "train", load_tokenizer(config))
+    rows = pack(rows, 64) if packed else rows
+    return collate(rows[:4], 4, 64, 2)
+
+
+def total(chunks, batch):
+    """The summed loss through all chunks."""
+    x = batch.tokens
+    for chunk in chunks:
+        x = chunk(x, batch.positions, batch.labels)
+    return x.sum()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [False, True])
+def test_chunks_together_are_the_model(tmp_path, family, lora):
+    """Cut in uneven thirds, with or without adapters, the loss is transformers' own."""
+    config = job(tmp_path, family, use_peft=lora)
+    batch = batch_of(config, packed=False)
+    whole = build_model(config, "fp32").eval()
+    with torch.no_grad():
+        logits = causal_lm(whole)(batch.tokens).logits.flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(
+            logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        chunks = cut(copy.deepcopy(whole), [(0, 1), (1, 3), (3, 4)], [0, 1, 2], fused_loss=False)
+        assert float(total(chunks, batch)) == pytest.approx(float(expected), rel=1e-5)
+        fused = cut(copy.deepcopy(whole), [(0, 4)], [0], fused_loss=True)
+        assert float(total(fused, batch)) == pytest.approx(float(expected), rel=1e-5)
+    names = {n.removeprefix("net.") for chunk in chunks for n, _ in chunk.named_parameters()}
+    assert names == {n for n, _ in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_do_not_see_each_other(tmp_path, family):
+    """Packing, also laid out as one row for flash attention, gives the loss of the rows by themselves."""
+    config = job(tmp_path, family)
+    rows, _ = prepare(config, "train", load_tokenizer(config))
+    batch, alone = collate(pack(rows[:6], 128), 3, 128, 2), collate(rows[:6], 6, 64, 2)
+    (chunk,) = cut(build_model(config, "fp32").eval(), [(0, 4)], [0], fused_loss=False)
+    with torch.no_grad():
+        expected = float(total([chunk], alone))
+        assert float(total([chunk], batch)) == pytest.approx(expected, rel=1e-5)
+        chunk.one_row = True
+        assert float(total([chunk], batch)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_other_families_are_refused(tmp_path):
+    """A model that the job cannot cut is named."""
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=259).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="gpt2"):
+        build_model(JobConfig(model_name_or_path=f"random:{tmp_path}"), "fp32")
+
+
+@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"])
+def test_learning_rates_are_those_of_transformers_after_warm_up(kind):
+    """Warm-up itself begins above zero: a first step of rate 0 would be lost."""
+    config = JobConfig(learning_rate=0.5, lr_scheduler_type=kind, warmup_steps=4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=20)
+    for step in range(20):
+        if step >= 4:
+            assert learning_rate(config, step, 20) == pytest.approx(theirs.get_last_lr()[0], rel=1e-6)
+        optimizer.step()
+        theirs.step()
+    rates = [learning_rate(config, step, 20) for step in range(5)]
+    assert kind == "constant" or (rates == sorted(rates) and 0 < rates[0] < rates[4])
+
+
+def test_warm_up_below_one_is_a_share():
+    """warmup_steps: 0.1 of 50 steps are five."""
+    config = JobConfig(learning_rate=1.0, lr_scheduler_type="constant_with_warmup", warmup_steps=0.1)
+    assert [learning_rate(config, s, 50) == 1.0 for s in (4, 5)] == [False, True]
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+def test_clipping_is_torch_s(limit):
+    """The same norm and the same gradients as torch's own, and 0 only measures."""
+    weights = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
+    for w in weights:
+        w.grad = torch.randn_like(w)
+    twins = [torch.nn.Parameter(w.detach().clone()) for w in weights]
+    for twin, w in zip(twins, weights, strict=True):
+        twin.grad = w.grad.clone()
+    norm = clip_gradients(weights, limit, None)
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(twins, limit or math.inf)))
+    for twin, w in zip(twins, weights, strict=True):
+        torch.testing.assert_close(w.grad, twin.grad)
+
+
+@pytest.mark.parametrize(
+    ("members", "lora", "word"),
+    [
+        ({"cp": 2}, False, "cp=2"),
+        ({"dp_shard": 2, "sharding": "zero1"}, False, "zero1"),
+        ({"dp_shard": 2, "precision": "fp8"}, False, "fp8"),
+        ({"dp_replicate": 2, "sharding": "ddp", "offload": "all"}, False, "offload"),
+        ({"dp_shard": 2, "offload": "optimizer"}, False, "offload"),
+        ({"tp": 16}, False, "tp=16"),
+        ({"tp": 2, "sequence_parallel": True}, True, "sequence_parallel"),
+        ({"pp": 2}, False, "gradient_accumulation=1"),
+        ({"pp": 8, "gradient_accumulation": 8}, False, "4 layers"),
+        ({"pp": 2, "gradient_accumulation": 2, "stage_layers": (1, 2)}, False, "stage_layers"),
+        ({"pp": 2, "gradient_accumulation": 3, "schedule": "interleaved", "virtual_stages": 2}, False, "multiple of"),
+    ],
+)
+def test_layouts_that_cannot_run_have_a_reason(members, lora, word):
+    """Refused before anything is built; the reason names the member."""
+    world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
+    shape = build_model(JobConfig(model_name_or_path="random:micro-llama"), "fp32").config
+    why = refusals(Layout(**{"world_size": world, "precision": "fp32", **members}), shape, lora)
+    assert len(why) == 1
+    assert word in why[0]
+
+
+def test_stage_bounds_cover_every_layer_once():
+    """Even, uneven by arithmetic, uneven by request."""
+    piped = {"world_size": 4, "pp": 4, "gradient_accumulation": 4}
+    assert stage_bounds(Layout(**piped), 10) == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert stage_bounds(Layout(**piped, stage_layers=(1, 4, 4, 1)), 10) == [(0, 1), (1, 5), (5, 9), (9, 10)]
+
+
+class Event:
+    """A span as torch's profiler gives it, microseconds."""
+
+    def __init__(self, name, start, end):
+        self.name = name
+        self.device_type = "DeviceType.CPU"
+        self.time_range = type("Range", (), {"start": start, "end": end})
+
+
+def test_communication_that_work_hides_is_not_exposed():
+    """Ten seconds, four of them collectives, of which one has nothing beside it."""
+    second = 1_000_000
+    events = [
+        Event("gloo:all_gather", 0, 2 * second),
+        Event("gloo:all_gather", 1 * second, 3 * second),
+        Event("gloo:all_reduce", 5 * second, 6 * second),
+        Event("aten::mm", 0, 3 * second),
+        Event("c10d::wait", 5 * second, 6 * second),
+    ]
+    found = communication_share(events, 10.0)
+    assert found["share"] == pytest.approx(0.4)
+    assert found["exposed_share"] == pytest.approx(0.1)
+    assert found["seconds_by_kind"] == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
+    assert communication_share([Event("aten::mm", 0, second)], 1.0) is None
+
+
+def test_a_forecast_without_an_interval_is_not_compared():
+    """What was not forecast, or not measured, has no line."""
+    now = {"step_seconds": 2.0, "memory_bytes": None, "tokens_per_second": 5.0}
+    said = {"step_seconds": {"low": 1.6, "mid": 1.9, "high": 2.3}, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}
+    (line,) = hold_against({**said, "tokens_per_second": 7.0}, now, {"exposed_share": 0.31})
+    assert line["line"] == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, communication 31% exposed"
+    assert line["within"]
