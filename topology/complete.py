@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from topology.derive import islands, looks_virtual, nearest_nic, rails
+from topology.derive import islands, looks_virtual, nearest_nic, rails, through_neighbours
 from topology.expect import node_expectations
 from topology.graph import NodeTopology
 
@@ -23,6 +23,7 @@ def complete(node: NodeTopology) -> NodeTopology:
         warnings = (*warnings, virtual)
     derived = replace(
         node,
+        pairs=through_neighbours(node.gpus, node.pairs),
         virtual=virtual,
         islands=islands(node.gpus, node.pairs),
         nearest_nic=nearest,

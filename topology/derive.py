@@ -6,8 +6,9 @@ Specification: `nvidia-smi topo -m` labels; NCCL src/graph/search.cc for why the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from topology.graph import GpuNode, Island, NearestNic, NicNode, Pair, Rail
+from topology.graph import GpuNode, Island, NearestNic, NicNode, Pair, PathClass, Rail
 from topology.labels import FARTHEST, UNKNOWN, level, nvlinks, path_class, rank
 
 SYS_RANK = rank("SYS")
@@ -57,6 +58,22 @@ def _island(gpus: tuple[str, ...], known: Pairs) -> Island:
     labels = [known.label(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
     linked = sorted({label for label in labels if nvlinks(label)}, key=nvlinks)
     return Island(gpus=gpus, all_to_all=all(nvlinks(label) for label in labels), nvlinks_per_pair=tuple(linked))
+
+
+def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """The pairs, those that NCCL joins by NVLink through one other GPU marked NVB; their label stays nvidia-smi's.
+
+    Specification: NCCL src/graph/paths.cc, ncclTopoSetPaths: at most one GPU in between.
+    """
+    known, names = Pairs(pairs), [gpu.name for gpu in gpus]
+    made = []
+    for pair in pairs:
+        if not pair.nvlinks and pair.a in names and pair.b in names:
+            joined = any(nvlinks(known.label(pair.a, via)) and nvlinks(known.label(via, pair.b)) for via in names)
+            made.append(replace(pair, path=PathClass.NVB) if joined else pair)
+        else:
+            made.append(pair)
+    return tuple(made)
 
 
 def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:

@@ -13,7 +13,7 @@ from probes.gpu import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci import PciDevice
 from topology.check import check
 from topology.complete import complete
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair
+from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass
 from topology.labels import nvlinks, path_class
 from topology.nccl import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.nvlink import NvLinks
@@ -52,6 +52,15 @@ def test_hybrid_cube_mesh_is_one_island_without_all_pairs():
     (island,) = made.islands
     assert (len(island.gpus), island.all_to_all, island.nvlinks_per_pair) == (8, False, ("NV1", "NV2"))
     assert plan(made).busbw_bytes_per_second == pytest.approx(6 * 20e9)  # six NVLink 2 of each V100
+
+
+def test_pairs_one_gpu_apart_are_nvb_to_nccl_and_sys_to_nvidia_smi():
+    made = node(8, HYBRID_MESH, capability=V100)
+    pair = made.pair("GPU0", "GPU5")
+    assert (pair.label, pair.path) == ("SYS", PathClass.NVB)
+    assert made.pair("GPU0", "GPU1").path is PathClass.NVL
+    two_apart = node(4, {(0, 1): "NV1", (1, 2): "NV1", (2, 3): "NV1"})
+    assert two_apart.pair("GPU0", "GPU3").path is PathClass.SYS
 
 
 def test_a_chain_closes_no_ring_and_gets_no_plan():
