@@ -184,7 +184,9 @@ def read_memory(raw: Raw) -> tuple[float | None, str]:
         return value * unit, "tensors"
     if "model:" in kind or "active" in kind or "alloc" in kind or "max over run" in kind:
         return value * unit, "tensors"
-    return value * unit, "device" if "smi" in kind else "reserved"
+    if "smi" in kind or ("printed" in kind and "deepspeed" in (raw.get("framework") or "").lower()):
+        return value * unit, "device"  # Megatron-DeepSpeed prints no peak: such tables are read off nvidia-smi
+    return value * unit, "reserved"
 
 
 def read_links(raw: Raw, gpu: Gpu, world: int) -> Links:

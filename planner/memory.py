@@ -75,7 +75,7 @@ def activation_bytes_per_layer(
         hidden -= 0.0 if "up_proj" in train.lora_targets else 1.0
     split = layout.tp if layout.sequence_parallel else 1
     scores = 0.0
-    if train.attention == "eager" or (stack.attention == "unfused" and layout.checkpointing == "none"):
+    if train.attention == "eager" or (stack.attention == "unfused" and layout.checkpointing != "selective"):
         scores = 5.0 * model.heads * train.sequence_length / layout.tp  # scores, softmax, dropout mask
     return tokens * 2.0 * (hidden * h / split + (2.0 * q + 2.0 * kv + inner * ffn) / layout.tp) + tokens * scores
 
