@@ -144,7 +144,7 @@ def forecast_of(
         detail = _WORDS[name]
         if link:
             moved = traffic_bytes(job, layout, name)
-            volume = f", {moved / GIGA:.0f} GB per GPU and step" if moved else ""
+            volume = f", {moved / GIGA:.3g} GB per rank and step" if moved else ""
             detail += f"; exposed, over {link}{volume}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(

@@ -26,6 +26,7 @@ class MemoryConstants:
     fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
     reserved_bytes: float = 1.3 * GIB  # cuBLAS workspaces, communication buffers of the framework
     context_bytes: float = 1.2 * GIB  # CUDA context, kernels, NCCL: outside the allocator
+    cpu_bytes: float = 0.2 * GIB  # thread pools, oneDNN and gloo buffers: resident growth over torch itself
     safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow
 
 
@@ -186,5 +187,5 @@ def memory_parts(
         logits=logits,
         fragmentation=held * (constants.fragmentation - 1.0),
         reserved=0.0 if on_cpu else constants.reserved_bytes + stack.bucket_bytes,
-        context=0.4 * GIB if on_cpu else constants.context_bytes,
+        context=constants.cpu_bytes if on_cpu else constants.context_bytes,
     )

@@ -114,7 +114,7 @@ def test_four_pods_take_two_and_a_half_times_one_pod() -> None:
     assert apart.step_seconds.mid / together.step_seconds.mid == pytest.approx(2.4, rel=0.12)
     assert apart.dominant.startswith("communication-bound: gathering sharded weights over EFA")
     gather = next(part for part in apart.time_parts if part.name == "gather")
-    assert "145 GB per GPU and step" in gather.detail
+    assert "145 GB per rank and step" in gather.detail
     assert together.dominant.startswith("offloading")
 
 
