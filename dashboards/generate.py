@@ -1,0 +1,35 @@
+"""Writes everything here that is made: `python dashboards/generate.py` from the repository root.
+
+Dashboards (Classic JSON), alert rules (plain and PrometheusRule), and the tables of docs/metrics.md. All of it is
+committed; a test holds that making it again gives no difference.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+
+def made() -> dict[str, str]:
+    """Path below the repository root, and what belongs there."""
+    import metrics_page
+
+    metrics = ROOT / "docs" / "metrics.md"
+    return {"docs/metrics.md": metrics_page.page(metrics.read_text(encoding="utf-8"))}
+
+
+def main() -> None:
+    """Write what differs, and name it."""
+    for name, text in made().items():
+        path = ROOT / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            sys.stderr.write(f"{name}\n")
+
+
+if __name__ == "__main__":
+    main()

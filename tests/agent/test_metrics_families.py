@@ -1,0 +1,241 @@
+"""Metrics by the rules of the field: names, units, labels, bounds; and the values on recorded machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent import metrics
+from agent.metrics_catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
+from agent.view import View, look
+from collectives.results import BenchResult, Latency, Measurement, Straggler
+from collectives.transport import ChannelCount, Evidence, LogProblem
+from probes.api import Snapshot
+from probes.gpu import GpuFacts
+from probes.pci import PciFacts
+from probes.recording import load
+from probes.registry import ALL
+from probes.scan import scan
+
+MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
+H100 = next(path for path in MACHINES if path.name.startswith("hgx-h100"))
+
+# https://prometheus.io/docs/practices/naming/#base-units, and what people write in their place
+FOREIGN_UNITS = re.compile(
+    r"(_|^)(ms|msec|milliseconds|us|microseconds|ns|minutes|hours|days|kb|mb|gb|kib|mib|gib|kilobytes|megabytes|"
+    r"gigabytes|bits|gbps|mbps|gbit|gbytes|percent|pct|fahrenheit|mhz|ghz|kw)(_|$)"
+)
+UNIT_LAST = re.compile(r"(bytes|seconds|celsius|watts|ratio|total|info)")
+
+
+@cache
+def snapshot_of(path: Path) -> Snapshot:
+    """One scan per machine: the tests here only read it."""
+    return scan(load(path))
+
+
+def bench() -> BenchResult:
+    """A result as a two-node run leaves it: RDMA with part of the channels in GPUDirect, one slow rank."""
+    made = [
+        Measurement(
+            op=op, backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << size, iteration_seconds=(0.01,),
+            median_seconds=0.01, spread_ratio=0.02, algbw_bytes_per_second=2e10, busbw_bytes_per_second=1e10,
+            expected_busbw_bytes_per_second=4e10, verified=True,
+        )
+        for op in ("all_gather", "reduce_scatter") for size in range(20, 31)
+    ]  # fmt: skip
+    return BenchResult(
+        measurements=tuple(made), world_size=16, backend="nccl", hosts=("a", "b"), environment={}, versions={},
+        started_at_seconds=1_790_000_000.0, seconds=30.0,
+        latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
+        stragglers=tuple(
+            Straggler(rank=r, host="b", late_seconds=r / 1000, iterations=20, share=0.9) for r in range(12)
+        ),
+        evidence=Evidence(
+            inter_node_transport="IB", intra_node_transport="P2P/CUMEM", gdrdma="partial",
+            send=ChannelCount(total=16, gdrdma=12), receive=ChannelCount(total=16, gdrdma=16),
+            transports={f"NET/IB/{n}": n for n in range(40)},
+            problems=(LogProblem(code="gdr_partial", message="", action="", severity="fail", count=4),),
+        ),
+    )  # fmt: skip
+
+
+FLIGHT: dict[str, Any] = {
+    "status": "complete", "ended_at": "2026-09-01T12:00:00Z", "steps_done": 40,
+    "measured": {"step_seconds": 5.0, "memory_bytes": 4e9, "tokens_per_second": 700.0, "mfu": None},
+    "forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
+                 "memory_bytes": {"low": 3e9, "mid": 4e9, "high": 5e9}},
+    "loss": {"first": 5.5, "last": 0.5},
+    "communication": {"share": 0.2, "exposed_share": 0.1, "seconds_by_kind": {f"kind{n}": n for n in range(30)}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def full() -> View:
+    return look((snapshot_of(H100),), bench=bench(), flights=(FLIGHT,))
+
+
+def samples(view: View) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(metrics.exposition(view, "")[0].decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+@pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
+def test_names_follow_the_rules(family: Family) -> None:
+    """One prefix, base units, `_total` on counters only, `_info` on what is constantly 1."""
+    name = family.exposed
+    assert re.fullmatch(r"topoflight_[a-z0-9]+(_[a-z0-9]+)*", name)
+    assert not FOREIGN_UNITS.search(name), name
+    assert (family.kind == "counter") == name.endswith("_total")
+    assert (family.kind == "info") == name.endswith("_info")
+    assert not re.search(r"_(count|sum|bucket)$", name), "reserved for histograms"
+    if "bytes" in name and not name.endswith(("_bytes", "_per_second", "_total")):
+        pytest.fail(f"{name}: the unit comes last")
+    assert family.help.endswith("."), name
+
+
+@pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
+def test_labels_are_ours_and_bounded(family: Family) -> None:
+    """No label of the scraper; every label has a stated bound; no label repeats the unit or the name."""
+    for label in family.labels:
+        assert label not in FORBIDDEN_LABELS, f"{family.name}: {label} is the scraper's"
+        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics_catalogue.py"
+        assert label == "UUID" or re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", label)
+    assert len(set(family.labels)) == len(family.labels)
+
+
+def test_catalogue_has_each_name_once_and_no_label_too_many() -> None:
+    """Two families of one name would be one invalid exposition."""
+    names = Counter(family.name for family in CATALOGUE)
+    assert max(names.values()) == 1
+    assert set(LABELS) == {label for family in CATALOGUE for label in family.labels}
+
+
+def test_probes_export_what_they_declare() -> None:
+    """A sample of an undeclared family, or with another number of labels, would be lost unseen."""
+    seen: set[str] = set()
+    for path in MACHINES:
+        snapshot = snapshot_of(path)
+        for probe in ALL:
+            declared = {metric.name: metric for metric in probe.metrics}
+            facts = snapshot.facts(probe.facts)
+            for sample in probe.samples(facts) if facts is not None else ():
+                assert len(sample.labels) == len(declared[sample.metric].labels), sample
+                seen.add(sample.metric)
+    unseen = {metric.name for probe in ALL for metric in probe.metrics} - seen
+    assert unseen <= {"rdma_registered_bytes"}, f"no recording shows {sorted(unseen)}"
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
+    """Every series is declared, appears once, and stays within the bound that docs/metrics.md states."""
+    view = look((snapshot_of(path),), bench=bench(), flights=(FLIGHT,))
+    node = view.topologies[0]
+    pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)
+    size = {
+        "G": max(1, len(gpu.gpus) if gpu else len(node.gpus)),
+        "D": max(len(pci.devices) if pci else 0, 64),
+        "P": 2, "N": max(1, node.numa_nodes or 8), "O": 8, "C": len(view.checks),
+    }  # fmt: skip
+    declared = {family.exposed: family for family in CATALOGUE}
+    for name, found in samples(view).items():
+        family = declared[name]
+        assert all(set(labels) == set(family.labels) for labels, _ in found), name
+        assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found), f"{name}: a series twice"
+        most = math.prod(size[factor] if factor in size else int(factor) for factor in family.bound)
+        assert len(found) <= most, f"{name}: {len(found)} series, documented are {most}"
+
+
+def test_whole_catalogue_can_appear(full: View) -> None:
+    """No family is dead: with a benchmark and a flight the machines together show all of the agent's own."""
+    names = {f"topoflight_{family.name}" for family in metrics.OWN}
+    assert names - set(samples(full)) <= {"topoflight_flight_mfu_ratio"}  # not known on this record
+
+
+def test_last_benchmark_is_bounded_and_per_direction(full: View) -> None:
+    """GPUDirect RDMA is counted for send and receive apart; sizes, ranks and transports are cut."""
+    found = samples(full)
+    assert {tuple(labels.values()): v for labels, v in found["topoflight_gdrdma_channels_ratio"]} == {
+        ("send",): 0.75,
+        ("receive",): 1.0,
+    }
+    assert {labels["size_bytes"] for labels, _ in found["topoflight_bench_busbw_bytes_per_second"]} == {
+        str(1 << size) for size in (27, 28, 29, 30)
+    }
+    assert len(found["topoflight_bench_rank_late_seconds"]) == 8
+    assert {labels["rank"] for labels, _ in found["topoflight_bench_rank_late_seconds"]} == {
+        str(r) for r in range(4, 12)
+    }
+    assert len(found["topoflight_transport_channels"]) == 16
+    assert found["topoflight_bench_slow_ranks"] == [({}, 12.0)]
+
+
+def test_flight_stands_beside_its_forecast(full: View) -> None:
+    """Step time above the interval, memory inside; what the record does not say has no sample."""
+    found = samples(full)
+    within = {labels["quantity"]: value for labels, value in found["topoflight_flight_within_forecast"]}
+    assert within == {"step_seconds": 0.0, "memory_bytes": 1.0}
+    assert {labels["bound"]: v for labels, v in found["topoflight_flight_forecast_step_seconds"]} == FLIGHT["forecast"][
+        "step_seconds"
+    ]
+    assert "topoflight_flight_mfu_ratio" not in found
+    assert len(found["topoflight_flight_communication_seconds"]) == 16
+
+
+def test_a_spoiled_flight_record_spoils_no_scrape() -> None:
+    """flight.json is a file that anybody may have written: wrong kinds are left out."""
+    record = {"status": 7, "forecast": [], "loss": {"first": "x"}, "measured": None, "communication": 3, "ended_at": 5}
+    found = samples(look((snapshot_of(H100),), flights=(record,)))
+    assert found["topoflight_flight_success"] == [({}, 0.0)]
+    assert "topoflight_flight_loss" not in found
+
+
+def test_link_matrix_has_both_orders(full: View) -> None:
+    """GPU pairs in dcgm-exporter's labels, symmetric, NVLinks counted."""
+    found = {(labels["gpu"], labels["peer_gpu"]): v for labels, v in samples(full)["topoflight_gpu_link_nvlinks"]}
+    assert len(found) == 8 * 7
+    assert all(found[a, b] == found[b, a] == 18 for a, b in found)
+
+
+def test_several_recordings_do_not_collide() -> None:
+    """Of two hosts only what can be summed is exported, and each series once."""
+    found = samples(look(tuple(snapshot_of(path) for path in MACHINES[:2])))
+    assert found["topoflight_hosts"] == [({}, 2.0)]
+    assert not any(name.startswith(("topoflight_gpu", "topoflight_rdma", "topoflight_pci")) for name in found)
+    for name, values in found.items():
+        assert len({tuple(sorted(labels.items())) for labels, _ in values}) == len(values), name
+
+
+def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
+    """The age of a recording's facts is the recording's, of the scan the agent's own."""
+    found = samples(full)
+    times = {labels["fact"]: value for labels, value in found["topoflight_fact_timestamp_seconds"]}
+    recorded = json.loads(H100.read_text()).get("taken_at_seconds", full.snapshots[0].taken_at_seconds)
+    assert times["gpu"] == recorded == full.snapshots[0].taken_at_seconds
+    assert times["bench"] == 1_790_000_030.0
+    assert times["flight"] == 1_788_264_000.0  # 2026-09-01T12:00:00Z
+    assert found["topoflight_scan_timestamp_seconds"][0][1] == full.made_at_seconds
+
+
+def test_labels_that_are_respelled_are_still_the_probes() -> None:
+    """The map from a probe's spelling to the exposition's holds no word that no probe uses."""
+    used = {label for probe in ALL for metric in probe.metrics for label in metric.labels}
+    assert set(SPELLED) <= used | set(SPELLED.values())
+
+
+def test_openmetrics_is_negotiated(full: View) -> None:
+    """A scraper that asks for OpenMetrics gets it, ended as it must be; others get the text format."""
+    body, content_type = metrics.exposition(full, "application/openmetrics-text;version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
+    assert metrics.exposition(full, "")[1].startswith("text/plain")

@@ -1,0 +1,131 @@
+"""The surface that users build on, frozen: codes, metrics, verbs, options, variables, doors.
+
+A difference here is a change that a user notices: `TOPOFLIGHT_UPDATE_GOLDEN=1 pytest tests/agent/test_surface.py`
+rewrites the list, and CHANGELOG.md says what changed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+from fastapi.routing import APIRoute
+
+from agent import metrics
+from agent.cli import VERBS, cli
+from agent.codes import ALL_CODES
+from agent.server import create
+from agent.state import State
+from collectives.evidence_codes import CODES as LOG_CODES
+from planner.lint import CODES as ENV_CODES
+
+ROOT = Path(__file__).parent.parent.parent
+ROOMS = ("probes", "topology", "collectives", "planner", "finetune", "agent")
+
+
+def codes() -> dict[str, list[str]]:
+    return {"gate": sorted(ALL_CODES), "environment": sorted(ENV_CODES), "log": sorted(LOG_CODES)}
+
+
+def metric_names() -> dict[str, list[str]]:
+    return {family.exposed: list(family.labels) for family in metrics.CATALOGUE}
+
+
+def options(command: click.Command) -> list[str]:
+    found: list[str] = []
+    for parameter in command.params:
+        if isinstance(parameter, click.Argument):
+            found.append(f"{(parameter.name or '').upper()}")
+        else:
+            found.extend((*parameter.opts, *parameter.secondary_opts))
+    return sorted(found)
+
+
+def verbs() -> dict[str, list[str]]:
+    context = click.Context(cli)
+    commands = {verb: cli.get_command(context, verb) for verb in VERBS}
+    return {verb: options(command) for verb, command in commands.items() if command is not None}
+
+
+def doors() -> list[str]:
+    app = create(State(tuple, interval_seconds=3600))
+    mine = (route for route in routes(app) if route.include_in_schema)
+    return sorted(f"{method} {route.path}" for route in mine for method in route.methods or ())
+
+
+def routes(app: Any) -> Iterator[APIRoute]:
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            yield route
+
+
+@cache
+def variables() -> list[str]:
+    """Names that product code asks an environment for, or gives to click as `envvar`."""
+    found: set[str] = set()
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            found.update(_asked(ast.parse(path.read_text(encoding="utf-8"))))
+    return sorted(found)
+
+
+def _asked(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and _is_environment(node.value):
+            yield from _text(node.slice)
+        elif isinstance(node, ast.Call):
+            if node.args and _asks(node.func):
+                yield from _text(node.args[0])
+            for keyword in node.keywords:
+                if keyword.arg == "envvar":
+                    yield from _text(keyword.value)
+
+
+def _asks(function: ast.expr) -> bool:
+    """`os.getenv`, or `.get` and `.pop` of an environment."""
+    if not isinstance(function, ast.Attribute):
+        return False
+    return function.attr == "getenv" or (function.attr in ("get", "pop") and _is_environment(function.value))
+
+
+def _is_environment(node: ast.expr) -> bool:
+    """`os.environ`, `host.environment()`: where the process's own variables come from."""
+    said = ast.unparse(node)
+    return said.endswith(("os.environ", "host.environment()"))
+
+
+def _text(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
+    """No code, metric, verb, option, variable or door comes, goes or is renamed unseen."""
+    golden(
+        "surface.json",
+        {
+            "finding_codes": codes(),
+            "metrics": metric_names(),
+            "verbs": verbs(),
+            "environment_variables": variables(),
+            "doors": doors(),
+        },
+    )
+
+
+def test_every_verb_is_importable() -> None:
+    """The table of verbs and the modules agree, so that none of them is missing from the list above."""
+    assert set(verbs()) == set(VERBS)
+
+
+def test_surface_sees_what_is_there() -> None:
+    """The extraction itself works: known members of each kind are found."""
+    assert "TOPOFLIGHT_NETWORK_STATUS" in variables()
+    assert "TOPOFLIGHT_STATE" in variables()
+    assert "GET /metrics" in doors()
+    assert "--fly" in verbs()["preflight"]
+    assert metric_names()["topoflight_gdrdma_channels_ratio"] == ["direction"]
