@@ -68,11 +68,22 @@ def fly(
             watch.read()
             watch.ending()
             before = {state.rank: state.last for state in watch.states.values()}
-            processes.end_all(processes.marked(plans.RUN_VARIABLE, mark), TERM_SECONDS)
+            watch.outcome.problems += _end(mark)
             launcher.wait()
     watch.read()
     watch.outcome.problems += watch.explain(verdict, launcher.returncode, before, _tail(directory / "launcher.log"))
     return watch.outcome
+
+
+def _end(mark: str) -> list[str]:
+    """End every process of the run; says which ones even SIGKILL does not end."""
+    for _ in range(3):  # the launcher may start a rank while its processes are listed
+        left = processes.marked(plans.RUN_VARIABLE, mark)
+        if not left:
+            return []
+        processes.end_all(left, TERM_SECONDS)
+    left = processes.marked(plans.RUN_VARIABLE, mark)
+    return [f"could not be killed, it hangs in the kernel: pid {process.pid}" for process in left]
 
 
 def _tail(path: Path, size: int = 16_384) -> str:

@@ -37,7 +37,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a process, in a session of its own, that dies when this process dies."""
-    tether = [sys.executable, "-m", "collectives.processes", str(os.getpid()), *argv]
+    tether = [sys.executable, "-P", __file__, str(os.getpid()), *argv]  # by its path: the child need not find us
     return subprocess.Popen(
         tether,
         env=dict(environment),
