@@ -61,6 +61,7 @@ def host(
     rdma: Sequence[RdmaDevice] | None = (),
     interfaces: Sequence[Interface] | None = (),
     default_route: str | None = None,
+    cgroup_cpus: float | None = None,
     **info: Any,
 ) -> Snapshot:
     """A snapshot of the facts given; None leaves the probe out."""
@@ -74,7 +75,9 @@ def host(
             ),
         ),
         "hostinfo": HostinfoFacts(**{"hostname": name, "cores": 64, **info}),
-        "limits": LimitsFacts(whose="this process", uid=0, memlock_soft_bytes=65536, memlock_hard_bytes=65536),
+        "limits": LimitsFacts(
+            whose="this process", uid=0, memlock_soft_bytes=65536, memlock_hard_bytes=65536, cgroup_cpus=cgroup_cpus
+        ),
     }
     if rdma is not None:
         facts["rdma"] = RdmaFacts(devices=tuple(rdma), source="sysfs")

@@ -339,3 +339,9 @@ def test_probe_that_failed_is_unknown_not_absent() -> None:
     assert not advice.settings
     assert note(advice, "GPU").startswith("Unknown")
     assert note(advice, "NCCL_IB_HCA").startswith("Unknown")
+
+
+def test_cores_of_a_container_are_its_quota() -> None:
+    """A pod with 4 of 64 CPUs shares 4 among its ranks."""
+    pod = host(gpus=0, rdma=None, interfaces=[interface("eth0", "pod-default")], cgroup_cpus=4.0)
+    assert values(advise(pod))["OMP_NUM_THREADS"] == "2"
