@@ -63,7 +63,17 @@ def _parse(text: str, source: str) -> NodeTopology:
 
 
 def _lines(text: str) -> list[str]:
-    return [clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")]
+    lines = [clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")]
+    prefix = _common_prefix(lines)
+    return [line.removeprefix(prefix) if line.startswith(prefix) else "" for line in lines] if prefix else lines
+
+
+def _common_prefix(lines: list[str]) -> str:
+    """What a log, a comment or a quotation puts before every line, where that is the same before all of them."""
+    full = [line for line in lines if len(line.strip()) > 3]
+    first, last = min(full, default=""), max(full, default="")
+    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:same].partition("GPU")[0]
 
 
 def _with_warning(node: NodeTopology, warning: str) -> NodeTopology:

@@ -13,7 +13,7 @@ from topology import xml
 from topology.render import json_document
 from topology.text import TopologyTextError, parse
 
-CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", "../shared/corpus")) / "topo"
+CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "topo"
 INDEX = CORPUS / "index.json"
 XML_INDEX = CORPUS / "nccl_xml" / "index.json"
 

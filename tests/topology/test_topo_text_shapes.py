@@ -89,6 +89,8 @@ SHAPES = {
     "wrapped at 80": wrapped(80),
     "wrapped at 100": wrapped(100),
     "wrapped at 132": wrapped(132),
+    "wrapped, then commented": lambda text: prefix("# ")(wrapped(80)(text)),
+    "wrapped, then tagged": lambda text: prefix("[1,0]<stdout>:")(wrapped(100)(text)),
     "underlined header": lambda text: text.replace("\tGPU0\tGPU1", "\t\x1b[4mGPU0\tGPU1", 1).replace(
         "\nGPU0", "\x1b[0m\nGPU0", 1
     ),
