@@ -10,6 +10,7 @@ from planner.compute import gpu_rates
 from planner.hardware import GIB, GIGA, gpu_named
 from planner.layout import Layout
 from planner.links import Links, Speed
+from planner.memory import DEFAULT_MEMORY, memory_parts
 from planner.search import Candidate
 from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, step_parts, strides
 from planner.weights import trained_weights, weights
@@ -184,14 +185,15 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
     return f"{slower:.1%} slower: {deltas[worst]:.3g} s more for {_WORDS[worst]}{over}"
 
 
-def helps_most(job: Job, winner: Candidate, fits: float | None) -> tuple[str, ...]:
+def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:
     """What would shorten the run for the same tokens, biggest gain first, each computed by the same model."""
     layout, base = winner.layout, winner.parts.total
     per_sequence = base / layout.global_batch
     ideas: list[tuple[float, str]] = []
     double = replace(layout, micro_batch=layout.micro_batch * 2)
     gain = 1.0 - step_parts(job, double).total / double.global_batch / per_sequence
-    if fits is None or fits > 0:
+    needed = memory_parts(job.model, job.train, double, job.stack, on_cpu=job.rates.device == "CPU").total
+    if capacity is None or needed <= DEFAULT_MEMORY.safe_share * capacity:
         ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
                             "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
     network = job.links.network

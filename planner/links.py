@@ -217,7 +217,8 @@ def links_of(
 ) -> Links:
     """Bandwidths of a cluster: measured before derived before assumed."""
     first = cluster.nodes[0]
-    per_node = min((len(n.gpus) for n in cluster.nodes), default=0) or ranks_per_node or 1
+    usable = [sum(gpu.usable for gpu in n.gpus) for n in cluster.nodes]
+    per_node = min(usable, default=0) or ranks_per_node or 1
     nodes = len(cluster.nodes)
     inside, across = _measured(measurements, across=False), _measured(measurements, across=True)
     alpha = _alpha(measurements)

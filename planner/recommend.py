@@ -147,6 +147,11 @@ def plan(
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append("device memory unknown: nothing was rejected for its memory")
+    lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
+    if lost:
+        unknowns.append(
+            f"{', '.join(lost[:8])} cannot be used: mend it first; the layout is for the GPUs that are left"
+        )
     capability = _capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
@@ -230,8 +235,7 @@ def recommend(
         )
         if chosen is None:
             chosen = ranked(planned.job, candidate, forecast, None)
-            room = planned.capacity - forecast.memory_bytes.high if planned.capacity else None
-            helps = helps_most(planned.job, candidate, room)
+            helps = helps_most(planned.job, candidate, planned.capacity)
         else:
             runners.append(ranked(planned.job, candidate, forecast, found.best[0]))
     if chosen is None:

@@ -1,0 +1,98 @@
+"""The layout on every recorded machine: what an expert would say about it, and that it says so for a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.advice import Recommendation
+from planner.models import model_named
+from planner.recommend import recommend
+from planner.specs import TrainSpec
+from planner.wire import to_data
+from probes.recording import load
+from probes.scan import scan
+from topology.build import build
+from topology.graph import ClusterTopology
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "golden"
+MACHINES = tuple(sorted(path.stem for path in (ROOT / "machines").glob("*.json")))
+TRAIN = TrainSpec(method="lora", sequence_length=2048, global_batch=32)
+
+
+def answer(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> Recommendation:
+    """What is recommended on one recording."""
+    snapshot = scan(load(ROOT / "machines" / f"{name}.json"))
+    node = build(snapshot)
+    return recommend(ClusterTopology(nodes=(node,)), (snapshot,), model_named(model), train, ranks_per_node=2)
+
+
+def essence(recommendation: Recommendation) -> dict[str, Any]:
+    """The part of the advice that a person reads first; times to two figures, so that only real changes show."""
+    data = to_data(recommendation)
+
+    def short(ranked: dict[str, Any]) -> dict[str, Any]:
+        layout, forecast = ranked["layout"], ranked["forecast"]
+        kept = ("world_size", "dp_replicate", "dp_shard", "tp", "pp", "sharding", "micro_batch",
+                "gradient_accumulation", "checkpointing", "precision", "offload")  # fmt: skip
+        return {
+            "layout": {key: layout[key] for key in kept},
+            "step_seconds": {key: float(f"{value:.2g}") for key, value in forecast["step_seconds"].items()},
+            "memory_gib": round(forecast["memory_bytes"]["mid"] / 1024**3, 1),
+            "dominant": forecast["dominant"],
+            "inputs": forecast["inputs"],
+            "why": ranked["why"],
+        }
+
+    return {
+        "chosen": short(data["chosen"]) if data["chosen"] else None,
+        "runners_up": [short(row) for row in data["runners_up"]],
+        "rejected": data["rejected"],
+        "helps_most": data["helps_most"],
+        "unknowns": data["unknowns"],
+    }
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_golden_layout(name: str) -> None:
+    """The whole layout advice, as recorded; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
+    file = GOLDEN / name / "layout.json"
+    said = json.dumps(essence(answer(name)), indent=1, ensure_ascii=False) + "\n"
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(said, encoding="utf-8")
+    assert json.loads(said) == json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_no_tensor_parallelism_without_nvlink() -> None:
+    """Four L40S on PCIe: TP is refused by name and link."""
+    said = answer("l40s-4x-pcie")
+    assert said.chosen is not None
+    assert said.chosen.layout.tp == 1
+    assert any(row.rule == "tp-inside-island" and "PCIe" in row.reason for row in said.rejected)
+
+
+def test_two_titans_hear_that_they_have_no_bf16() -> None:
+    """Turing has no bf16 tensor cores; the advice says so before a day is lost."""
+    assert any("no bf16 tensor cores" in text for text in answer("titan-rtx-2x-nv2").unknowns)
+
+
+def test_a_lost_gpu_is_left_out_and_named() -> None:
+    """The layout is for the GPUs that are left."""
+    said = answer("sick-h100-gpu-lost", train=TrainSpec(method="lora", sequence_length=2048))
+    assert any("mend it first" in text for text in said.unknowns)
+    assert said.chosen is None or said.chosen.layout.world_size < 8
+
+
+def test_the_cpu_machine_trains_the_small_model_with_fsdp() -> None:
+    """No GPU: gloo, fp32, two ranks, and an interval that admits it."""
+    said = answer("cpu-only-vm", "tiny-llama", TrainSpec(global_batch=16, sequence_length=128))
+    assert said.backend == "gloo"
+    assert said.chosen is not None
+    assert said.chosen.layout.family == "FSDP"
+    assert said.chosen.layout.precision == "fp32"
