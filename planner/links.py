@@ -153,7 +153,8 @@ def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
-    size = min(sizes) if sum(sizes) == len(node.gpus) else 1
+    usable = sum(gpu.usable for gpu in node.gpus)
+    size = min(min(sizes), usable) if sum(sizes) >= usable else 1
     derived = _expected(node, "island")
     table = _table_busbw(gpu, size) if gpu and gpu.interconnect == "NVLink" else None
     if derived or table:
@@ -181,7 +182,7 @@ def _table_busbw(gpu: Gpu | None, size: int) -> float | None:
 
 
 def _node_speed(node: NodeTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
-    if island_size >= len(node.gpus) > 1:
+    if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
     derived = _expected(node, "node")
     table = _table_busbw(gpu, len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None

@@ -176,6 +176,8 @@ def engine_runs(q: Question, at: Layout) -> str | None:
         return f"{name} has no {at.checkpointing} checkpointing"
     if at.offload != "none" and at.offload not in q.stack.offloads:
         return f"{name} has no offload of {at.offload}"
+    if at.offload != "none" and not q.has_gpu:
+        return "without a GPU everything is in host memory already"
     if at.offload == "all" and not (at.sharding == "zero3" and at.dp_shard > 1):
         return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
     if at.precision == "fp8" and not q.stack.fp8:
