@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.rdma,
-    pytest.mark.timeout(1200),  # the first run downloads packages and builds the guest
+    pytest.mark.timeout(3000),  # the first run downloads packages and builds the guest
     pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle())),
 ]
 
@@ -61,7 +61,7 @@ look none
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
     """What the probes said in each state, by the state's name."""
-    (guest,) = rig.run(JOB, [HERE / "look.py", *rig.probe_paths()], guests=1, timeout_seconds=420)
+    (guest,) = rig.run(JOB, [HERE / "look.py", *rig.probe_paths()], guests=1, timeout_seconds=900)
     try:
         assert guest.returncode == 0, guest.output + guest.console[-4000:]
         yield {path.stem: json.loads(path.read_text()) for path in guest.results.glob("*.json")}
@@ -160,7 +160,7 @@ python3 /job/look.py > /out/after.json
 
 
 def test_two_guests_move_data_and_the_counters_show_it() -> None:
-    guests = rig.run(TRAFFIC, [HERE / "look.py", *rig.probe_paths()], guests=2, timeout_seconds=420)
+    guests = rig.run(TRAFFIC, [HERE / "look.py", *rig.probe_paths()], guests=2, timeout_seconds=900)
     for guest in guests:
         assert guest.returncode == 0, guest.output + guest.console[-4000:]
         counters = rdma_facts(json.loads((guest.results / "after.json").read_text())).devices[0].ports[0].counters
