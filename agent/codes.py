@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from agent.measured import BENCH_CODES, FLIGHT_CODES
+from planner.lint import CODES as ENVIRONMENT_CODES
+from probes.registry import ALL
 from topology.check import CODES as TOPOLOGY_CODES
 
-from agent.measured import BENCH_CODES, FLIGHT_CODES
-from probes.registry import ALL
-
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
-ALL_CODES: tuple[str, ...] = (*PROBE_CODES, *TOPOLOGY_CODES, *BENCH_CODES, *FLIGHT_CODES)
+ALL_CODES: tuple[str, ...] = (
+    *PROBE_CODES,
+    *TOPOLOGY_CODES,
+    *ENVIRONMENT_CODES,
+    *BENCH_CODES,
+    *FLIGHT_CODES,
+)

@@ -223,7 +223,7 @@ def recommend(
     )
     found = search_planned(planned)
     env = nccl_env.settings(
-        snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1, evidence=evidence
+        snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or None, evidence=evidence
     )
     chosen = None
     runners: list[RankedLayout] = []
