@@ -58,6 +58,12 @@ def _powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
+def _expert_degrees(most: int, island: int) -> list[int]:
+    """Powers of two inside the fast domain, and the largest there is."""
+    powers = _powers(most)
+    return [ep for ep in powers if ep <= max(1, island) or ep == powers[-1]]
+
+
 def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
     """Sharding, dp_shard, dp_replicate, reshard_after_forward."""
     can = question.stack.can
@@ -140,7 +146,7 @@ def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int
                 if cp > 1 and not long:
                     break  # the traffic of keys and values pays off on long sequences only
                 dp = world // (tp * pp * cp)
-                for ep in _powers(min(model.experts or 1, dp * cp)):
+                for ep in _expert_degrees(min(model.experts or 1, dp * cp), question.links.island_size):
                     if ep > 1 and refuse("EP", Layout(world_size=dp * cp, dp_shard=dp, cp=cp, ep=ep)):
                         break
                     yield tp, pp, cp, ep
@@ -170,6 +176,7 @@ def search(
     best: dict[str, Candidate] = {}
     fastest: dict[str, float] = {}
     over: dict[str, float] = {}
+    forbidden: dict[str, Rejected] = {}
     train, stack = question.train, question.stack
     fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else stack.fused_cross_entropy
     budget = capacity * memory_constants.safe_share if capacity else None
@@ -202,7 +209,9 @@ def search(
                         gradient_accumulation=accumulation, precision=precision, fused_cross_entropy=fused,
                         compile=stack.compile,
                     )  # fmt: skip
-                    if first_broken(question, base) is not None:
+                    broken = first_broken(question, base)
+                    if broken is not None:
+                        forbidden.setdefault(broken[0], Rejected(what=_key(base), rule=broken[0], reason=broken[1]))
                         continue
                     found.tried += 1
                     picked = _fitting(question, base, budget, memory_constants, memory_scale, on_cpu=on_cpu)
@@ -225,6 +234,8 @@ def search(
         found.rejected.append(
             Rejected(what="GPipe", rule="dominated", reason="the bubble of 1F1B, but all micro-batches held at once")
         )
+    named = {row.rule for row in found.rejected}
+    found.rejected += [row for rule, row in forbidden.items() if rule not in named]
     for key, excess in over.items():
         if key.startswith("batch "):
             reason = f"global batch {global_batch} does not divide by {key[6:]}"

@@ -70,10 +70,10 @@ STACKS: tuple[Stack, ...] = (
     Stack(name="torchtitan", pattern=r"torchtitan", states="fsdp_fp32", tp_overlap=True, compile=True,
           fused_cross_entropy=False, logits_bytes=10.0,
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,
-          methods=frozenset({"full", "lora"})),
+          methods=frozenset({"full"})),
     Stack(name="megatron", pattern=r"megatron|nemo|mcore", fused=True, states="megatron", tp_overlap=True, fp8=True,
           attention="flash3", gradient_bytes=2, logits_bytes=8.0, default_sharding="zero1",
-          can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}), methods=frozenset({"full", "lora"})),
+          can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}), methods=frozenset({"full"})),
 )  # fmt: skip
 
 ENGINES: tuple[str, ...] = tuple(stack.name for stack in STACKS)
