@@ -16,12 +16,13 @@ from planner.recommend import forecast_layout, plan
 from planner.specs import TrainSpec
 from topology.graph import ClusterTopology, NodeTopology
 
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-RATE = "160mbit"  # of the default network; the second one is not shaped
-RATE_BYTES = 160e6 / 8
+RATE = "60mbit"  # of the default network, so slow that a busy machine does not hide it; the second one is not shaped
+RATE_BYTES = 60e6 / 8
 LOOPBACK_BYTES = 1e9  # of the second network and of loopback, by order of magnitude: neither is what a step waits for
-STEPS = 10
-LAYOUT = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 4}
+STEPS = 8
+LAYOUT = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 1}
 
 
 def forecast(bytes_per_second):
@@ -34,7 +35,7 @@ def forecast(bytes_per_second):
         ranks_per_node=1, nodes=2, island_size=1, island=inside, node=inside,
         network=Speed(bytes_per_second=bytes_per_second, how="measured", link="TCP"),
     )  # fmt: skip
-    train = TrainSpec(lora_rank=8, sequence_length=128, mean_tokens=51.0, global_batch=8, precision="fp32")
+    train = TrainSpec(lora_rank=8, sequence_length=128, mean_tokens=51.0, global_batch=2, precision="fp32")
     planned = plan(ClusterTopology(nodes=nodes), (), model_named("tiny-llama"), train, links=links)
     return forecast_layout(planned, Layout(**LAYOUT)).forecast
 
@@ -62,12 +63,17 @@ def fly(rig, folder, places, device, said=None):
             env = {name: str(value) for name, value in env.items()}
             ranks.append(rig.popen(host, argv, env, stderr=log, stdout=log, cwd=ROOT))
     try:
-        codes = [rank.wait(timeout=200) for rank in ranks]
+        codes = [rank.wait(timeout=400) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert codes == [0] * len(places), (folder / "rank0.log").read_text()[-2000:]
     return json.loads((folder / "flight.json").read_text())
+
+
+def best(flight):
+    """The quickest step: what the network allows, whatever else the machine does meanwhile."""
+    return min(flight["step_seconds"][2:])
 
 
 @pytest.fixture(scope="module")
@@ -85,41 +91,32 @@ def bars(tmp_path_factory):
         }
 
 
-@pytest.mark.ranks
-@pytest.mark.netns
 def test_the_second_network_is_faster(bars):
     """Step time over net1 is below that over the default network by at least half of what the bytes take there.
 
     FSDP over two ranks gathers every weight forward and backward: each rank sends the other its half, twice.
     """
-    seconds = {name: flight["measured"]["step_seconds"] for name, flight in bars.items()}
+    seconds = {name: best(flight) for name, flight in bars.items()}
     weights = bars["net1"]["layout"]["effective"]["parameter_bytes"]
     on_the_wire = 2 * weights / 2 / RATE_BYTES
     assert seconds["default"] > on_the_wire
     assert seconds["default"] - seconds["net1"] > 0.5 * on_the_wire
 
 
-@pytest.mark.ranks
-@pytest.mark.netns
 def test_the_gain_is_what_the_planner_forecast(bars):
     """Over the default network the step lies in the forecast's interval; so does what the second network saves."""
-    line = next(one for one in bars["default"]["comparison"] if one["quantity"] == "step_seconds")
-    assert line["within"], line["line"]
     slow, fast = forecast(RATE_BYTES).step_seconds, forecast(LOOPBACK_BYTES).step_seconds
-    gain = bars["default"]["measured"]["step_seconds"] - bars["net1"]["measured"]["step_seconds"]
+    assert slow.low < best(bars["default"]) < slow.high
+    gain = best(bars["default"]) - best(bars["net1"])
     forecast_gain = slow.mid - fast.mid
     assert forecast_gain * slow.low / slow.mid < gain < forecast_gain * slow.high / slow.mid
 
 
-@pytest.mark.ranks
-@pytest.mark.netns
 def test_one_host_with_two_ranks_beats_two_hosts_with_one_each(bars):
     """Over the default network, two pods of one rank lose to one pod of two."""
-    assert bars["one host"]["measured"]["step_seconds"] < bars["default"]["measured"]["step_seconds"]
+    assert best(bars["one host"]) < best(bars["default"])
 
 
-@pytest.mark.ranks
-@pytest.mark.netns
 def test_the_network_changes_the_time_and_nothing_else(bars):
     """Losses are the same on all three."""
     assert {flight["status"] for flight in bars.values()} == {"complete"}
@@ -128,8 +125,6 @@ def test_the_network_changes_the_time_and_nothing_else(bars):
         assert loss == pytest.approx(first, rel=1e-5)
 
 
-@pytest.mark.ranks
-@pytest.mark.netns
 def test_communication_takes_a_larger_share_on_the_slow_network(bars):
     """The profiler sees why."""
     exposed = {name: flight["communication"]["exposed_share"] for name, flight in bars.items()}

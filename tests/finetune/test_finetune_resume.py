@@ -70,6 +70,7 @@ def wait_for(job, folder, after, step):
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(900)
 def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
     """FSDP, one rank killed; PP, all killed; TP, SIGTERM; one process ends it: the curve is that of one process."""
     whole = start(tmp_path / "whole", 1, micro_batch=16)

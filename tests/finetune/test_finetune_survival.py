@@ -15,7 +15,7 @@ import torch
 from finetune import loop, train
 from finetune.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.ranks  # of one: each test is a whole run
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # ranks of one: each test is a whole run
 JOBS = Path(__file__).with_name("jobs")
 JOB = """
 model_name_or_path: random:micro-llama
