@@ -51,7 +51,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "op": ("collective operation, as `docs/busbw.md` lists them", "O"),
     "parent": ("interface below", ""),
     "path": ("nvidia-smi's word for the link: NV18, PIX, PXB, PHB, NODE, SYS", ""),
-    "pci_bus_id": ("PCI address, as dcgm-exporter spells it", "D"),
+    "pci_bus_id": ("PCI address; beside `gpu` as dcgm-exporter spells it", "D"),
     "peer_gpu": ("index of the other GPU, as dcgm-exporter spells it", "G"),
     "peer_numa_node": ("the other NUMA node", "N"),
     "phase": ("first or last step", "2"),

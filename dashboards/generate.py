@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
@@ -15,10 +18,24 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 def made() -> dict[str, str]:
     """Path below the repository root, and what belongs there."""
+    import alert_rules
     import metrics_page
+    from alerts import ALERTS
 
     metrics = ROOT / "docs" / "metrics.md"
-    return {"docs/metrics.md": metrics_page.page(metrics.read_text(encoding="utf-8"))}
+    return {
+        "docs/metrics.md": metrics_page.page(metrics.read_text(encoding="utf-8")),
+        "dashboards/rules.yaml": as_yaml(alert_rules.rules(ALERTS)),
+        "dashboards/rules_test.yaml": as_yaml(alert_rules.rule_tests(ALERTS)),
+        "deploy/monitoring/prometheusrule.yaml": as_yaml(alert_rules.prometheus_rule(ALERTS)),
+    }
+
+
+def as_yaml(document: dict[str, Any]) -> str:
+    """YAML that names its maker."""
+    return "# Made by dashboards/generate.py; change dashboards/alerts.py.\n" + yaml.safe_dump(
+        document, sort_keys=False, width=120, allow_unicode=True
+    )
 
 
 def main() -> None:

@@ -1,0 +1,329 @@
+"""The alerts: one source for the rules, their tests and the PrometheusRule; docs/runbook.md has a section for each.
+
+Conventions: kubernetes-mixin (severity, summary, description, runbook_url). Alerts on a finding follow the finding's
+own judgement, so that page, gate and alert never disagree; the others compare what only the metrics know over time.
+"""
+
+from __future__ import annotations
+
+from alert_rules import Alert, on_finding, series
+
+RATIO = "topoflight_gdrdma_channels_ratio"
+LARGE = 'size_bytes=~"[0-9]{10,}"'  # ten digits: 1 GiB and more, what docs/busbw.md's published results speak of
+MONTH_SECONDS = 30 * 86400  # the operator's choice: about as often as drivers and firmware change
+
+ALERTS: tuple[Alert, ...] = (
+    Alert(
+        name="TopoflightGdrdmaOff",
+        expr=f"{RATIO} < 1 and on (job, instance) topoflight_gdrdma_possible == 1",
+        severity="critical",
+        summary="Network channels run without GPUDirect RDMA although this node could.",
+        description="Only {{ $value | humanizePercentage }} of the {{ $labels.direction }} channels of the last run on "
+        "{{ $labels.instance }} use GPUDirect RDMA; modules and ports would allow all.",
+        firing={
+            series(RATIO, direction="send"): "0.75x120",
+            series(RATIO, direction="receive"): "1x120",
+            series("topoflight_gdrdma_possible"): "1x120",
+        },
+        quiet={series(RATIO, direction="send"): "0x120", series("topoflight_gdrdma_possible"): "0x120"},
+        labels={"direction": "send"},
+        says="Only 75% of the send channels of the last run on node-a:9402 use GPUDirect RDMA; modules and ports "
+        "would allow all.",
+    ),
+    on_finding(
+        "TopoflightGdrdmaImpossible",
+        r"pci\\.peermem\\.missing",
+        "fail",
+        "critical",
+        "NICs cannot reach GPU memory: every message is copied through the host.",
+        "No peer memory module and no DMA-BUF.",
+        case="pci.peermem.missing",
+    ),
+    Alert(
+        name="TopoflightTcpBetweenNodes",
+        expr='topoflight_transport_info{inter_node="Socket"} and on (job, instance) topoflight_gdrdma_possible == 1',
+        severity="critical",
+        summary="The last run sent its data over TCP on a node with RDMA.",
+        description="The log of the last run on {{ $labels.instance }} proves TCP sockets between nodes; RDMA ports "
+        "are ACTIVE.",
+        firing={
+            series("topoflight_transport_info", inter_node="Socket", intra_node="SHM", gdrdma="off"): "1x120",
+            series("topoflight_gdrdma_possible"): "1x120",
+        },
+        quiet={
+            series("topoflight_transport_info", inter_node="IB", intra_node="SHM", gdrdma="on"): "1x120",
+            series("topoflight_gdrdma_possible"): "1x120",
+        },
+        labels={"inter_node": "Socket", "intra_node": "SHM", "gdrdma": "off"},
+        says="The log of the last run on node-a:9402 proves TCP sockets between nodes; RDMA ports are ACTIVE.",
+    ),
+    on_finding(
+        "TopoflightRdmaGone",
+        r"rdma\\.port\\.none_active|pci\\.nic\\.no_rdma|topology\\.gpu_nic\\.down",
+        "fail",
+        "critical",
+        "A GPU has lost its RDMA rail, or the node all of them.",
+        "RDMA is not there where it was built in.",
+        case="topology.gpu_nic.down",
+    ),
+    on_finding(
+        "TopoflightRdmaPortDown",
+        r"rdma\\.port\\.down",
+        "warn|fail",
+        "warning",
+        "An RDMA port is not ACTIVE.",
+        "NCCL leaves a port that is not ACTIVE out without a word.",
+        case="rdma.port.down",
+        as_severity="warn",
+    ),
+    on_finding(
+        "TopoflightRdmaPortSlow",
+        r"rdma\\.port\\.rate",
+        "warn|fail",
+        "warning",
+        "An RDMA port runs below the rate of its sisters.",
+        "The slowest rail bounds every ring.",
+        case="rdma.port.rate",
+        as_severity="warn",
+    ),
+    on_finding(
+        "TopoflightMemlockTooSmall",
+        r"limits\\.memlock\\.low|rdma\\.memlock\\.registration",
+        "fail",
+        "critical",
+        "RDMA memory cannot be registered: the memlock limit is too small.",
+        "RDMA connections of NCCL do not fit into the memlock limit.",
+        case="limits.memlock.low",
+    ),
+    on_finding(
+        "TopoflightShmTooSmall",
+        r"limits\\.shm\\.(small|full)",
+        "warn|fail",
+        "warning",
+        "The shared memory file system (/dev/shm) is too small or full.",
+        "Ranks that talk through shared memory fail.",
+        case="limits.shm.full",
+    ),
+    on_finding(
+        "TopoflightWrongInterface",
+        r"interfaces\\.choice\\.(wrong|none|setting)",
+        "warn|fail",
+        "warning",
+        "NCCL would take the wrong network interface.",
+        "Start-up hangs, or TCP traffic takes the slow way.",
+        case="interfaces.choice.wrong",
+        as_severity="warn",
+    ),
+    Alert(
+        name="TopoflightBusbwLow",
+        # 0.8: published results of 1 GiB and more lie at 0.88 to 0.98 of the derived bound (docs/busbw.md)
+        expr=f"topoflight_bench_busbw_bytes_per_second{{{LARGE}}} / "
+        f"topoflight_bench_expected_busbw_bytes_per_second{{{LARGE}}} < 0.8",
+        severity="warning",
+        summary="Measured bus bandwidth is well below what the links allow.",
+        description="{{ $labels.op }} at {{ $labels.size_bytes }} bytes reaches {{ $value | humanizePercentage }} of "
+        "the expectation on {{ $labels.instance }}.",
+        firing={
+            series("topoflight_bench_busbw_bytes_per_second", op="all_gather", size_bytes="1073741824"): "2e11x120",
+            series(
+                "topoflight_bench_expected_busbw_bytes_per_second", op="all_gather", size_bytes="1073741824"
+            ): "4e11x120",
+        },
+        quiet={
+            series("topoflight_bench_busbw_bytes_per_second", op="all_gather", size_bytes="1073741824"): "3.6e11x120",
+            series(
+                "topoflight_bench_expected_busbw_bytes_per_second", op="all_gather", size_bytes="1073741824"
+            ): "4e11x120",
+            series("topoflight_bench_busbw_bytes_per_second", op="all_gather", size_bytes="1048576"): "1e10x120",
+            series(
+                "topoflight_bench_expected_busbw_bytes_per_second", op="all_gather", size_bytes="1048576"
+            ): "4e11x120",
+        },
+        labels={"op": "all_gather", "size_bytes": "1073741824"},
+        says="all_gather at 1073741824 bytes reaches 50% of the expectation on node-a:9402.",
+    ),
+    on_finding(
+        "TopoflightWrongData",
+        r"bench\\.result\\.unverified",
+        "fail",
+        "critical",
+        "A collective returned wrong data.",
+        "Training would go on with corrupted gradients.",
+        case="bench.result.unverified",
+        hold="1m",
+    ),
+    Alert(
+        name="TopoflightSlowRank",
+        expr="topoflight_bench_rank_late_seconds > 0",
+        severity="warning",
+        summary="The others wait for one rank.",
+        description="Rank {{ $labels.rank }} of the last benchmark on {{ $labels.instance }} comes "
+        "{{ $value | humanizeDuration }} late in most iterations.",
+        firing={series("topoflight_bench_rank_late_seconds", rank="3"): "0.002x120"},
+        quiet={series("topoflight_bench_slow_ranks"): "0x120"},
+        labels={"rank": "3"},
+        says="Rank 3 of the last benchmark on node-a:9402 comes 2ms late in most iterations.",
+    ),
+    on_finding(
+        "TopoflightPcieLinkDegraded",
+        r"pci\\.link\\.(width|speed)|gpu\\.pcie\\.(width|generation)",
+        "warn|fail",
+        "warning",
+        "A PCIe link runs below what device and slot can do.",
+        "A link trained down, such as x16 at x4.",
+        case="pci.link.width",
+    ),
+    on_finding(
+        "TopoflightNvlinkDegraded",
+        r"gpu\\.nvlink\\.(missing|none)|topology\\.nvlink\\..+|gpu\\.fabric\\..+",
+        "warn|fail",
+        "critical",
+        "NVLinks are missing.",
+        "A GPU has fewer NVLinks than its twins, such as NV11 among NV12.",
+        case="topology.nvlink.asymmetric",
+    ),
+    Alert(
+        name="TopoflightThermalThrottling",
+        expr='topoflight_gpu_throttling{reason=~".*thermal"} == 1',
+        severity="warning",
+        summary="Heat holds a GPU's clocks down.",
+        description="GPU {{ $labels.gpu }} of {{ $labels.instance }} is held down by {{ $labels.reason }}: every rank "
+        "of its job waits for it.",
+        firing={series("topoflight_gpu_throttling", gpu="3", reason="hw_thermal"): "1x120"},
+        quiet={
+            series("topoflight_gpu_throttling", gpu="3", reason="hw_thermal"): "0x120",
+            series("topoflight_gpu_throttling", gpu="3", reason="sw_power_cap"): "1x120",
+        },
+        labels={"gpu": "3", "reason": "hw_thermal"},
+        says="GPU 3 of node-a:9402 is held down by hw_thermal: every rank of its job waits for it.",
+    ),
+    Alert(
+        name="TopoflightPowerBrake",
+        expr='topoflight_gpu_throttling{reason="hw_power_brake"} == 1',
+        severity="warning",
+        summary="The power supply slows a GPU down.",
+        description="The power brake of GPU {{ $labels.gpu }} of {{ $labels.instance }} is pulled.",
+        firing={series("topoflight_gpu_throttling", gpu="3", reason="hw_power_brake"): "1x120"},
+        quiet={
+            series("topoflight_gpu_throttling", gpu="3", reason="hw_power_brake"): "0x120",
+            series("topoflight_gpu_throttling", gpu="3", reason="sw_power_cap"): "1x120",
+        },
+        labels={"gpu": "3", "reason": "hw_power_brake"},
+        says="The power brake of GPU 3 of node-a:9402 is pulled.",
+    ),
+    on_finding(
+        "TopoflightXid",
+        r"gpu\\.xid\\.hardware",
+        "warn|fail",
+        "warning",
+        "The driver logged an Xid of the GPU, its memory or its links.",
+        "Results may be wrong or the job may end.",
+        case="gpu.xid.hardware",
+        as_severity="warn",
+        hold="1m",
+    ),
+    on_finding(
+        "TopoflightGpuLost",
+        r"gpu\\.device\\.lost|gpu\\.driver\\.unusable|pci\\.device\\.lost",
+        "fail",
+        "critical",
+        "A GPU or its driver no longer answers.",
+        "Jobs on this node fail or hang.",
+        case="gpu.device.lost",
+        hold="1m",
+    ),
+    Alert(
+        name="TopoflightFactTooOld",
+        expr='time() - topoflight_fact_timestamp_seconds{fact!~"bench|flight"} > 600',
+        severity="warning",
+        summary="The agent shows facts of long ago.",
+        description="The facts of the {{ $labels.fact }} probe on {{ $labels.instance }} are "
+        "{{ $value | humanizeDuration }} old; the default is a scan every 30 s.",
+        firing={series("topoflight_fact_timestamp_seconds", fact="gpu"): "0x120"},
+        quiet={
+            series("topoflight_fact_timestamp_seconds", fact="gpu"): "0+60x120",
+            series("topoflight_fact_timestamp_seconds", fact="bench"): "0x120",
+        },
+        labels={"fact": "gpu"},
+        says="The facts of the gpu probe on node-a:9402 are 1h 0m 0s old; the default is a scan every 30 s.",
+    ),
+    Alert(
+        name="TopoflightBenchTooOld",
+        expr=f'time() - topoflight_fact_timestamp_seconds{{fact="bench"}} > {MONTH_SECONDS}',
+        severity="info",
+        summary="The last benchmark is more than a month old.",
+        description="The last benchmark on {{ $labels.instance }} is {{ $value | humanizeDuration }} old.",
+        firing={series("topoflight_fact_timestamp_seconds", fact="bench"): f"{-MONTH_SECONDS}x120"},
+        quiet={series("topoflight_fact_timestamp_seconds", fact="bench"): "0x120"},
+        labels={"fact": "bench"},
+        says="The last benchmark on node-a:9402 is 30d 1h 0m 0s old.",
+    ),
+    Alert(
+        name="TopoflightProbeFailing",
+        expr="topoflight_probe_success == 0",
+        severity="warning",
+        summary="A probe fails: what it reads is unknown.",
+        description="The {{ $labels.probe }} probe fails on {{ $labels.instance }}.",
+        firing={series("topoflight_probe_success", probe="rdma"): "0x120"},
+        quiet={series("topoflight_probe_success", probe="rdma"): "1x120"},
+        labels={"probe": "rdma"},
+        says="The rdma probe fails on node-a:9402.",
+    ),
+    Alert(
+        name="TopoflightAgentDown",
+        expr='up{job=~".*topoflight.*"} == 0',
+        severity="warning",
+        summary="The agent of a node does not answer.",
+        description="Nothing is known about {{ $labels.instance }}: its agent does not answer.",
+        firing={series("up"): "0x120"},
+        quiet={series("up"): "1x120"},
+        says="Nothing is known about node-a:9402: its agent does not answer.",
+    ),
+    Alert(
+        name="TopoflightFlightFarFromForecast",
+        expr='topoflight_flight_step_seconds / on (job, instance) topoflight_flight_forecast_step_seconds{bound="high"}'
+        " > 1",
+        severity="warning",
+        summary="The last flight was slower than its forecast allows.",
+        description="The step time on {{ $labels.instance }} is {{ $value | humanizePercentage }} of the forecast's "
+        "upper bound.",
+        hold="1m",
+        firing={
+            series("topoflight_flight_step_seconds"): "3x120",
+            series("topoflight_flight_forecast_step_seconds", bound="high"): "2x120",
+            series("topoflight_flight_forecast_step_seconds", bound="low"): "1x120",
+        },
+        quiet={
+            series("topoflight_flight_step_seconds"): "1.5x120",
+            series("topoflight_flight_forecast_step_seconds", bound="high"): "2x120",
+            series("topoflight_flight_forecast_step_seconds", bound="low"): "1x120",
+        },
+        says="The step time on node-a:9402 is 150% of the forecast's upper bound.",
+    ),
+    Alert(
+        name="TopoflightFlightMemoryFarFromForecast",
+        expr='topoflight_flight_within_forecast{quantity="memory_bytes"} == 0',
+        severity="info",
+        summary="The last flight's memory lies outside its forecast.",
+        description="Peak memory on {{ $labels.instance }} lies outside the forecast's interval.",
+        hold="1m",
+        firing={series("topoflight_flight_within_forecast", quantity="memory_bytes"): "0x120"},
+        quiet={
+            series("topoflight_flight_within_forecast", quantity="memory_bytes"): "1x120",
+            series("topoflight_flight_within_forecast", quantity="step_seconds"): "0x120",
+        },
+        labels={"quantity": "memory_bytes"},
+        says="Peak memory on node-a:9402 lies outside the forecast's interval.",
+    ),
+    Alert(
+        name="TopoflightFlightFailed",
+        expr="topoflight_flight_success == 0",
+        severity="warning",
+        summary="The last flight did not end well.",
+        description="The last fine-tune that {{ $labels.instance }} launched did not end as complete.",
+        hold="1m",
+        firing={series("topoflight_flight_success"): "0x120"},
+        quiet={series("topoflight_flight_success"): "1x120"},
+        says="The last fine-tune that node-a:9402 launched did not end as complete.",
+    ),
+)

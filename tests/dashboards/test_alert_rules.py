@@ -1,0 +1,119 @@
+"""Alerts: one source, a runbook section each, codes and metrics that exist, and promtool's own judgement."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from alerts import ALERTS
+
+from agent.codes import ALL_CODES
+from agent.metrics_catalogue import CATALOGUE
+
+ROOT = Path(__file__).parent.parent.parent
+RULES = ROOT / "dashboards" / "rules.yaml"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+
+
+def test_names_are_ours_and_unique() -> None:
+    """CamelCase behind the product's name."""
+    names = [alert.name for alert in ALERTS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"Topoflight([A-Z][a-z0-9]+)+", name) for name in names)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
+    """A hold time, a severity of the three, words for the reader, and a runbook section with its four parts."""
+    rule = alert.rule
+    assert re.fullmatch(r"[1-9]\d*m", rule["for"])
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    assert "$" not in rule["annotations"]["summary"] and rule["annotations"]["summary"].endswith(".")
+    assert "$labels.instance" in rule["annotations"]["description"]
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    # a heading's anchor: lower case, spaces to dashes, punctuation dropped
+    mine = [s for s in sections if re.sub(r"[^a-z0-9-]", "", s.splitlines()[0].lower().replace(" ", "-")) == anchor]
+    assert len(mine) == 1, anchor
+    assert re.findall(r"^- \*\*(\w+):\*\* \S", mine[0], flags=re.MULTILINE) == ["Means", "See", "Mend", "Prove"]
+
+
+def test_runbook_has_no_section_without_an_alert() -> None:
+    """A section of an alert that is gone would mislead."""
+    headings = re.findall(r"^## Alert Name: (\w+)$", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert headings == [alert.name for alert in ALERTS]
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_alert_asks_for_what_exists(alert) -> None:  # type: ignore[no-untyped-def]
+    """Every metric and label of the expression is exported, and every pattern of codes matches a real code."""
+    declared = {family.exposed: family for family in CATALOGUE}
+    for name in re.findall(r"\btopoflight_\w+", alert.expr):
+        assert name in declared, f"{alert.name}: nothing exports {name}"
+    for name, selector in re.findall(r"\b(topoflight_\w+)\{([^}]*)\}", alert.expr):
+        for label in re.findall(r"(\w+)(?:=~|!~|!=|=)\"", selector):
+            assert label in declared[name].labels, f"{alert.name}: {name} has no label {label}"
+    for pattern in re.findall(r'code=~"([^"]*)"', alert.expr):
+        for part in pattern.replace("\\\\", "\\").split("|") if "(" not in pattern else [pattern.replace("\\\\", "\\")]:
+            assert any(re.fullmatch(part, code) for code in ALL_CODES), f"{alert.name}: no code matches {part}"
+
+
+def test_the_runbook_speaks_of_what_exists() -> None:
+    """Metrics and codes that the runbook names are exported and known."""
+    text = RUNBOOK.read_text(encoding="utf-8")
+    assert set(re.findall(r"\btopoflight_\w+", text)) <= {family.exposed for family in CATALOGUE}
+    firsts = "|".join(sorted({code.split(".")[0] for code in ALL_CODES}))
+    named = set(re.findall(rf"\b(?:{firsts})\.[a-z_]+\.[a-z_0-9]+\b", text))
+    assert named and named <= set(ALL_CODES)
+
+
+def test_faults_that_an_operator_must_hear_of_have_an_alert() -> None:
+    """Each kind of fault is matched by some expression."""
+    for code in (
+        "pci.peermem.missing", "rdma.port.down", "rdma.port.rate", "limits.memlock.low", "interfaces.choice.wrong",
+        "pci.link.width", "gpu.nvlink.missing", "topology.nvlink.asymmetric", "gpu.xid.hardware", "gpu.device.lost",
+    ):  # fmt: skip
+        patterns = [p for alert in ALERTS for p in re.findall(r'code=~"([^"]*)"', alert.expr)]
+        assert any(re.fullmatch(pattern.replace("\\\\", "\\"), code) for pattern in patterns), code
+
+
+def test_prometheus_rule_is_the_same_groups() -> None:
+    """The operator's object carries the plain rules and nothing else."""
+    plain = yaml.safe_load(RULES.read_text())
+    wrapped = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheusrule.yaml").read_text())
+    assert wrapped["apiVersion"] == "monitoring.coreos.com/v1" and wrapped["kind"] == "PrometheusRule"
+    assert wrapped["spec"] == plain
+
+
+@pytest.mark.prometheus
+def test_promtool_accepts_the_rules(programs: dict[str, str]) -> None:
+    """Syntax and templates, by the program that loads them."""
+    done = subprocess.run([programs["promtool"], "check", "rules", str(RULES)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ALERTS)} rules found" in done.stdout
+
+
+@pytest.mark.prometheus
+def test_promtool_sees_each_alert_fire_and_stay_quiet(programs: dict[str, str]) -> None:
+    """rules_test.yaml: a firing case, the wait before it, and a quiet case for every alert."""
+    path = ROOT / "dashboards" / "rules_test.yaml"
+    cases = yaml.safe_load(path.read_text())["tests"]
+    assert {case["name"] for case in cases} == {f"{a.name} {does}" for a in ALERTS for does in ("fires", "is quiet")}
+    done = subprocess.run([programs["promtool"], "test", "rules", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.prometheus
+def test_promtool_notices_a_broken_rule(programs: dict[str, str], tmp_path: Path) -> None:
+    """The unit tests can fail: with a threshold turned round, promtool names the alert."""
+    text = RULES.read_text().replace("> 600", "> 60000")
+    (tmp_path / "rules.yaml").write_text(text)
+    (tmp_path / "rules_test.yaml").write_text((ROOT / "dashboards" / "rules_test.yaml").read_text())
+    done = subprocess.run(
+        [programs["promtool"], "test", "rules", str(tmp_path / "rules_test.yaml")], capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "TopoflightFactTooOld" in done.stdout + done.stderr

@@ -1,0 +1,32 @@
+"""promtool's own lint of the exposition of every recorded machine."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent import metrics
+from agent.view import look
+from probes.recording import load
+from probes.scan import scan
+
+MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
+
+
+@pytest.mark.prometheus
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_promtool_finds_nothing_to_mend(path: Path, programs: dict[str, str]) -> None:
+    """`promtool check metrics` reads the exposition and has no word against it."""
+    body, _ = metrics.exposition(look((scan(load(path)),)), "")
+    done = subprocess.run([programs["promtool"], "check", "metrics"], input=body, capture_output=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr.decode()
+
+
+@pytest.mark.prometheus
+def test_promtool_would_say_so(programs: dict[str, str]) -> None:
+    """The check above can fail."""
+    wrong = b"# HELP topoflight_x_total A gauge.\n# TYPE topoflight_x_total gauge\ntopoflight_x_total 1\n"
+    done = subprocess.run([programs["promtool"], "check", "metrics"], input=wrong, capture_output=True)
+    assert done.returncode != 0
