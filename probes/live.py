@@ -27,6 +27,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?
 _LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
 _SYSLOG_ACTION_READ_ALL = 3  # leaves the log as it is
 _LOG_BYTES, _LOG_LINES = 1 << 20, 256  # kernels keep 128 KiB to 1 MiB; a failing GPU repeats itself
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
 _FOLDERS_SECONDS = 5.0  # longer than the files of one scan take, shorter than the time between two
 _LEFT_OUT = {"attrs", "header", "event", "__align", "UNKNOWN", "IFLA_AF_SPEC", "IFLA_MAP", "IFLA_STATS", "IFLA_XDP"}
@@ -47,19 +48,24 @@ class LiveHost:
     # Files -----------------------------------------------------------------------------------------------------
 
     def _below_root(self, path: str) -> str:
-        """Where the path lies on this machine. A scan asks many files of one folder, which is looked up once."""
+        """Where the path lies on this machine."""
         if not self._prefix:
             return path
+        folder, name = self._folder(path)
+        found = f"{folder}/{name}"
+        return f"{self._prefix}{self.resolve(path)}" if os.path.islink(found) else found  # noqa: PTH114
+
+    def _folder(self, path: str) -> tuple[str, str]:
+        """(folder on this machine, name). A scan asks many files of one folder, which is looked up once."""
         now = time.monotonic()
         if now - self._folders_since > _FOLDERS_SECONDS:
             self._folders, self._folders_since = {}, now
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
-            return f"{self._prefix}{self.resolve(path)}"
+            return f"{self._prefix}{self.resolve(path)}", "."
         if folder not in self._folders:
             self._folders[folder] = f"{self._prefix}{self.resolve(folder)}"
-        found = f"{self._folders[folder]}/{name}"
-        return f"{self._prefix}{self.resolve(path)}" if os.path.islink(found) else found  # noqa: PTH114
+        return self._folders[folder], name
 
     def read_text(self, path: str) -> str:
         """Content of a small file."""
@@ -67,7 +73,7 @@ class LiveHost:
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """First `limit` bytes of a file; never waits for a device or a pipe."""
-        descriptor = os.open(self._below_root(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = self._open(path)
         try:
             chunks: list[bytes] = []
             while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
@@ -78,6 +84,17 @@ class LiveHost:
             return b"".join(chunks)
         finally:
             os.close(descriptor)
+
+    def _open(self, path: str) -> int:
+        if not self._prefix:
+            return os.open(path, _READ)
+        folder, name = self._folder(path)
+        try:
+            return os.open(f"{folder}/{name}", _READ | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # ELOOP: the last part is a link, to be followed inside the root
+                raise
+        return os.open(f"{self._prefix}{self.resolve(path)}", _READ)
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Names in a folder, sorted."""

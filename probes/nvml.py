@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from typing import Any
 
 from probes.host import GpuHandle, Json, NvmlError
@@ -123,6 +124,20 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     ]
 
 
+def _pci_info(handle: Any) -> Json:
+    """nvmlDeviceGetPciInfo: the bus id says all that the other fields say."""
+    import pynvml
+
+    return {"busId": plain(pynvml.nvmlDeviceGetPciInfo(handle).busId)}
+
+
+def _remote_pci_info(handle: Any, link: int) -> Json:
+    """nvmlDeviceGetNvLinkRemotePciInfo, asked of every link: the bus id only."""
+    import pynvml
+
+    return {"busId": plain(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)}
+
+
 def _fabric_info(handle: Any) -> Json:
     """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version."""
     import pynvml
@@ -141,7 +156,9 @@ def _fabric_info_v1(handle: Any) -> Json:
     return plain(info)
 
 
-_SPECIAL = {
+_SPECIAL: dict[str, Callable[..., Json]] = {
+    "nvmlDeviceGetPciInfo": _pci_info,
+    "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,
     "nvmlDeviceGetFieldValues": _field_values,
     "nvmlDeviceGetGpuFabricInfoV": _fabric_info,
     "nvmlDeviceGetGpuFabricInfo": _fabric_info_v1,

@@ -160,14 +160,8 @@ def _nvlink(links: list[tuple[int, str]], gpu: NvmlGpu, symbol: str, arguments: 
 
 
 def pci_info(bus_id: str) -> dict[str, Any]:
-    """nvmlPciInfo_t; an empty bus id is one that a hypervisor or a rack hides."""
-    if not bus_id:
-        return {"busIdLegacy": "", "domain": 0xFFFFFFFF, "bus": 0xFF, "device": 0xFF, "busId": "FFFFFFFF:FF:FF.0"}
-    domain, bus, device = int(bus_id[:4], 16), int(bus_id[5:7], 16), int(bus_id[8:10], 16)
-    return {
-        "busIdLegacy": bus_id.upper(), "domain": domain, "bus": bus, "device": device,
-        "busId": f"{domain:08X}:{bus:02X}:{device:02X}.0",
-    }  # fmt: skip
+    """Of nvmlPciInfo_t the bus id; an empty one is hidden by a hypervisor or a rack."""
+    return {"busId": f"0000{bus_id.upper()}" if bus_id else "FFFFFFFF:FF:FF.0"}
 
 
 def _fields(gpu: NvmlGpu, wanted: tuple[int | str, ...]) -> list[Json]:
