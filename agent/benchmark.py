@@ -10,6 +10,7 @@ from agent import units
 from agent.advise import Request
 from agent.output import Progress
 from collectives.calibrate import CalibrationRequest, calibrate
+from collectives.plan import SearchPlan
 from collectives.shape import AXES, StepShape, step_plan
 from collectives.spec import BenchSpec, Expectation, SpecError
 from planner.calibration import Calibration, parse_calibration
@@ -87,7 +88,9 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     return replace(
         spec, ops=options["ops"] or spec.ops, sizes_bytes=options["sizes"], min_bytes=options["min_bytes"],
         max_bytes=max(options["max_bytes"], options["min_bytes"]), precision=percent(options["precision"]),
-        hosts=options["hosts"], rendezvous=options["rendezvous"],
+        hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
+        node_rank=options["node_rank"] if options["hosts"] > 1 else None,
+        search=SearchPlan() if options["search"] else None,
     )  # fmt: skip
 
 

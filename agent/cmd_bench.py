@@ -36,6 +36,10 @@ from collectives.results import BenchResult
     "--nodes", "hosts", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Hosts that run this line."
 )
 @click.option("--rendezvous", default=None, metavar="HOST:PORT", help="Where several hosts meet.")
+@click.option("--node-rank", default=None, type=click.IntRange(0), envvar="JOB_COMPLETION_INDEX",
+              help="Which host this is; else torchrun's rendezvous decides.")  # fmt: skip
+@click.option("--host-name", default=None, envvar="NODE_NAME", help="What results call this host.")
+@click.option("--search", is_flag=True, help="Search for slow hosts by pairs, in place of a sweep.")
 @click.option("--like", "model", default=None, help="Replay one training step's communication of this model.")
 @click.option("--layout", default=None, help="With --like: dp_replicate=1,dp_shard=2,tp=1,pp=1")
 @click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")

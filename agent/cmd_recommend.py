@@ -32,6 +32,11 @@ _LIMIT_BYTES = 16 << 20
               help="Result of `topoflight calibrate`.")  # fmt: skip
 @click.option("-o", "--output", "form", default="table", show_default=True,
               help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
+@click.option("--sweep", default=None, metavar="nodes=1,2,4", help="Best layout for each number of nodes (--machine).")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep: write an SVG here.")
+@click.option("--explain", is_flag=True, help="Show the forecast part by part, with the numbers behind it.")
+@click.option("--compare", nargs=2, default=None, metavar="A B",
+              help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
 @click.option("--list-exports", is_flag=True, help="Name the export formats and stop.")
 def recommend(**options: object) -> None:
     """Advise the NCCL environment and the parallel layout, each with its reason.
@@ -47,9 +52,15 @@ def recommend(**options: object) -> None:
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
     request = Request.from_options(options)
+    if options["sweep"] or options["compare"]:
+        from agent import whatif
+
+        whatif.run(request, options, form)
+        return
     advice = advise(request, lambda: snapshots(request.hosts, root=request.root))
     if form in ("table", "json", "yaml"):
-        emit(advice, form, lambda out: terminal.recommendation(out, advice))
+        explain = bool(options["explain"])
+        emit(advice, form, lambda out: terminal.recommendation(out, advice, explain=explain))
     else:
         nodes = request.nodes or max(1, len(request.hosts))
         click.echo(export(advice, form, nodes=nodes), nl=False)

@@ -15,7 +15,7 @@ from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict, worst_first
 from collectives.results import BenchResult
 from collectives.transport import Evidence
-from planner.advice import Recommendation
+from planner.advice import RankedLayout, Recommendation
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu import GpuFacts
 from probes.hostinfo import HostinfoFacts
@@ -189,7 +189,7 @@ def bench(out: Console, result: BenchResult) -> None:
         )
 
 
-def recommendation(out: Console, advice: Recommendation) -> None:
+def recommendation(out: Console, advice: Recommendation, *, explain: bool = False) -> None:
     """Settings with reasons, then the layout with its forecast."""
     out.print("\n[bold]Environment[/bold]")
     if advice.settings:
@@ -205,6 +205,20 @@ def recommendation(out: Console, advice: Recommendation) -> None:
     for need in advice.needs:
         out.print(f"· the pod needs {escape(need.name)} = {escape(need.value)}: {escape(need.reason.rule)}")
     layout(out, advice)
+    if explain and advice.chosen is not None:
+        parts(out, advice.chosen)
+
+
+def parts(out: Console, ranked: RankedLayout) -> None:
+    """The forecast part by part, and every number it rests on."""
+    rows = table("part", "value", "how")
+    for part in ranked.forecast.time_parts:
+        rows.add_row(part.name, units.seconds(part.value), escape(part.detail))
+    for part in ranked.forecast.memory_parts:
+        rows.add_row(part.name, units.size(part.value), escape(part.detail))
+    out.print(rows)
+    for line in ranked.forecast.inputs:
+        out.print(f"· {escape(line)}")
 
 
 def layout(out: Console, advice: Recommendation) -> None:
