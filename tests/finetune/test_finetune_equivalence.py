@@ -60,6 +60,12 @@ FOUR = [
     case("PP4 uneven is even", "full", pp=4, micro_batch=4, gradient_accumulation=4, stage_layers=[1, 1, 1, 1]),
 ]  # fmt: skip
 
+EIGHT = [
+    case("PP x TP x FSDP", pp=2, tp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4),
+    case("TP x HSDP full", "full", tp=2, dp_replicate=2, dp_shard=2, micro_batch=4),
+    case("PP x HSDP packed", packing=True, pp=2, dp_replicate=2, dp_shard=2, micro_batch=2, gradient_accumulation=2),
+]
+
 
 def run_ranks(world, cases, folder):
     """All cases of one world size in one start of the ranks; returns their lines by name."""
@@ -83,6 +89,12 @@ def two(tmp_path_factory):
 def four(tmp_path_factory):
     """The results of four ranks."""
     return run_ranks(4, FOUR, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """The results of eight ranks."""
+    return run_ranks(8, EIGHT, tmp_path_factory.mktemp("eight"))
 
 
 def hold(results, name):
@@ -109,3 +121,9 @@ def test_two_ranks_equal_one(two, name):
 def test_four_ranks_equal_one(four, name):
     """Four ranks under this layout compute what one process alone computes."""
     hold(four, name)
+
+
+@pytest.mark.parametrize("name", [one["name"] for one in EIGHT])
+def test_eight_ranks_equal_one(eight, name):
+    """Eight ranks under this layout compute what one process alone computes."""
+    hold(eight, name)
