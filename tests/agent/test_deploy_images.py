@@ -1,0 +1,74 @@
+"""The images' own steps, run in a clean folder: what is copied is enough to build, and the agent brings no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+IMAGES = ROOT / "deploy/images"
+
+
+def build_stage(containerfile: Path, place: Path) -> list[str]:
+    """Do the first stage's COPY lines under `place`; returns its RUN lines as they would be run there."""
+    commands = []
+    for line in containerfile.read_text().split("\nFROM ")[1].splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "COPY":
+            *sources, target = shlex.split(rest)
+            for source in sources:
+                goal = place / target.lstrip("/")
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    goal.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(ROOT / source, goal)
+        elif word == "RUN":
+            commands.append(rest.replace("/src/", f"{place}/src/").replace(" /opt/", f" {place}/opt/"))
+    return commands
+
+
+def test_agent_image_steps_give_an_agent_without_torch(tmp_path: Path) -> None:
+    """Build, then ask the new prefix: the verbs answer, every module it needs is there, torch and transformers not."""
+    (command,) = build_stage(IMAGES / "Containerfile.agent", tmp_path)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(
+        shlex.split(command), env={**clean, "PYTHON": sys.executable, "PYTHONNOUSERSITE": "1"}, cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    binaries = tmp_path / "opt/topoflight/bin"
+    code = (
+        "import importlib.util as u, agent.server, agent.cmd_serve, agent.preflight, pathlib, sys\n"
+        "assert str(pathlib.Path(agent.server.__file__)).startswith(sys.prefix), agent.server.__file__\n"
+        "assert not [n for n in ('torch', 'transformers', 'kubernetes') if u.find_spec(n)]\n"
+    )
+    subprocess.run([binaries / "python", "-c", code], cwd=tmp_path, env=clean, check=True, timeout=60)
+    for words in (["--help"], ["preflight", "--list-checks"], ["explain", "rdma.port.down"]):
+        subprocess.run([binaries / "topoflight", *words], cwd=tmp_path, env=clean, check=True, timeout=60,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Containerfile.agent", "Containerfile.finetune"])
+def test_images_run_as_a_number_that_is_not_root(name: str) -> None:
+    """runAsNonRoot can check only a number; group 0 is what OpenShift's arbitrary users have."""
+    last = (IMAGES / name).read_text().split("\nFROM ")[-1]
+    (user,) = [line.split()[1] for line in last.splitlines() if line.startswith("USER ")]
+    uid, gid = user.split(":")
+    assert int(uid) > 0 and gid == "0"
+
+
+def test_both_images_are_built_from_every_room(tmp_path: Path) -> None:
+    """A room that is added to the wheel is added to the images."""
+    import tomllib
+
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for name in ("agent", "finetune"):
+        copied = (IMAGES / f"Containerfile.{name}").read_text()
+        assert [p for p in packages["packages"] if f"COPY {p} /src/{p}\n" not in copied] == []

@@ -1,0 +1,160 @@
+"""Every overlay of deploy/: strictly valid, without the rights it promises not to have, and what its docs say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kustomization import render
+
+ROOT = Path(__file__).parent.parent.parent
+OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
+FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, ROOT / "deploy/bench/job"]
+CUSTOM = ("monitoring.coreos.com", "kueue.x-k8s.io", "security.openshift.io")
+Document = dict[str, Any]
+
+every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+every_overlay = pytest.mark.parametrize("folder", OVERLAYS, ids=lambda p: p.name)
+
+
+def daemonset(folder: Path) -> Document:
+    return next(d for d in render(folder) if d["kind"] == "DaemonSet")
+
+
+@every_folder
+def test_rendered_objects_are_strictly_valid(folder: Path) -> None:
+    """As the API server with strict field validation would judge them."""
+    documents = render(folder)
+    seen = {(d["kind"], d["metadata"].get("namespace"), d["metadata"]["name"]) for d in documents}
+    assert len(seen) == len(documents), "an object twice"
+    for document in documents:
+        if not document["apiVersion"].startswith(CUSTOM):
+            kubernetes_validate.validate(document, "1.35", strict=True)
+
+
+@pytest.mark.corpus
+@every_folder
+def test_custom_objects_hold_no_field_their_api_would_drop(folder: Path, corpus: Path) -> None:
+    """The CRDs' own schemas, unknown fields refused."""
+    schemas = {}
+    for path in (corpus / "crds").glob("*.yaml"):
+        if path.name.startswith(("monitoring.coreos.com", "kueue.x-k8s.io_admissionchecks")):
+            for crd in yaml.safe_load_all(path.read_text()):
+                for version in crd["spec"]["versions"]:
+                    key = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
+                    schemas[key] = strict(version["schema"]["openAPIV3Schema"])
+    for document in render(folder):
+        if document["apiVersion"].startswith(CUSTOM[:2]):
+            jsonschema.validate(document, schemas[document["apiVersion"], document["kind"]])
+
+
+def strict(schema: Any, top: bool = True) -> Any:
+    """A structural schema that refuses what the API server would prune."""
+    if isinstance(schema, list):
+        return [strict(s, False) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return {}
+    made = {k: v for k, v in schema.items() if not k.startswith("x-") and k not in ("format", "nullable")}
+    if "(?i)" in str(made.get("pattern")):
+        made.pop("pattern")  # Go's regular expression, not JavaScript's
+    if "properties" in made:
+        made["properties"] = {k: strict(v, False) for k, v in made["properties"].items()}
+        made["additionalProperties"] = False
+        if top:
+            made["properties"]["metadata"] = {"type": "object"}
+    if isinstance(made.get("additionalProperties"), dict):
+        made["additionalProperties"] = strict(made["additionalProperties"], False)
+    if "items" in made:
+        made["items"] = strict(made["items"], False)
+    return made
+
+
+@pytest.mark.kube
+@every_folder
+def test_kubectl_renders_the_same(folder: Path) -> None:
+    """Our stand-in for Kustomize says what Kustomize says."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    if "unknown field" in done.stderr:
+        pytest.skip(f"this kubectl is too old: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+    def key(document: Document) -> tuple[str, str]:
+        return document["kind"], document["metadata"]["name"]
+
+    theirs = sorted(yaml.safe_load_all(done.stdout), key=key)
+    assert theirs == sorted(render(folder), key=key)
+
+
+@every_overlay
+def test_the_agent_has_no_privilege(folder: Path) -> None:
+    """Non-root, no capability, read-only root, no host namespace but in the overlay that is named for it."""
+    spec = daemonset(folder)["spec"]["template"]["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in spec["containers"]:
+        context = container["securityContext"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
+        assert "privileged" not in context
+        assert container["livenessProbe"]["httpGet"]["path"] == "/healthz", "liveness must not touch a driver"
+        assert not [name for name in container["resources"]["limits"] if "/" in name], "the agent takes no device"
+    assert {"hostPID", "hostIPC"}.isdisjoint(spec)
+    assert spec.get("hostNetwork", False) is (folder.name == "host-network")
+    assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
+
+
+@every_overlay
+def test_namespace_label_fits_the_pods(folder: Path) -> None:
+    """Restricted, but where host-network asks for what only privileged allows."""
+    (own,) = [d for d in render(folder) if d["kind"] == "Namespace" and d["metadata"]["name"] == "topoflight"]
+    wanted = "privileged" if folder.name == "host-network" else "restricted"
+    assert own["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == wanted
+
+
+@every_overlay
+def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
+    """No secret, no pod, no node, no wildcard."""
+    rules = [
+        (group, resource, verb)
+        for d in render(folder)
+        if d["kind"] in ("ClusterRole", "Role") and d["metadata"]["name"].startswith("topoflight")
+        for rule in d["rules"]
+        for group in rule.get("apiGroups", [])
+        for resource in rule.get("resources", [])
+        for verb in rule["verbs"]
+    ]
+    allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
+    allowed |= {"kueue.x-k8s.io"} if folder.name == "kueue" else set()
+    allowed |= {"security.openshift.io"} if folder.name == "openshift" else set()
+    assert {group for group, _, _ in rules} == allowed
+    assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
+
+
+def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
+    """IPC_LOCK and nothing else, one pod per node, a headless Service named as the rendezvous."""
+    documents = {d["kind"]: d for d in render(ROOT / "deploy/bench/job")}
+    job, service = documents["Job"], documents["Service"]
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == container["resources"]["requests"]["nvidia.com/gpu"]
+    assert service["spec"]["clusterIP"] == "None" and spec["subdomain"] == service["metadata"]["name"]
+    assert f"--rendezvous={job['metadata']['name']}-0.{spec['subdomain']}:29400" in container["args"]
+    assert f"--nodes={job['spec']['completions']}" in container["args"]
+    assert documents["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
