@@ -19,11 +19,16 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 def made() -> dict[str, str]:
     """Path below the repository root, and what belongs there."""
     import alert_rules
+    import boards
+    import config_maps
     import metrics_page
     from alerts import ALERTS
 
     metrics = ROOT / "docs" / "metrics.md"
+    drawn = boards.made()
     return {
+        **{f"dashboards/{name}": text for name, text in drawn.items()},
+        "deploy/monitoring/dashboards.yaml": config_maps.text(drawn),
         "docs/metrics.md": metrics_page.page(metrics.read_text(encoding="utf-8")),
         "dashboards/rules.yaml": as_yaml(alert_rules.rules(ALERTS)),
         "dashboards/rules_test.yaml": as_yaml(alert_rules.rule_tests(ALERTS)),

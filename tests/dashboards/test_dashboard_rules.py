@@ -1,0 +1,173 @@
+"""The committed dashboards keep the rules of grafana/dashboard-linter, and ask only for what is exported.
+
+Specification: https://github.com/grafana/dashboard-linter/tree/main/docs (each rule is named beside its test).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boards
+import promql_parser
+import pytest
+import yaml
+
+from agent.metrics_catalogue import CATALOGUE
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = sorted((ROOT / "dashboards").glob("*.json"))
+DECLARED = {family.exposed: family for family in CATALOGUE}
+NEED_UNITS = ("stat", "timeseries", "table", "gauge", "bargauge")
+
+
+def panels_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in document["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for path in FILES:
+        for panel in panels_of(json.loads(path.read_text())):
+            for target in panel["targets"]:
+                yield f"{path.stem}: {panel['title']}: {target['refId']}", target["expr"]
+
+
+EXPRESSIONS = dict(expressions())
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def document(request: pytest.FixtureRequest) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(request.param.read_text())
+    return read
+
+
+def test_there_are_three_with_stable_names() -> None:
+    """A link to a dashboard stays good: uid and title are part of the surface."""
+    found = {(d["uid"], d["title"]) for d in (json.loads(path.read_text()) for path in FILES)}
+    assert found == {
+        ("topoflight-cluster", "Topoflight / Cluster"),
+        ("topoflight-node", "Topoflight / Node"),
+        ("topoflight-flights", "Topoflight / Preflight and Flights"),
+    }
+
+
+def test_model_is_classic(document: dict[str, Any]) -> None:
+    """Classic JSON, which Grafana 10 to 13 loads, and no server's own id in it (rule uneditable-dashboard too)."""
+    assert document["schemaVersion"] <= 42 and "apiVersion" not in document and "spec" not in document
+    assert document.get("id") is None and document["editable"] is False
+    assert document["tags"] == ["topoflight"] and document["description"]
+
+
+def test_variables(document: dict[str, Any]) -> None:
+    """Rules template-datasource, template-job, template-instance, template-label-promql, template-on-time-change."""
+    variables = {v["name"]: v for v in document["templating"]["list"]}
+    assert list(variables) == ["datasource", "job", "instance"]
+    assert variables["datasource"]["label"] == "Data source" and variables["datasource"]["query"] == "prometheus"
+    for name in ("job", "instance"):
+        variable = variables[name]
+        assert variable["type"] == "query" and variable["multi"] and variable["allValue"] == ".+"
+        assert variable["label"] == name and variable["datasource"]["uid"] == "$datasource"
+        assert variable["refresh"] == 2  # when the time range changes
+        match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
+        assert match and match[2] == name
+        promql_parser.parse(match[1].replace("$job", "x"))
+
+
+def test_panels(document: dict[str, Any]) -> None:
+    """Rules panel-datasource, panel-title-description, panel-units, panel-no-targets; and no two in one place."""
+    taken: set[tuple[int, int]] = set()
+    numbers = [panel["id"] for panel in document["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    for panel in panels_of(document):
+        name = panel["title"]
+        assert name and panel["description"].endswith("."), name
+        assert panel["datasource"]["uid"] == "$datasource", name
+        assert panel["targets"], name
+        if panel["type"] in NEED_UNITS:
+            assert panel["fieldConfig"]["defaults"]["unit"], name
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24 and not cells & taken, name
+        taken |= cells
+
+
+def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
+    """One menu leads from each to the others and takes variables and time along."""
+    (link,) = document["links"]
+    assert link["type"] == "dashboards" and link["tags"] == ["topoflight"]
+    assert link["includeVars"] and link["keepTime"]
+
+
+@pytest.mark.parametrize("name", sorted(EXPRESSIONS))
+def test_expression(name: str) -> None:
+    """Rules target-promql, target-job, target-instance, target-rate-interval, target-counter-agg; known names only."""
+    expr = EXPRESSIONS[name]
+    promql_parser.parse(expr.replace("$__rate_interval", "5m").replace("$job", "x").replace("$instance", "x"))
+    selectors = re.findall(r"\b(topoflight_\w+|up)\{(.*?)\}(?=[\s)\[*/]|$)", expr)
+    assert len(selectors) == len(re.findall(r"\btopoflight_\w+|\bup\b", expr)), f"{expr}: a metric without selector"
+    for metric, inner in selectors:
+        assert 'job=~"$job"' in inner and 'instance=~"$instance"' in inner, expr
+        if metric == "up":
+            continue
+        assert metric in DECLARED, f"nothing exports {metric}"
+        for label in re.findall(r"(\w+)(?:=~|!~|!=|=)\"", inner):
+            assert label in {"job", "instance", *DECLARED[metric].labels}, f"{metric} has no label {label}"
+        if DECLARED[metric].kind == "counter":
+            assert re.search(r"(sum|max) by \(.*\) \((rate|increase)\(", expr), f"{expr}: a counter as it stands"
+    for window in re.findall(r"\[(.*?)\]", re.sub(r'"[^"]*"', "", expr)):
+        assert window == "$__rate_interval", expr
+
+
+@pytest.mark.parametrize("name", sorted(EXPRESSIONS))
+def test_grouping_names_labels_that_are_there(name: str) -> None:
+    """`by (…)` over a label that no metric of the expression has would merge what differs."""
+    expr = EXPRESSIONS[name]
+    known = {"instance", "job"}
+    for metric in re.findall(r"\btopoflight_\w+", expr):
+        known.update(DECLARED[metric].labels)
+    for group in re.findall(r"by \(([^)]*)\)", expr):
+        assert {label.strip() for label in group.split(",")} <= known, expr
+
+
+def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
+    """Families on no panel are named here, with the reason: a new family is drawn or joins this list."""
+    undrawn = {
+        "topoflight_build_info": "feeds the variables",
+        "topoflight_scan_timestamp_seconds": "fact_timestamp says more",
+        "topoflight_probe_absent": "absent is not a fault",
+        "topoflight_gpu_link_info": "the matrix draws gpu_link_distance",
+        "topoflight_gpu_link_expected_bytes_per_second": "for queries; the page shows it",
+        "topoflight_gpu_nic_nearest_distance": "for queries",
+        "topoflight_expected_busbw_bytes_per_second": "bench_expected_busbw stands beside what was measured",
+        "topoflight_bench_success": "a finding says it",
+        "topoflight_bench_duration_seconds": "for queries",
+        "topoflight_bench_ranks": "for queries",
+        "topoflight_bench_algbw_bytes_per_second": "busbw compares across sizes of group",
+        "topoflight_bench_spread_ratio": "for queries",
+        "topoflight_network_channels": "the ratio is drawn",
+        "topoflight_transport_info": "for alerts and joins",
+    }
+    drawn = {metric for expr in EXPRESSIONS.values() for metric in re.findall(r"\btopoflight_\w+", expr)}
+    own = {family.exposed for family in CATALOGUE if family.source == "agent"}
+    assert own - drawn == set(undrawn)
+
+
+def test_config_maps_carry_the_same_dashboards() -> None:
+    """What Grafana's sidecar loads is what is committed; each is small enough for a ConfigMap (1 MiB)."""
+    text = (ROOT / "deploy" / "monitoring" / "dashboards.yaml").read_text()
+    maps = list(yaml.safe_load_all(text))
+    assert all(each["metadata"]["labels"]["grafana_dashboard"] == "1" for each in maps)
+    carried = {name: body for each in maps for name, body in each["data"].items()}
+    assert carried == {f"topoflight-{path.name}": path.read_text() for path in FILES}
+    assert max(map(len, carried.values())) < 1 << 20
+    listed = yaml.safe_load((ROOT / "deploy" / "monitoring" / "kustomization.yaml").read_text())["resources"]
+    assert sorted(listed) == ["dashboards.yaml", "prometheusrule.yaml"]
+
+
+def test_panels_name_recordings_that_exist() -> None:
+    """The sick machines that panels must tell from healthy ones are there."""
+    told = {machine for _, panel in boards.panels() for machine in panel.shows}
+    assert told and all((ROOT / "tests" / "machines" / f"{machine}.json").exists() for machine in told)
