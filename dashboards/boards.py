@@ -94,6 +94,15 @@ CLUSTER = (
               kind="timeseries", unit="s", width=12, quiet=True,
               targets=(target(f"max by (instance, rank) ({m('topoflight_bench_rank_late_seconds')})",
                               "{{instance}} rank {{rank}}"),), shows=(HOT,)),
+        Panel(title="Slowest nodes", description="The ten nodes that reach least of what their links allow.",
+              kind="bars", unit="percentunit", width=12, steps=GOOD_IS_MORE, shows=(NO_PEERMEM, HOT),
+              targets=(target(
+                  "bottomk(10, min by (instance) ("
+                  f"{m('topoflight_bench_busbw_bytes_per_second', size_bytes=LARGEST)} / "
+                  f"{m('topoflight_bench_expected_busbw_bytes_per_second', size_bytes=LARGEST)}))"),)),
+        Panel(title="GPUs outside the NVSwitch fabric", description="GPUs that the fabric manager has not taken in: "
+              "CUDA does not start on them.", kind="stat", unit="short", width=12, steps=ANY_IS_BAD,
+              targets=(target(f"sum by (instance) ({m('topoflight_gpu_fabric_ready')} == bool 0)"),)),
         Panel(title="Latency", description="Latency (alpha) of the last benchmark, by operation.", kind="timeseries",
               unit="s", width=12,
               targets=(target(f"max by (instance, op) ({m('topoflight_bench_latency_seconds')})",

@@ -6,10 +6,13 @@ import re
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from hatchling.builders.wheel import WheelBuilder
 
+from agent.advise import FORMATS
+from agent.cli import cli
 from agent.cmd_scan import explain
 from agent.codes import ALL_CODES
 from agent.explain import sections
@@ -76,3 +79,27 @@ def test_wheel_carries_the_page(tmp_path: Path) -> None:
     built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(built) as wheel:
         assert wheel.read("agent/findings.md").decode() == PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["findings.md", "runbook.md", "metrics.md"])
+def test_commands_that_a_page_names_exist(page: str) -> None:
+    """A reader in trouble types what stands there: verbs and options are real."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = re.findall(r"`topoflight ([a-z-]+)([^`|;]*)", text)
+    assert named
+    context = click.Context(cli)
+    for verb, rest in named:
+        command = cli.get_command(context, verb)
+        assert command is not None, f"topoflight {verb}: no such verb"
+        known = {word for parameter in command.params for word in (*parameter.opts, *parameter.secondary_opts)}
+        for option in re.findall(r"(?<=\s)(--[a-z-]+|-[a-z])\b", rest):
+            assert option in known, f"topoflight {verb}{rest}: no option {option}"
+        takes_several = any(isinstance(p, click.Argument) and p.nargs == -1 for p in command.params)
+        assert takes_several or "..." not in rest, f"topoflight {verb}{rest}: takes one"
+
+
+def test_formats_that_a_page_names_exist() -> None:
+    """`-o` is given what the verb can write."""
+    text = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"`topoflight recommend [^`]*-o ([a-z0-9]+)", text))
+    assert named and named <= set(FORMATS)

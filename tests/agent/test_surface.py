@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from fastapi.routing import APIRoute
 
 from agent import metrics
 from agent.cli import VERBS, cli
@@ -53,14 +52,9 @@ def verbs() -> dict[str, list[str]]:
 
 def doors() -> list[str]:
     app = create(State(tuple, interval_seconds=3600))
-    mine = (route for route in routes(app) if route.include_in_schema)
-    return sorted(f"{method} {route.path}" for route in mine for method in route.methods or ())
-
-
-def routes(app: Any) -> Iterator[APIRoute]:
-    for route in app.routes:
-        if isinstance(route, APIRoute):
-            yield route
+    found = {f"{method} {route.path}" for route in app.routes for method in getattr(route, "methods", None) or ()}
+    assert {f"{method.upper()} {path}" for path, item in app.openapi()["paths"].items() for method in item} <= found
+    return sorted(door for door in found if not door.startswith("HEAD "))
 
 
 @cache
