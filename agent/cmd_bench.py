@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from agent import terminal, units
+from agent import keep, terminal, units
 from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
 from agent.output import Progress, console, emit, format_option, render
 from agent.report import write_atomic
@@ -74,6 +74,7 @@ def bench(form: str, save: Path | None, **options: Any) -> None:
         from collectives.wire import result_to_json
 
         write_atomic(save, json.dumps(result_to_json(result), indent=1) + "\n")
+    keep.keep_bench(result)
     emit(result, form, lambda out: terminal.bench(out, result))
     sys.exit(_bench_exit(result))
 

@@ -229,6 +229,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], dry_run: bo
 def _launch_here(advice: Recommendation, folder: Path, timeout: float, dry_run: bool, given: dict[str, Any]) -> None:
     from agent import launch as launcher
     from agent.flight import compare, parse, read
+    from agent.keep import keep_flight
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     if dry_run:
@@ -253,7 +254,9 @@ def _launch_here(advice: Recommendation, folder: Path, timeout: float, dry_run: 
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"the job ended with exit code {done.exit_code}; whole log: {done.output}", err=True)
         sys.exit(EXIT_FAILED)
-    flown = parse(read(folder / "flight.json"))
+    record = read(folder / "flight.json")
+    keep_flight(record)
+    flown = parse(record)
     terminal.flight(console(), flown)
     terminal.comparison(console(), compare(advice.chosen.forecast, flown))
     sys.exit(EXIT_PASS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from agent.measured import BENCH_CODES, FLIGHT_CODES
 from planner.lint import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
+from probes.scan import SCAN_CODES
 from topology.check import CODES as TOPOLOGY_CODES
 
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
 ALL_CODES: tuple[str, ...] = (
     *PROBE_CODES,
+    *SCAN_CODES,
     *TOPOLOGY_CODES,
     *ENVIRONMENT_CODES,
     *BENCH_CODES,

@@ -14,6 +14,7 @@ from typing import Literal
 from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
+from probes.scan import SCAN_CODES, failures
 
 Status = Literal["pass", "info", "unknown", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
@@ -65,6 +66,7 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
         else:
             why = f"the {probe.name} probe did not run"
         checks.extend(Check(id=code, status="unknown", node=snapshot.hostname, message=why) for code in probe.codes)
+    checks.extend(checks_of_findings(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent import benchmark, flight, launch, measured
+from agent import benchmark, flight, keep, launch, measured
 from agent.advise import Request, answer, with_fsdp
 from agent.flight import Comparison, Flight
 from agent.gate import Check, FailOn, judge, select
@@ -107,6 +107,7 @@ def _measure(
     except BusyError as error:
         notes.append(f"not measured: {error}")
         return None, None
+    keep.keep_bench(result)
     if not options.fly:
         return result, None
     request = _request(options)
@@ -144,7 +145,8 @@ def _fly(
 ) -> tuple[Flight | None, tuple[Comparison, ...], str]:
     """Launch the job with exactly the recommended environment and layout, and compare."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
-    output = options.output / "flight"
+    # a folder of its own for every flight: the job would resume what it finds, and a finished run has no step left
+    output = options.output / "flights" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
         done = launch.fly(
             advice, output, config=options.config, overrides=options.overrides,
@@ -152,7 +154,9 @@ def _fly(
         )  # fmt: skip
         tail = " | ".join(done.last_lines[-3:])
         ended = f"the job ended with exit code {done.exit_code}: {tail} (whole log: {done.output})"
-        flown = flight.parse(flight.read(output / "flight.json"))
+        record = flight.read(output / "flight.json")
+        keep.keep_flight(record)
+        flown = flight.parse(record)
         if done.exit_code != 0 and flown.status in ("running", "complete"):  # it could not write its own end
             return None, (), ended
     except (launch.LaunchError, flight.FlightError, OSError) as error:

@@ -10,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agent.keep import BENCH_FILE, FLIGHTS_FOLDER, KEPT_FLIGHTS
 from agent.view import View, look
 from collectives.results import BenchResult
 from probes.api import Snapshot
 
 log = logging.getLogger(__name__)
-
-BENCH_FILE = "bench.json"
-FLIGHTS_FOLDER = "flights"
-KEPT_FLIGHTS = 50
 
 
 class State:

@@ -62,9 +62,13 @@ def findings(snapshot: Snapshot) -> tuple[Finding, ...]:
         probe = BY_NAME.get(name)
         if isinstance(outcome, Ok) and probe is not None:
             found += probe.check(outcome.facts)
-        elif isinstance(outcome, Failed):
-            found.append(_failed(name, outcome))
-    return tuple(found)
+    return (*found, *failures(snapshot))
+
+
+def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
+    """One finding for each probe that could not finish."""
+    outcomes = snapshot.outcomes.items()
+    return tuple(_failed(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failed))
 
 
 def _failed(name: str, outcome: Failed) -> Finding:
