@@ -109,9 +109,11 @@ def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
         ((index[n.gpu],), float(n.path)) for n in node.nearest_nic if n.path is not None and n.gpu in index
     ]
     yield "gpu_nic_nearest_distance", closest
-    derived: dict[tuple[str, ...], float] = {
-        (e.op, e.scope): e.busbw_bytes_per_second for e in node.expectations if e.busbw_bytes_per_second
-    }
+    derived: dict[tuple[str, ...], float] = {}  # of several islands or rails the slowest
+    for each in node.expectations:
+        if each.busbw_bytes_per_second:
+            key = (each.op, each.scope)
+            derived[key] = min(derived.get(key, each.busbw_bytes_per_second), each.busbw_bytes_per_second)
     yield "expected_busbw_bytes_per_second", list(derived.items())
 
 

@@ -208,6 +208,18 @@ def test_link_matrix_has_both_orders(full: View) -> None:
     assert all(found[a, b] == found[b, a] == 18 for a, b in found)
 
 
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_derived_bandwidth_is_that_of_the_slowest(path: Path) -> None:
+    """Of several islands or rails the one that a job waits for is exported."""
+    view = look((snapshot_of(path),))
+    found = samples(view).get("topoflight_expected_busbw_bytes_per_second", [])
+    derived = [e for e in view.topologies[0].expectations if e.busbw_bytes_per_second]
+    assert len(found) == len({(e.op, e.scope) for e in derived})
+    for labels, value in found:
+        mine = [e.busbw_bytes_per_second for e in derived if (e.op, e.scope) == (labels["op"], labels["scope"])]
+        assert value == min(bandwidth for bandwidth in mine if bandwidth)
+
+
 def test_several_recordings_do_not_collide() -> None:
     """Of two hosts only what can be summed is exported, and each series once."""
     found = samples(look(tuple(snapshot_of(path) for path in MACHINES[:2])))

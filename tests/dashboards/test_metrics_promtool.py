@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from test_real_prometheus import bench, flight
 
 from agent import metrics
 from agent.view import look
@@ -19,7 +20,9 @@ MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
 def test_promtool_finds_nothing_to_mend(path: Path, programs: dict[str, str]) -> None:
     """`promtool check metrics` reads the exposition and has no word against it."""
-    body, _ = metrics.exposition(look((scan(load(path)),)), "")
+    view = look((scan(load(path)),), bench=bench(path.stem), flights=(flight(path.stem),))
+    body, _ = metrics.exposition(view, "")
+    assert b"topoflight_bench_busbw" in body and b"topoflight_flight_step_seconds" in body
     done = subprocess.run([programs["promtool"], "check", "metrics"], input=body, capture_output=True)
     assert done.returncode == 0 and not done.stderr, done.stderr.decode()
 
