@@ -1,27 +1,44 @@
-"""HTML and Markdown: one set of sections serves the agent's page and the report. No script, nothing from elsewhere."""
+"""HTML and Markdown: one set of sections serves the agent's pages and the report.
+
+Everything is in the document itself: style, drawings, and on the agent's pages a small script for comfort. The report
+has no script at all. `policy` is the Content Security Policy that holds them to it.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from agent import units
+from agent import charts, drawing, units
+from agent.advise import EXPORTS
+from agent.fleet import glance, rows
+from agent.flown import flights, side_by_side
 from agent.gate import worst_first
+from agent.prose import explained
 from agent.terminal import GLYPHS, facts_lines
-from planner.advice import Recommendation
+from agent.view import grouped
+from planner import machines, models
+from planner.advice import RankedLayout, Recommendation
+from planner.env_render import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok
+from topology.labels import level, nvlinks
 
 if TYPE_CHECKING:
     from agent.report import Report
     from agent.view import View
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch")  # of the what-if form
+_SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
 
 
 @cache
@@ -34,22 +51,54 @@ def _environment(*, html: bool) -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
-        size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=_when,
-        glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell,
+        size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=when,
+        glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
+        shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
+    made.globals.update(
+        picture=drawing.picture,
+        grouped=grouped,
+        glance=glance,
+        charts=charts,
+        layouts=_layouts,
+        flown=flights,
+        side_by_side=side_by_side,
+        exports=EXPORTS,
+    )
     return made
 
 
-def node_page(view: View, advice: Recommendation) -> str:
-    """The agent's page."""
-    template = _environment(html=True).get_template("node.html.j2")
-    return template.render(view=view, advice=advice, checks=worst_first(view.checks), style=_style())
+def node_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, fleet: int = 1) -> str:
+    """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares."""
+    return _page("node", view, advice=advice, why_not=why_not, digest=digest, fleet=fleet)
+
+
+def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str) -> str:
+    """The page of several nodes: which is sick, and with what."""
+    return _page("cluster", view, advice=advice, why_not=why_not, digest=digest, rows=rows(view))
+
+
+def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
+    """The form and, where it was answered, layouts side by side."""
+    given = {name: asked[name] for name in _FIELDS if asked.get(name)}
+    return _page("what_if", view, asked=given, query=given, advice=advice, error=error)
+
+
+def doors_page(document: Mapping[str, Any]) -> str:
+    """Every door of the agent, from its OpenAPI document."""
+    doors = [
+        {"path": path, "about": about["get"].get("description", ""), "takes": about["get"].get("parameters", [])}
+        for path, about in document["paths"].items()
+        if "get" in about
+    ]
+    template = _environment(html=True).get_template("doors.html.j2")
+    return template.render(doors=doors, style=_file("style.css"), script=_file("page.js"))
 
 
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
     template = _environment(html=True).get_template("report.html.j2")
-    return template.render(report=report, checks=worst_first(report.checks), style=_style())
+    return template.render(report=report, style=_file("style.css"), style_hash=_hash("style.css"))
 
 
 def report_markdown(report: Report) -> str:
@@ -58,18 +107,61 @@ def report_markdown(report: Report) -> str:
     return template.render(report=report, checks=worst_first(report.checks))
 
 
+def policy() -> str:
+    """The Content Security Policy of the agent's pages: nothing from anywhere but this document and this agent."""
+    return (
+        f"default-src 'none'; style-src '{_hash('style.css')}'; script-src '{_hash('page.js')}'; img-src data:; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+
+
+def when(seconds: float) -> str:
+    """A time as people compare it across machines."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
+    template = _environment(html=True).get_template(f"{name}.html.j2")
+    return template.render(
+        view=view, style=_file("style.css"), script=_file("page.js"), models=models.known_names(),
+        machines=machines.names(), asked={**dict.fromkeys(_FIELDS, ""), **(asked or {})}, **more,
+    )  # fmt: skip
+
+
 @cache
-def _style() -> Markup:
-    return Markup((_TEMPLATES / "style.css").read_text(encoding="utf-8"))  # noqa: S704 - our own file
+def _file(name: str) -> Markup:
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
+
+
+@cache
+def _hash(name: str) -> str:
+    """A source of the policy: the digest of an inline block's exact text."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(_file(name).encode()).digest()).decode()
+
+
+def _layouts(advice: Recommendation) -> dict[str, Any]:
+    """The best layouts and the scales they share, so that bars can be compared by eye."""
+    ranked: Sequence[RankedLayout] = [r for r in (advice.chosen, *advice.runners_up) if r is not None][:_SHOWN_LAYOUTS]
+    forecasts = [r.forecast for r in ranked]
+    capacity = max((f.capacity_bytes for f in forecasts if f.capacity_bytes), default=None)
+    memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
+    return {
+        "ranked": ranked,
+        "time_names": charts.names_of(f.time_parts for f in forecasts),
+        "memory_names": charts.names_of(f.memory_parts for f in forecasts),
+        "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
+        "memory_full": max([*memory, capacity or 0.0], default=1.0),
+    }
 
 
 def _kind(label: str) -> str:
-    word = "nv" if label.startswith("NV") else {"soc": "sys"}.get(label.lower(), label.lower())
+    """The style of a link's label: a darker or lighter cell beside the word itself."""
+    word = "nv" if nvlinks(label) else level(label).lower()
     return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 
 
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+def _round(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}"
 
 
 def _outcome(outcome: Ok[object] | Absent | Failed) -> str:

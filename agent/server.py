@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from agent import advise, metrics, problem
+from agent import advise, metrics, page_routes, problem
 from agent.gate import FailOn, GateError, judge, select, worst_first
 from agent.output import render
-from agent.pages import node_page
 from agent.problem import ProblemError
 from agent.state import State, age_seconds
 from agent.version import VERSION
@@ -36,10 +35,12 @@ def create(state: State) -> FastAPI:
 
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
+        docs_url=None, redoc_url=None,  # both load scripts from elsewhere; page_routes has a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
     problem.install(app)
     _health(app, state)
+    page_routes.install(app, state, _current)
     _facts(app, state)
     _advice(app, state)
     return app
@@ -84,12 +85,6 @@ def _health(app: FastAPI, state: State) -> None:
 
 
 def _facts(app: FastAPI, state: State) -> None:
-    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse)
-    def page() -> HTMLResponse:
-        """The page: link matrix, findings, measurements, recommendation."""
-        view = _current(state)
-        return HTMLResponse(node_page(view, advise.for_view(view, advise.Request())))
-
     @app.get("/snapshot", tags=["facts"], operation_id="snapshot")
     def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from agent.gate import Check, Verdict, checks_of_findings, checks_of_snapshot, judge
+from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, worst_first
 from collectives.results import BenchResult
 from planner.lint import CODES as ENVIRONMENT_CODES
 from planner.lint import lint
@@ -62,6 +63,74 @@ def look(
         bench_at_seconds=bench_at_seconds,
         flights=flights,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The same finding on several subjects: one thing to read and to mend."""
+
+    id: str
+    status: Status
+    message: str  # of the first; the others differ by their subject or not at all
+    remedy: str
+    checks: tuple[Check, ...]  # worst first
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What it is about, in order and each once."""
+        return tuple(dict.fromkeys(check.subject for check in self.checks if check.subject))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes it was found on."""
+        return tuple(dict.fromkeys(check.node for check in self.checks if check.node))
+
+    @property
+    def size(self) -> int:
+        """How many checks it stands for."""
+        return len(self.checks)
+
+    @property
+    def required(self) -> bool:
+        """Whether the gate was told to insist on one of them."""
+        return any(check.required for check in self.checks)
+
+    @property
+    def alike(self) -> bool:
+        """Whether every check says the same words."""
+        return len({check.message for check in self.checks}) == 1
+
+
+def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
+    """Findings that share code, status and remedy as one, worst first; a pass or an info is a group too."""
+    found: dict[tuple[str, str, str], list[Check]] = {}
+    for check in worst_first(checks):
+        found.setdefault((check.status, check.id, check.remedy), []).append(check)
+    return tuple(
+        Group(id=same[0].id, status=same[0].status, message=same[0].message, remedy=same[0].remedy, checks=tuple(same))
+        for same in found.values()
+    )
+
+
+def only(view: View, hostname: str) -> View:
+    """The same view of one node; measurements and flights are of the whole run and stay."""
+    chosen = [
+        (snapshot, node)
+        for snapshot, node in zip(view.snapshots, view.topologies, strict=True)
+        if snapshot.hostname == hostname
+    ]
+    checks = tuple(check for check in view.checks if check.node in (hostname, ""))
+    topologies = tuple(node for _, node in chosen)
+    return replace(
+        view, snapshots=tuple(snapshot for snapshot, _ in chosen), topologies=topologies, cluster=join(topologies),
+        checks=checks, verdict=judge(checks),
+    )  # fmt: skip
+
+
+def digest(view: View) -> str:
+    """Changes when a verdict, a benchmark or a flight does, and not with every scan."""
+    said = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:

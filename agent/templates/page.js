@@ -1,0 +1,56 @@
+"use strict";
+(() => {
+  const said = document.getElementById("said");
+  const say = (text) => { if (said) { said.textContent = text; } };
+
+  const put = async (text) => {
+    if (navigator.clipboard && window.isSecureContext) { await navigator.clipboard.writeText(text); return; }
+    const area = document.createElement("textarea"); // plain http to another host has no clipboard object
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    if (!done) { throw new Error("not allowed"); }
+  };
+
+  const show = (root) => root.querySelectorAll("button[data-copy]").forEach((button) => { button.hidden = false; });
+
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("button[data-copy]");
+    if (!button) { return; }
+    try {
+      await put(document.getElementById(button.dataset.copy).textContent);
+      button.classList.add("done");
+      say("Copied.");
+    } catch (error) { say("The browser did not allow copying: select the text instead."); }
+  });
+
+  const renew = async () => {
+    const answer = await fetch(location.href, { cache: "no-store" });
+    if (!answer.ok) { return; }
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const open = [...document.querySelectorAll("details[open][id]")].map((one) => one.id);
+    const focused = document.activeElement && document.activeElement.id;
+    for (const name of ["header", "main"]) { document.querySelector(name).replaceWith(document.adoptNode(fresh.querySelector(name))); }
+    for (const id of open) { const one = document.getElementById(id); if (one) { one.open = true; } }
+    if (focused) { const one = document.getElementById(focused); if (one) { one.focus({ preventScroll: true }); } }
+    document.title = fresh.title;
+    document.body.dataset.digest = fresh.body.dataset.digest;
+    show(document);
+  };
+
+  const busy = () => document.activeElement && document.activeElement.closest("form");
+  show(document);
+  if (!document.body.dataset.digest || !window.EventSource) { return; }
+  const source = new EventSource("events");
+  source.addEventListener("view", async (event) => {
+    const news = JSON.parse(event.data);
+    const scanned = document.getElementById("scanned");
+    if (scanned) { scanned.textContent = news.scanned; }
+    if (news.digest === document.body.dataset.digest || busy()) { return; }
+    await renew();
+    say("Updated: the verdict is now " + news.verdict + ".");
+  });
+  addEventListener("pagehide", () => source.close());
+})();
