@@ -39,7 +39,7 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
 
 
 def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
-    yield "scan_timestamp_seconds", [((), view.made_at_seconds)]
+    yield "scan_timestamp_seconds", [((), max((s.taken_at_seconds for s in view.snapshots), default=0.0))]
     yield "hosts", [((), float(len(view.snapshots)))]
     yield "fact_timestamp_seconds", list(_fact_times(view))
     yield "probe_success", _per_probe(view, lambda o: 0.0 if isinstance(o, Failed) else 1.0, min)

@@ -230,14 +230,14 @@ def test_several_recordings_do_not_collide() -> None:
 
 
 def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
-    """The age of a recording's facts is the recording's, of the scan the agent's own."""
+    """The age of a recording's facts is the recording's, and that of a benchmark its own."""
     found = samples(full)
     times = {labels["fact"]: value for labels, value in found["topoflight_fact_timestamp_seconds"]}
     recorded = json.loads(H100.read_text()).get("taken_at_seconds", full.snapshots[0].taken_at_seconds)
     assert times["gpu"] == recorded == full.snapshots[0].taken_at_seconds
     assert times["bench"] == 1_790_000_030.0
     assert times["flight"] == 1_788_264_000.0  # 2026-09-01T12:00:00Z
-    assert found["topoflight_scan_timestamp_seconds"][0][1] == full.made_at_seconds
+    assert found["topoflight_scan_timestamp_seconds"] == [({}, full.snapshots[0].taken_at_seconds)]
 
 
 def test_labels_that_are_respelled_are_still_the_probes() -> None:
