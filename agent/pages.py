@@ -87,9 +87,9 @@ def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | 
 def doors_page(document: Mapping[str, Any]) -> str:
     """Every door of the agent, from its OpenAPI document."""
     doors = [
-        {"path": path, "about": about["get"].get("description", ""), "takes": about["get"].get("parameters", [])}
-        for path, about in document["paths"].items()
-        if "get" in about
+        {"path": path, "method": method, "about": about.get("description", ""), "takes": about.get("parameters", [])}
+        for path, methods in document["paths"].items()
+        for method, about in methods.items()
     ]
     template = _environment(html=True).get_template("doors.html.j2")
     return template.render(doors=doors, style=_file("style.css"), script=_file("page.js"))

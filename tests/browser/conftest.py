@@ -1,0 +1,121 @@
+"""Chromium, the accessibility rules and running agents for the tests in a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from browser import Browser
+
+from agent.server import create
+from agent.state import State
+from probes.recording import load
+from probes.scan import scan
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+MACHINES = sorted((HERE.parent / "machines").glob("*.json"))
+
+
+def _install(*packages: str) -> None:
+    """Debian packages where this process may; the caller looks whether it worked."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+        subprocess.run(["apt-get", "-q", *command], env=environment, timeout=600, check=False, **quiet)  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium, installed where it is missing and this is root."""
+    if shutil.which("chromium") is None:
+        _install("chromium", "fonts-dejavu-core")
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("no chromium, and it could not be installed (needs root and apt): apt-get install chromium")
+    browser = Browser(program)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core as package-lock.json pins it."""
+    folder = ROOT / ".cache" / "browser"
+    script = folder / "node_modules" / "axe-core" / "axe.min.js"
+    if not script.exists():
+        if shutil.which("npm") is None:
+            _install("npm")
+        if shutil.which("npm") is None:
+            pytest.skip("no npm, and it could not be installed (needs root and apt): apt-get install npm")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(HERE / name, folder / name)
+        subprocess.run(
+            ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=300,
+            capture_output=True,
+        )  # fmt: skip
+    return script.read_text(encoding="utf-8")
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """An application on a free loopback port."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        end = time.monotonic() + 60
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < end, "the agent did not start"
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="session")
+def machines() -> Iterator[dict[str, str]]:
+    """The address of an agent on every recording, all behind one port: pages work under a path too."""
+    mounts = []
+    for path in MACHINES:
+        snapshot = scan(load(path))
+        state = State(lambda snapshot=snapshot: (snapshot,), interval_seconds=3600)  # type: ignore[misc]
+        state.refresh()
+        mounts.append(Mount(f"/{path.stem}", create(state)))
+    with serving(Starlette(routes=mounts)) as address:
+        yield {path.stem: f"{address}/{path.stem}/" for path in MACHINES}
+
+
+@pytest.fixture
+def agent() -> Iterator[Callable[..., tuple[str, State]]]:
+    """Start an agent of one's own: `agent(scan, folder=...)` gives its address and its state."""
+    with ExitStack() as running:
+
+        def start(look: Callable[[], Any], *, folder: Path | None = None) -> tuple[str, State]:
+            state = State(look, interval_seconds=3600, folder=folder)
+            state.refresh()
+            return running.enter_context(serving(create(state))), state
+
+        yield start
