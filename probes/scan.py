@@ -62,7 +62,7 @@ def findings(snapshot: Snapshot) -> tuple[Finding, ...]:
         probe = BY_NAME.get(name)
         if isinstance(outcome, Ok) and probe is not None:
             found += probe.check(outcome.facts)
-    return (*found, *failures(snapshot))
+    return (*failures(snapshot), *found)
 
 
 def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
