@@ -1,4 +1,4 @@
-"""The HTTP agent: what is known, in the formats people use. Reads only; `docs/http.md` lists the doors."""
+"""The HTTP agent: what is known, in the formats people use. `docs/http.md` lists the doors and who may open them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware.base import RequestResponseEndpoint
 
-from agent import advise, metrics, page_routes, problem
+from agent import advise, metrics, page_routes, problem, server_cluster, server_load
+from agent.doors import Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
 from agent.output import render
 from agent.problem import ProblemError
+from agent.publish import Publisher
+from agent.server_cluster import Cluster, advise_cluster, topology_document
 from agent.state import State, age_seconds
 from agent.version import VERSION
 from agent.view import View
@@ -22,28 +26,60 @@ from topology.render import json_document
 STALE_SCANS = 4  # not ready once this many scans in a row have been missed
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
+Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node, or every node that publishes.")]
 
 
-def create(state: State) -> FastAPI:
-    """The application around one state; scanning starts and ends with it."""
+def create(
+    state: State, *, doors: Doors | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None
+) -> FastAPI:
+    """The application around one state; scanning and publishing start and end with it.
+
+    Without `doors` whatever makes load is closed; without `cluster` the cluster is what this agent scans.
+    """
+    doors, cluster = doors or Doors(), cluster or Cluster(state)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         state.start()
+        if publisher is not None:
+            publisher.start()
         yield
+        bencher.stop()
+        cluster.stop()
+        if publisher is not None:
+            await run_in_threadpool(publisher.stop)
         await run_in_threadpool(state.stop)
 
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
+        max_body_size=server_load.MOST_BODY_BYTES,
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; page_routes has a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
     problem.install(app)
+    if not doors.reads_open:
+        _close_reads(app, doors)
     _health(app, state)
     page_routes.install(app, state, _current)
-    _facts(app, state)
-    _advice(app, state)
+    _facts(app, state, cluster)
+    _advice(app, state, cluster)
+    server_cluster.install(app, cluster)
+    bencher = server_load.install(app, state, doors)
     return app
+
+
+def _close_reads(app: FastAPI, doors: Doors) -> None:
+    """Ask a token of every reader but the kubelet's probes."""
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        if request.method in ("GET", "HEAD") and request.url.path not in ("/healthz", "/readyz"):
+            try:
+                token = request.headers.get("authorization")
+                await run_in_threadpool(doors.check, token, path=request.url.path, verb="get")
+            except ProblemError as error:
+                return problem.response(request, error.status, error.detail, error.headers, **error.more)
+        return await call_next(request)
 
 
 def _current(state: State) -> View:
@@ -84,15 +120,17 @@ def _health(app: FastAPI, state: State) -> None:
         return Response(body, headers={"Content-Type": content_type})
 
 
-def _facts(app: FastAPI, state: State) -> None:
+def _facts(app: FastAPI, state: State, cluster: Cluster) -> None:
     @app.get("/snapshot", tags=["facts"], operation_id="snapshot")
     def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
         return _answer(request, _one_or_all(_current(state).snapshots), form)
 
     @app.get("/topology", tags=["facts"], operation_id="topology")
-    def topology(request: Request, form: Format = None) -> Response:
-        """Links, islands, nearest NICs, expectations, per host."""
+    def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
+        """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
+        if scope == "cluster":
+            return _answer(request, topology_document(cluster.fleet()), form)
         return _answer(request, _one_or_all([json_document(n) for n in _current(state).topologies]), form)
 
     @app.get("/findings", tags=["facts"], operation_id="findings")
@@ -115,7 +153,7 @@ def _facts(app: FastAPI, state: State) -> None:
         return _answer(request, list(_current(state).flights), form)
 
 
-def _advice(app: FastAPI, state: State) -> None:
+def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
     @app.get("/recommendations", tags=["advice"], operation_id="recommendations")
     def recommendations(
         request: Request,
@@ -128,6 +166,7 @@ def _advice(app: FastAPI, state: State) -> None:
         machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
         nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
         nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
+        scope: Scope = "node",
     ) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
         wanted = advise.Request(
@@ -136,9 +175,13 @@ def _advice(app: FastAPI, state: State) -> None:
         )  # fmt: skip
         view = _current(state)
         try:
-            advice = advise.for_view(view, wanted)
+            if scope == "cluster" and machine is None:
+                advice, hosts = advise_cluster(view, cluster.fleet(), wanted, own=cluster.name_of(view))
+            else:
+                advice = advise.for_view(view, wanted)
+                hosts = nodes or (1 if machine else len(view.snapshots))
             if form in advise.EXPORTS:
-                text = advise.export(advice, form, nodes=nodes or (1 if machine else len(view.snapshots)))
+                text = advise.export(advice, form, nodes=hosts)
                 return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
         except advise.RequestError as error:
             raise ProblemError(400, str(error)) from None

@@ -51,6 +51,11 @@ class State:
         """Seconds between scans."""
         return self._interval
 
+    @property
+    def folder(self) -> Path | None:
+        """Where results of benchmarks and flights are kept; None where nothing is."""
+        return self._folder
+
     def start(self) -> None:
         """Begin scanning."""
         self._thread.start()

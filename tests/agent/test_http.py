@@ -157,10 +157,16 @@ def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> No
     assert openmetrics.text.endswith("# EOF\n")
 
 
-def test_only_reads_are_served(client: TestClient) -> None:
-    """No door changes anything."""
-    methods = {m for path in client.get("/openapi.json").json()["paths"].values() for m in path}
-    assert methods == {"get"}
+def test_whatever_makes_load_is_closed_unless_somebody_judges_tokens(client: TestClient) -> None:
+    """Every door but reading answers 403, with or without a token, and says how to open it."""
+    paths = client.get("/openapi.json").json()["paths"]
+    doors = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
+    assert doors == {("post", "/preflight"), ("post", "/benchmarks")}
+    for method, path in doors:
+        for headers in ({}, {"Authorization": "Bearer anything"}):
+            response = client.request(method, path, headers=headers)
+            assert response.status_code == 403
+            assert "--token-file" in response.json()["grant"]
 
 
 def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[[str, Any], None]) -> None:

@@ -1,0 +1,184 @@
+"""Where the Kubernetes API server is, and who we are to it.
+
+Specifications: the files of a pod's service account (kubernetes.io, "Accessing the Kubernetes API from a Pod"), the
+kubeconfig file (client-go, tools/clientcmd/api/v1), and credential plugins (client.authentication.k8s.io).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+FILE_LIMIT_BYTES = 4 << 20
+PLUGIN_SECONDS = 60
+PLUGIN_TOKEN_SECONDS = 300  # the shortest-lived in use, EKS's, last 15 minutes
+
+
+class AccessError(RuntimeError):
+    """No API server to speak to, or no way in; says which file or setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """One API server, and how to prove who we are."""
+
+    server: str  # "https://10.0.0.1:443"
+    tls: ssl.SSLContext | None = None  # None for plain http
+    token: Callable[[], str | None] = lambda: None  # asked before each request: a pod's token is replaced every hour
+    namespace: str = "default"
+    source: str = ""  # where this was found, for error messages
+
+
+def find(context: str | None = None, environment: Mapping[str, str] = os.environ) -> Access:
+    """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config."""
+    named = [word for word in environment.get("KUBECONFIG", "").split(os.pathsep) if word]
+    if named:
+        return from_kubeconfig(Path(named[0]), context)
+    if (ACCOUNT / "token").exists() and environment.get("KUBERNETES_SERVICE_HOST"):
+        return in_cluster(environment)
+    home = Path(environment.get("HOME", "/")) / ".kube/config"
+    if home.exists():
+        return from_kubeconfig(home, context)
+    raise AccessError("no Kubernetes API server: not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config")
+
+
+def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> Access:
+    """From the service account that is mounted into each pod."""
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise AccessError("KUBERNETES_SERVICE_HOST is not set: this is no pod")
+    place = f"[{host}]" if ":" in host else host
+    namespace = account / "namespace"
+    return Access(
+        server=f"https://{place}:{port}",
+        tls=ssl.create_default_context(cafile=str(account / "ca.crt")),
+        token=_token_file(account / "token"),
+        namespace=_read(namespace).strip() if namespace.exists() else "default",
+        source=str(account),
+    )
+
+
+def from_kubeconfig(path: Path, context: str | None = None) -> Access:
+    """From a kubeconfig: certificate, token, token file or credential plugin of its current or named context."""
+    try:
+        whole = yaml.safe_load(_read(path))
+    except yaml.YAMLError as error:
+        raise AccessError(f"{path}: {error}") from None
+    if not isinstance(whole, dict):
+        raise AccessError(f"{path}: is no kubeconfig")
+    chosen = _named(path, whole, "context", context or whole.get("current-context"))
+    cluster = _named(path, whole, "cluster", chosen.get("cluster"))
+    user = _named(path, whole, "user", chosen.get("user"))
+    server = cluster.get("server")
+    if not isinstance(server, str) or not server.startswith(("https://", "http://")):
+        raise AccessError(f"{path}: server is {server!r}: must begin with https:// or http://")
+    return Access(
+        server=server.rstrip("/"),
+        tls=_tls(path, cluster, user) if server.startswith("https://") else None,
+        token=_token(path, user),
+        namespace=chosen.get("namespace") or "default",
+        source=str(path),
+    )
+
+
+def _named(path: Path, whole: Mapping[str, Any], kind: str, name: Any) -> dict[str, Any]:
+    for entry in whole.get(f"{kind}s") or ():
+        if isinstance(entry, dict) and entry.get("name") == name:
+            found = entry.get(kind)
+            return found if isinstance(found, dict) else {}
+    raise AccessError(f"{path}: no {kind} named {name!r}")
+
+
+def _tls(path: Path, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
+    authority = _material(path, cluster, "certificate-authority")
+    try:
+        context = ssl.create_default_context(cadata=authority.decode() if authority else None)
+        if cluster.get("insecure-skip-tls-verify") is True:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        certificate, key = _material(path, user, "client-certificate"), _material(path, user, "client-key")
+        if certificate and key:
+            with tempfile.NamedTemporaryFile(prefix="topoflight-") as file:  # OpenSSL reads files only; mode 0600
+                file.write(certificate + b"\n" + key)
+                file.flush()
+                context.load_cert_chain(file.name)
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise AccessError(f"{path}: a certificate or key cannot be used: {error}") from None
+    return context
+
+
+def _material(path: Path, entry: Mapping[str, Any], name: str) -> bytes | None:
+    """`name`-data in base64, or the file that `name` names, relative to the kubeconfig."""
+    data = entry.get(f"{name}-data")
+    if data:
+        try:
+            return base64.b64decode(str(data), validate=True)
+        except binascii.Error as error:
+            raise AccessError(f"{path}: {name}-data is no base64: {error}") from None
+    file = entry.get(name)
+    return _read(path.parent / str(file)).encode() if file else None
+
+
+def _token(path: Path, user: Mapping[str, Any]) -> Callable[[], str | None]:
+    if user.get("token"):
+        token = str(user["token"])
+        return lambda: token
+    if user.get("tokenFile"):
+        return _token_file(path.parent / str(user["tokenFile"]))
+    if isinstance(user.get("exec"), dict):
+        return _plugin(path, user["exec"])
+    return lambda: None
+
+
+def _token_file(path: Path) -> Callable[[], str | None]:
+    return lambda: _read(path).strip()
+
+
+def _plugin(path: Path, wanted: Mapping[str, Any]) -> Callable[[], str | None]:
+    """The token of a credential plugin, such as `aws eks get-token`, asked for again every few minutes."""
+    held: list[tuple[float, str]] = []
+
+    def token() -> str | None:
+        if not held or time.monotonic() - held[0][0] > PLUGIN_TOKEN_SECONDS:
+            held[:] = [(time.monotonic(), _run_plugin(path, wanted))]
+        return held[0][1]
+
+    return token
+
+
+def _run_plugin(path: Path, wanted: Mapping[str, Any]) -> str:
+    words = [str(wanted.get("command")), *map(str, wanted.get("args") or ())]
+    extra = {str(e["name"]): str(e["value"]) for e in wanted.get("env") or ()}
+    version = str(wanted.get("apiVersion", "client.authentication.k8s.io/v1"))
+    asked = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
+    environment = {**os.environ, **extra, "KUBERNETES_EXEC_INFO": json.dumps(asked)}
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, timeout=PLUGIN_SECONDS, check=True)
+        return str(json.loads(done.stdout)["status"]["token"])
+    except FileNotFoundError:
+        raise AccessError(f"{path}: credential plugin {words[0]} is not installed") from None
+    except subprocess.SubprocessError as error:
+        raise AccessError(f"{path}: credential plugin {words[0]} failed: {type(error).__name__}") from None
+    except (ValueError, KeyError, TypeError):
+        raise AccessError(f"{path}: credential plugin {words[0]} printed no token") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            return stream.read(FILE_LIMIT_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessError(f"{path}: {error}") from None

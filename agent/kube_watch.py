@@ -1,0 +1,110 @@
+"""Keeps a copy of a resource's objects current: list once, then watch, list again only when the server forgot.
+
+Specification: Kubernetes API concepts, "Efficient detection of changes": a watch that is too old ends in 410 Gone,
+bookmarks move the resource version on, and every watch ends after some minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from agent.kube import ApiError, Client, backoff_seconds
+
+log = logging.getLogger(__name__)
+
+GONE = 410
+SHORTEST_WATCH_SECONDS = 1.0
+
+
+class Store(Protocol):
+    """What follows the objects."""
+
+    def replace(self, items: Sequence[dict[str, Any]]) -> None:
+        """These are all there are."""
+
+    def put(self, item: dict[str, Any]) -> None:
+        """One is new or has changed."""
+
+    def remove(self, name: str) -> None:
+        """One is gone."""
+
+
+class Watcher:
+    """A thread that keeps a Store in step with the API server until it is stopped."""
+
+    def __init__(self, client: Client, path: str, store: Store, *, seconds: int = 300) -> None:
+        self._client, self._path, self._store, self._seconds = client, path, store, seconds
+        self._stop = threading.Event()
+        self._listed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=f"watch {path.rsplit('/', 1)[-1]}", daemon=True)
+        self.error: str | None = None
+        self.heard_at: float | None = None  # monotonic; of the last list, event or bookmark
+        self.lists = 0
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End at the next event; the thread is a daemon and is not waited for."""
+        self._stop.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the first list is there within `seconds`."""
+        return self._listed.wait(seconds)
+
+    def _loop(self) -> None:
+        version, failures = "", 0
+        while not self._stop.is_set():
+            try:
+                if not version:
+                    version = self._list()
+                began, first = time.monotonic(), version
+                for seen in self._events(version):
+                    version, failures = seen, 0
+                    self._heard()
+                if version == first and time.monotonic() - began < SHORTEST_WATCH_SECONDS:
+                    self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
+                    failures += 1
+            except ApiError as error:
+                if error.status == GONE:
+                    version = ""
+                    if failures == 0:  # the first time it is the rule, not a failure
+                        failures = 1
+                        continue
+                self.error = str(error)
+                log.warning("watch of %s: %s", self._path, error)
+                self._stop.wait(backoff_seconds(failures, error.retry_after))
+                failures += 1
+            except (ValueError, KeyError, TypeError) as error:
+                self.error, version = f"{type(error).__name__}: {error}", ""
+                log.warning("watch of %s: an object that is none: %s", self._path, error)
+                self._stop.wait(backoff_seconds(failures))
+                failures += 1
+
+    def _list(self) -> str:
+        items, version = self._client.list(self._path)
+        self._store.replace(items)
+        self.lists += 1
+        self._heard()
+        self._listed.set()
+        return version
+
+    def _events(self, version: str) -> Iterator[str]:
+        for event in self._client.watch(self._path, version, seconds=self._seconds):
+            if self._stop.is_set():
+                return
+            item = event["object"]
+            version = str(item["metadata"]["resourceVersion"])
+            if event["type"] == "DELETED":
+                self._store.remove(item["metadata"]["name"])
+            elif event["type"] in ("ADDED", "MODIFIED"):
+                self._store.put(item)
+            yield version
+
+    def _heard(self) -> None:
+        self.error, self.heard_at = None, time.monotonic()

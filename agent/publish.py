@@ -1,0 +1,131 @@
+"""Writes this node's record into the cluster: the NodeTopology resource, and labels through NFD where it is installed.
+
+Specifications: server-side apply; NFD's NodeFeature (nfd.k8s-sigs.io/v1alpha1, docs/usage/custom-resources.md), which
+turns `spec.labels` into labels of the Node, so that this agent needs no right to change Nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from agent.kube import ApiError, Client, backoff_seconds, path_of
+from agent.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
+
+log = logging.getLogger(__name__)
+
+NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
+NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
+MISSING_SECONDS = 300.0  # until a missing resource definition is looked for again
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+class Publisher:
+    """A thread that writes a node's record when it changes, and every `interval_seconds` though it does not."""
+
+    def __init__(
+        self, client: Client, latest: Callable[[], NodeRecord | None], *, namespace: str,
+        interval_seconds: float = 300.0, look_seconds: float = 5.0, labels: bool = True,
+    ) -> None:  # fmt: skip
+        self._client, self._latest, self._namespace = client, latest, namespace
+        self._interval, self._look = interval_seconds, look_seconds
+        self._labels = labels
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="publish", daemon=True)
+        self._last: NodeRecord | None = None
+        self._due = 0.0
+        self._exists = False
+        self._nfd_again = 0.0
+        self.writes = 0
+        self.error: str | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a write under way is given a moment."""
+        self._stop.set()
+        self._client.close()
+        self._thread.join(timeout=2)
+
+    def _loop(self) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            pause = self._look
+            try:
+                record = self._latest()
+                if record is not None and self._is_due(record):
+                    self.write(record)
+                    failures = 0
+            except ApiError as error:
+                self.error = str(error)
+                log.warning("publish: %s", error)
+                pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
+                failures += 1
+            self._stop.wait(pause)
+
+    def _is_due(self, record: NodeRecord) -> bool:
+        if self._last is None or time.monotonic() >= self._due:
+            return True
+        return replace(record, scanned_at_seconds=0.0) != replace(self._last, scanned_at_seconds=0.0)
+
+    def write(self, record: NodeRecord) -> None:
+        """Write object, status and labels once. Raises ApiError."""
+        whole, status = to_resource(record)
+        if not self._exists:
+            self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
+            self._exists = True
+        try:
+            self._client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), status)
+        except ApiError as error:
+            if error.status == 404:
+                self._exists = False  # someone deleted it: make it anew on the next try
+            raise
+        if self._labels:
+            self._write_labels(record)
+        self.writes += 1
+        self.error = None
+        self._last = record
+        # spread, so that thousands of agents that started together do not write together for ever
+        self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
+
+    def _write_labels(self, record: NodeRecord) -> None:
+        """Where NFD is not installed, or refuses, the cluster view goes on without labels."""
+        if time.monotonic() < self._nfd_again:
+            return
+        try:
+            self._client.apply(
+                path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace),
+                node_feature(record, self._namespace),
+            )
+        except ApiError as error:
+            self._nfd_again = time.monotonic() + MISSING_SECONDS
+            if error.status != 404:
+                log.warning("NFD labels: %s", error)
+
+
+def node_feature(record: NodeRecord, namespace: str) -> dict[str, Any]:
+    """NFD's resource; a fact that is unknown is no label."""
+    active = (record.rdma or "").partition("/")[0]
+    wanted = {
+        "topoflight.io/verdict": record.verdict,
+        "topoflight.io/gpus": str(record.gpus) if record.gpus is not None else None,
+        "topoflight.io/links": (record.links or "").split(" ")[0] or None,
+        "topoflight.io/rdma-ports-active": active or None,
+        "topoflight.io/memlock": (record.memlock or "").replace(" ", "") or None,
+    }
+    return {
+        "apiVersion": NFD_VERSION,
+        "kind": "NodeFeature",
+        "metadata": {
+            "name": f"topoflight-{record.name}", "namespace": namespace, "labels": {NFD_NODE_LABEL: record.name},
+        },
+        "spec": {"labels": {key: value for key, value in wanted.items() if value and LABEL_VALUE.fullmatch(value)}},
+    }  # fmt: skip

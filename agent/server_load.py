@@ -1,0 +1,191 @@
+"""The doors that make load: POST /preflight scans anew, POST /benchmarks runs ranks in a child process.
+
+Both need a bearer token (agent.doors), and both are capped in size, duration and rate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from agent.codes import ALL_CODES
+from agent.doors import Bucket, Doors
+from agent.gate import FailOn, GateError, judge, select, worst_first
+from agent.keep import BENCH_FILE
+from agent.problem import ProblemError
+from agent.report import document, write_atomic
+from agent.state import State
+from collectives.ops import OPS
+
+log = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 65536
+MOST_BENCH_BYTES = 1 << 30
+MOST_BENCH_SECONDS = 300.0
+LATE_SECONDS = 240.0  # beyond the budget: start-up and the end of ranks that hang (collectives.spec.BenchSpec)
+POSTS_PER_MINUTE = 12.0
+
+
+class Preflight(BaseModel):
+    """What POST /preflight takes: the gate's options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    require: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
+    skip: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
+    fail_on: FailOn = "fail"
+
+
+class Bench(BaseModel):
+    """What POST /benchmarks takes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ops: list[str] = Field(default=["all_gather", "reduce_scatter"], min_length=1, max_length=len(OPS))
+    ranks: int | None = Field(default=None, ge=1, le=64)
+    min_bytes: int = Field(default=65536, ge=1, le=MOST_BENCH_BYTES)
+    max_bytes: int = Field(default=16 << 20, ge=1, le=MOST_BENCH_BYTES)
+    budget_seconds: float = Field(default=60.0, ge=1, le=MOST_BENCH_SECONDS)
+
+    def words(self) -> list[str]:
+        """As the command line takes them."""
+        unknown = [op for op in self.ops if op not in OPS]
+        if unknown:
+            raise ProblemError(400, f"ops: {unknown[0]!r}: must be one of {', '.join(OPS)}", allowed=list(OPS))
+        words = [f"--min-bytes={self.min_bytes}", f"--max-bytes={self.max_bytes}", f"--budget={self.budget_seconds}"]
+        return words + [f"--op={op}" for op in self.ops] + ([f"--ranks={self.ranks}"] if self.ranks else [])
+
+
+class Bencher:
+    """One benchmark at a time, in a child process that imports torch so that this one does not."""
+
+    def __init__(self, state: State, *, command: Sequence[str] = (sys.executable, "-m", "agent.cli")) -> None:
+        self._state, self._command = state, tuple(command)
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._until = 0.0
+        self.last: dict[str, Any] = {"status": "none"}
+
+    def start(self, wanted: Bench) -> dict[str, Any]:
+        """Start it, or raise 409 where one runs, 501 where this image cannot."""
+        words = wanted.words()
+        if importlib.util.find_spec("torch") is None:
+            raise ProblemError(501, "this image has no torch, so it runs no ranks",
+                               grant="kubectl apply -k deploy/bench/job runs them in pods of their own")  # fmt: skip
+        with self._lock:
+            if self._child is not None:
+                left = max(1, round(self._until - time.monotonic()))
+                raise ProblemError(409, "a benchmark is running", headers={"Retry-After": str(left)})
+            self._until = time.monotonic() + wanted.budget_seconds + LATE_SECONDS
+            folder = tempfile.TemporaryDirectory(prefix="topoflight-bench-")
+            saved, errors = Path(folder.name) / BENCH_FILE, Path(folder.name) / "stderr"
+            with errors.open("wb") as stream:
+                self._child = subprocess.Popen(
+                    [*self._command, "bench", *words, f"--save={saved}", "--output=json"],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
+                )  # fmt: skip
+            self.last = {"status": "running", "started_at_seconds": time.time(), "request": wanted.model_dump()}
+        threading.Thread(
+            target=self._follow, args=(self._child, folder, saved, errors), name="benchmark", daemon=True
+        ).start()
+        return self.last
+
+    def stop(self) -> None:
+        """End a child that still runs; it ends its ranks by itself."""
+        child = self._child
+        if child is not None:
+            child.terminate()
+
+    def _follow(
+        self, child: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str], saved: Path, errors: Path
+    ) -> None:
+        done = dict(self.last)
+        try:
+            try:
+                code: int | None = child.wait(max(1.0, self._until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.terminate()
+                try:
+                    child.wait(30)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+                code = None
+            done |= {"status": "done" if code == 0 else "failed", "exit_code": code, "ended_at_seconds": time.time()}
+            with errors.open("rb") as stream:
+                done["messages"] = stream.read()[-2000:].decode(errors="replace").splitlines()[-10:]
+            if saved.exists():
+                done["result"] = json.loads(saved.read_text())
+                self._keep(saved)
+        except (OSError, ValueError) as error:
+            done |= {"status": "failed", "messages": [f"{type(error).__name__}: {error}"]}
+        finally:
+            folder.cleanup()
+            with self._lock:
+                self.last, self._child = done, None
+
+    def _keep(self, saved: Path) -> None:
+        """Into the state's folder, where the next scan finds it."""
+        if self._state.folder is not None:
+            try:
+                write_atomic(self._state.folder / BENCH_FILE, saved.read_text())
+            except OSError as error:
+                log.warning("the benchmark's result is not kept: %s", error)
+                return
+            self._state.refresh()
+
+
+def install(app: FastAPI, state: State, doors: Doors) -> Bencher:
+    """Add the doors."""
+    bencher = Bencher(state)
+    posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
+
+    def enter(request: Request) -> str:
+        who = doors.check(request.headers.get("authorization"), path=request.url.path, verb="post")
+        if not posts.take():
+            raise ProblemError(429, f"more than {POSTS_PER_MINUTE:.0f} such requests a minute",
+                               headers={"Retry-After": "5"})  # fmt: skip
+        log.info("POST %s by %s", request.url.path, who)
+        return who
+
+    @app.post("/preflight", tags=["gate"], operation_id="preflight_now")
+    def preflight(request: Request, wanted: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
+        """The gate over a scan made now. Needs a token."""
+        enter(request)
+        wanted = wanted or Preflight()
+        try:
+            # before the scan: a wrong word costs none
+            select((), require=wanted.require, skip=wanted.skip, known=ALL_CODES)
+            view = state.refresh()
+            checks = select(view.checks, require=wanted.require, skip=wanted.skip, known=ALL_CODES)
+        except GateError as error:
+            raise ProblemError(400, str(error)) from None
+        verdict = judge(checks, fail_on=wanted.fail_on)
+        return JSONResponse(document({"verdict": verdict, "checks": worst_first(checks)}),
+                            headers={"Cache-Control": "no-store"})  # fmt: skip
+
+    @app.post("/benchmarks", tags=["gate"], operation_id="benchmark_start", status_code=202)
+    def start(request: Request, wanted: Annotated[Bench | None, Body()] = None) -> JSONResponse:
+        """Start a benchmark; 409 while one runs. Needs a token. GET /benchmarks tells how it goes."""
+        enter(request)
+        return JSONResponse(bencher.start(wanted or Bench()), status_code=202, headers={"Location": "/benchmarks"})
+
+    @app.get("/benchmarks", tags=["facts"], operation_id="benchmarks")
+    def benchmarks() -> JSONResponse:
+        """The benchmark that runs, or the last one this agent started."""
+        return JSONResponse(bencher.last, headers={"Cache-Control": "no-store"})
+
+    return bencher

@@ -1,0 +1,221 @@
+"""Who may open which door: token files, TokenReview and SubjectAccessReview over HTTP, and what a refusal says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+
+from api_server import ApiServer
+
+from agent.doors import Doors
+from agent.kube import Client
+from agent.kube_access import Access
+from agent.server import create
+from agent.server_load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
+from agent.state import State
+from probes.recording import load
+from probes.scan import scan
+
+MACHINE = next((Path(__file__).parent.parent / "machines").glob("hgx-h100*.json"))
+TOKEN = "s3cret-" + "t" * 20
+USER = "system:serviceaccount:ci:gate"
+
+
+def agent(doors: Doors) -> TestClient:
+    snapshot = scan(load(MACHINE))
+    state = State(lambda: (snapshot,), interval_seconds=3600)
+    state.refresh()
+    return TestClient(create(state, doors=doors))
+
+
+def bearer(token: str = TOKEN) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# for the pipeline\n{TOKEN}\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    with ApiServer() as server:
+        server.reviewed[TOKEN] = {"authenticated": True, "audiences": ["topoflight"],
+                                  "user": {"username": USER, "groups": ["system:authenticated"]}}  # fmt: skip
+        yield server
+
+
+def reviewing(api: ApiServer, **more: Any) -> TestClient:
+    access = Access(server=api.url, token=lambda: "agent-token")
+    return agent(Doors(client=Client(access, tries=1), **more))
+
+
+def test_a_token_file_opens_the_gate(token_file: Path) -> None:
+    """The right token gets the verdict of a fresh scan; others 401 and the way to get one."""
+    http = agent(Doors(token_file=token_file))
+    read = http.get("/preflight").json()
+    posted = http.post("/preflight", headers=bearer())
+    assert posted.status_code == 200
+    assert posted.json() == read, "the same verdict"
+    for headers in ({}, bearer("wrong" * 5), {"Authorization": f"Basic {TOKEN}"}, bearer(""), bearer("x" * 20000)):
+        response = http.post("/preflight", headers=headers)
+        assert response.status_code == 401, headers
+        assert response.headers["content-type"] == "application/problem+json"
+        assert response.headers["www-authenticate"].startswith("Bearer")
+        assert "Authorization: Bearer" in response.json()["grant"]
+
+
+def test_a_token_added_to_the_file_is_in_at_once(token_file: Path) -> None:
+    """The file is read for each token that is not remembered; one taken out is out within seconds."""
+    doors = Doors(token_file=token_file)
+    assert doors.check(f"Bearer {TOKEN}", path="/preflight", verb="post") == "token-file"
+    token_file.write_text("z" * 20 + "\n")
+    assert doors.check(f"Bearer {'z' * 20}", path="/preflight", verb="post") == "token-file"
+
+
+@pytest.mark.parametrize(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
+def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: int) -> None:
+    """Short tokens, or a file that everyone may read."""
+    from click.testing import CliRunner
+
+    from agent.cmd_serve import serve
+
+    path = tmp_path / "tokens"
+    path.write_text(content)
+    path.chmod(mode)
+    done = CliRunner().invoke(serve, ["--token-file", str(path), "--host", str(MACHINE)])
+    assert done.exit_code == 2 and str(path) in done.output
+
+
+def test_the_api_server_judges(api: ApiServer) -> None:
+    """403 with the two lines that grant it; then granted, the verdict."""
+    http = reviewing(api)
+    refused = http.post("/preflight", headers=bearer())
+    assert refused.status_code == 403
+    assert USER in refused.json()["detail"] and f"--user={USER}" in refused.json()["grant"]
+    assert "--non-resource-url=/preflight" in refused.json()["grant"]
+    api.allowed.add((USER, "post", "/preflight"))
+    assert reviewing(api).post("/preflight", headers=bearer()).status_code == 200
+    assert reviewing(api).post("/benchmarks", headers=bearer()).status_code == 403, "each door by itself"
+
+
+def test_a_token_for_another_service_is_none(api: ApiServer) -> None:
+    """The audience must be ours, and a server that names none proves nothing."""
+    api.allowed.add((USER, "post", "/preflight"))
+    api.reviewed[TOKEN]["audiences"] = ["https://kubernetes.default.svc"]
+    assert reviewing(api).post("/preflight", headers=bearer()).status_code == 401
+    api.reviewed[TOKEN]["audiences"] = []
+    assert reviewing(api).post("/preflight", headers=bearer()).status_code == 401
+
+
+def test_answers_are_remembered_for_seconds_only(api: ApiServer) -> None:
+    """One review for many requests."""
+    http = reviewing(api)
+    for _ in range(5):
+        assert http.post("/preflight", headers=bearer()).status_code == 403
+    assert len([r for r in api.requests if "tokenreviews" in r[1]]) == 1
+
+
+def test_no_api_server_is_no_entry(api: ApiServer) -> None:
+    """503, closed; and open again when it is back."""
+    http = reviewing(api)
+    api.down()
+    response = http.post("/preflight", headers=bearer())
+    assert response.status_code == 503 and response.headers["retry-after"]
+    api.allowed.add((USER, "post", "/preflight"))
+    api.up()
+    assert http.post("/preflight", headers=bearer()).status_code == 200
+
+
+def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
+    """Reviews of unknown tokens are bounded: the API server is not ours to flood."""
+    http = reviewing(api)
+    codes = {http.post("/preflight", headers=bearer(f"guess-{i:020d}")).status_code for i in range(60)}
+    assert codes == {401, 429}
+
+
+def test_reads_can_be_closed_too(token_file: Path) -> None:
+    """All but the kubelet's probes."""
+    http = agent(Doors(token_file=token_file, reads_open=False))
+    for door in ("/", "/metrics", "/topology", "/nodes", "/openapi.json", "/preflight"):
+        assert http.get(door).status_code == 401, door
+        assert http.get(door, headers=bearer()).status_code == 200, door
+    assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
+
+
+def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    """At the most talkative level, whether refused, granted or failed."""
+    caplog.set_level(logging.DEBUG)
+    http = reviewing(api)
+    http.post("/preflight", headers=bearer())
+    api.allowed.add((USER, "post", "/benchmarks"))
+    http.post("/benchmarks", headers=bearer(), json={"ops": ["none"]})
+    api.down()
+    reviewing(api).post("/preflight", headers=bearer())
+    assert caplog.text
+    assert TOKEN not in caplog.text and "agent-token" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_bytes": MOST_BENCH_BYTES + 1}, {"budget_seconds": MOST_BENCH_SECONDS + 1}, {"ranks": 100_000},
+        {"ops": []}, {"ops": ["; rm -rf /"]}, {"ops": ["--force"]}, {"command": "x"}, {"ranks": "2; id"},
+    ],
+)  # fmt: skip
+def test_sizes_and_durations_are_capped(token_file: Path, body: dict[str, Any]) -> None:
+    """A wrong or hostile request starts nothing."""
+    http = agent(Doors(token_file=token_file))
+    assert http.post("/benchmarks", headers=bearer(), json=body).status_code in (400, 422)
+    assert http.get("/benchmarks").json() == {"status": "none"}
+
+
+def test_a_large_body_is_refused(token_file: Path) -> None:
+    """Before it is read whole."""
+    http = agent(Doors(token_file=token_file))
+    body = b'{"skip": ["' + b"x" * (MOST_BODY_BYTES * 2) + b'"]}'
+    assert http.post("/preflight", headers=bearer(), content=body).status_code == 413
+
+
+def test_the_rate_is_capped(token_file: Path) -> None:
+    """429 with Retry-After."""
+    http = agent(Doors(token_file=token_file))
+    answers = [http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]}) for _ in range(20)]
+    assert {a.status_code for a in answers} == {400, 429}
+    assert answers[-1].headers["retry-after"]
+
+
+@pytest.mark.ranks
+def test_a_benchmark_runs_in_a_child_and_only_one_at_a_time(token_file: Path, tmp_path: Path) -> None:
+    """202, 409 with Retry-After while it runs, then the result, kept for the next scan."""
+    snapshot = scan(load(MACHINE))
+    state = State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path)
+    state.refresh()
+    http = TestClient(create(state, doors=Doors(token_file=token_file)))
+    asked = {"ops": ["all_gather"], "ranks": 2, "max_bytes": 65536, "budget_seconds": 5}
+    started = http.post("/benchmarks", headers=bearer(), json=asked)
+    assert started.status_code == 202 and started.headers["location"] == "/benchmarks"
+    second = http.post("/benchmarks", headers=bearer(), json=asked)
+    assert second.status_code == 409 and int(second.headers["retry-after"]) >= 1
+    until = time.monotonic() + 240
+    while http.get("/benchmarks").json()["status"] == "running":
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    done = http.get("/benchmarks").json()
+    assert done["status"] == "done", done
+    assert done["result"]["measurements"][0]["verified"] is True
+    assert http.get("/measurements").status_code == 200
+    assert "torch" not in sys.modules or os.environ.get("PYTEST_XDIST_WORKER") is not None

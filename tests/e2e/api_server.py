@@ -1,0 +1,346 @@
+"""A stand-in for kube-apiserver: the endpoints, watch streams and errors that the product meets, over real HTTP.
+
+It keeps objects with resource versions, pages lists, streams watches, applies patches, keeps status apart, validates
+NodeTopology by its own CRD, judges tokens, and fails on demand: 410, 429, 500, refused connections.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import jsonschema
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
+Json = dict[str, Any]
+# collection path without namespace -> kind
+KINDS = {
+    "/apis/topoflight.io/v1alpha1/nodetopologies": "NodeTopology",
+    "/apis/nfd.k8s-sigs.io/v1alpha1/nodefeatures": "NodeFeature",
+    "/apis/kueue.x-k8s.io/v1beta2/workloads": "Workload",
+    "/apis/kueue.x-k8s.io/v1beta2/admissionchecks": "AdmissionCheck",
+    "/apis/trainer.kubeflow.org/v1alpha1/trainjobs": "TrainJob",
+    "/apis/trainer.kubeflow.org/v1alpha1/trainingruntimes": "TrainingRuntime",
+    "/apis/kubeflow.org/v1/pytorchjobs": "PyTorchJob",
+    "/apis/batch/v1/jobs": "Job",
+    "/apis/resource.k8s.io/v1/resourceclaimtemplates": "ResourceClaimTemplate",
+    "/api/v1/configmaps": "ConfigMap",
+    "/api/v1/services": "Service",
+    "/api/v1/nodes": "Node",
+}
+
+
+class ApiServer:
+    """Objects in memory, a thread per connection. `with ApiServer() as api: api.url`."""
+
+    def __init__(self, *, nfd: bool = True) -> None:
+        self.kinds = {path: kind for path, kind in KINDS.items() if nfd or kind != "NodeFeature"}
+        self.objects: dict[tuple[str, str, str], Json] = {}  # (collection, namespace, name)
+        self.events: deque[tuple[int, str, str, Json]] = deque(maxlen=10_000)  # version, collection, type, object
+        self.version = 100
+        self.oldest = 0  # watches from before this are gone
+        self.changed = threading.Condition()
+        self.tokens = {"agent-token"}  # who may call the API at all
+        self.reviewed: dict[str, Json] = {}  # token -> TokenReview status
+        self.allowed: set[tuple[str, str, str]] = set()  # user, verb, path
+        self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
+        self.requests: list[tuple[str, str]] = []
+        self.watches = 0
+        self.page = 0  # a forced page size, where not 0
+        self.port = 0
+        self._server: ThreadingHTTPServer | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> ApiServer:
+        self.up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def up(self) -> None:
+        """Listen, on the same port as before."""
+        handler = type("Handler", (_Handler,), {"api": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def down(self) -> None:
+        """Stop listening; watches break off."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            with self.changed:
+                self.changed.notify_all()
+            server.shutdown()
+            server.server_close()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it listens."""
+        return self._server is not None
+
+    def expire(self) -> None:
+        """Forget history: watches from before end in 410."""
+        with self.changed:
+            self.version += 10
+            self.oldest = self.version
+            self.changed.notify_all()
+
+    def of_kind(self, kind: str) -> list[Json]:
+        """Every object of a kind."""
+        with self.changed:
+            return [o for (path, _, _), o in self.objects.items() if self.kinds[path] == kind]
+
+    def put(self, collection: str, namespace: str, document: Json) -> Json:
+        """Store as if a client had, and tell the watchers."""
+        with self.changed:
+            key = collection, namespace, document["metadata"]["name"]
+            self.version += 1
+            document["metadata"]["resourceVersion"] = str(self.version)
+            document["metadata"].setdefault("uid", f"uid-{self.version}")
+            document["metadata"].setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
+            kind = "MODIFIED" if key in self.objects else "ADDED"
+            self.objects[key] = document
+            self.events.append((self.version, collection, kind, json.loads(json.dumps(document))))
+            self.changed.notify_all()
+            return document
+
+    def delete(self, collection: str, namespace: str, name: str) -> Json:
+        """Remove, and tell the watchers."""
+        with self.changed:
+            document = self.objects.pop((collection, namespace, name))
+            self.version += 1
+            document["metadata"]["resourceVersion"] = str(self.version)
+            self.events.append((self.version, collection, "DELETED", document))
+            self.changed.notify_all()
+            return document
+
+
+class RefusedError(Exception):
+    """What the server says no with."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    api: ApiServer
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def _answer(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(raw)),
+            **(headers or {}),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def _status(self, status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> None:
+        body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status, "reason": reason,
+                "message": message}  # fmt: skip
+        self._answer(status, body, headers)
+
+    def _do(self) -> None:
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        self.api.requests.append((self.command, self.path))
+        if not self.api.is_up:
+            self.close_connection = True
+            return
+        if self.api.faults:
+            status, headers = self.api.faults.pop(0)
+            self._status(status, "Injected", "as asked for", headers)
+            return
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token not in self.api.tokens:
+            self._status(401, "Unauthorized", "Unauthorized")
+            return
+        try:
+            self._route(url.path, query, body)
+        except RefusedError as refused:
+            self._status(refused.status, refused.reason, str(refused))
+        except BrokenPipeError:
+            self.close_connection = True
+
+    do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _do  # noqa: N815 - the standard library's names
+
+    def _route(self, path: str, query: dict[str, str], body: Any) -> None:
+        if path == "/apis/authentication.k8s.io/v1/tokenreviews":
+            status = self.api.reviewed.get(body["spec"]["token"], {"authenticated": False})
+            both = [a for a in status.get("audiences", ()) if a in body["spec"]["audiences"]]
+            ok = status["authenticated"] and bool(both)
+            self._answer(201, {**body, "status": {**status, "audiences": both} if ok else {"authenticated": False}})
+            return
+        if path == "/apis/authorization.k8s.io/v1/subjectaccessreviews":
+            spec = body["spec"]
+            asked = spec["nonResourceAttributes"]
+            allowed = (spec["user"], asked["verb"], asked["path"]) in self.api.allowed
+            self._answer(201, {**body, "status": {"allowed": allowed}})
+            return
+        collection, namespace, name, sub = self._split(path)
+        if self.command == "GET" and not name:
+            (self._watch if query.get("watch") == "true" else self._list)(collection, namespace, query)
+        elif self.command == "GET":
+            self._answer(200, self._stored(collection, namespace, name))
+        elif self.command == "POST":
+            self._create(collection, namespace, body, query)
+        elif self.command == "PATCH":
+            self._patch(collection, namespace, name, sub, body, query)
+        elif self.command == "DELETE":
+            self._stored(collection, namespace, name)
+            self._answer(200, self.api.delete(collection, namespace, name))
+        else:
+            raise RefusedError(405, "MethodNotAllowed", self.command)
+
+    def _split(self, path: str) -> tuple[str, str, str, str]:
+        words = path.split("/")
+        head = 3 if words[1] == "api" else 4
+        rest, namespace = words[head:], ""
+        if rest[:1] == ["namespaces"] and len(rest) > 2:
+            namespace, rest = rest[1], rest[2:]
+        collection = "/".join([*words[:head], *rest[:1]])
+        if collection not in self.api.kinds:
+            raise RefusedError(404, "NotFound", "the server could not find the requested resource")
+        return collection, namespace, rest[1] if len(rest) > 1 else "", rest[2] if len(rest) > 2 else ""
+
+    def _stored(self, collection: str, namespace: str, name: str) -> Json:
+        try:
+            return self.api.objects[collection, namespace, name]
+        except KeyError:
+            raise RefusedError(404, "NotFound", f"{collection} {name!r} not found") from None
+
+    def _list(self, collection: str, namespace: str, query: dict[str, str]) -> None:
+        with self.api.changed:
+            names = sorted(k for k in self.api.objects if k[0] == collection and namespace in ("", k[1]))
+            start, version = 0, self.api.version
+            if "continue" in query:
+                text, _, first = query["continue"].partition(":")
+                version, start = int(text), int(first)
+                if version < self.api.oldest:
+                    raise RefusedError(410, "Expired", "The provided continue parameter is too old")
+            size = self.api.page or int(query.get("limit", 0)) or len(names) or 1
+            items = [self.api.objects[key] for key in names[start : start + size]]
+            about: Json = {"resourceVersion": str(version)}
+            if start + size < len(names):
+                about["continue"] = f"{version}:{start + size}"
+            self._answer(200, {"kind": self.api.kinds[collection] + "List", "metadata": about, "items": items})
+
+    def _watch(self, collection: str, namespace: str, query: dict[str, str]) -> None:
+        self.api.watches += 1
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        seen, until = int(query["resourceVersion"]), time.monotonic() + float(query.get("timeoutSeconds", 60))
+        while self.api.is_up and time.monotonic() < until:
+            with self.api.changed:
+                if seen < self.api.oldest:
+                    error = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+                    self._chunk({"type": "ERROR", "object": error})
+                    break
+                fresh = [e for e in self.api.events if e[0] > seen and e[1] == collection]
+                if not fresh:
+                    self.api.changed.wait(0.2)
+            for version, _, kind, document in fresh:
+                if namespace in ("", document["metadata"].get("namespace", "")):
+                    self._chunk({"type": kind, "object": document})
+                seen = version
+        if self.api.is_up:
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.close_connection = True
+
+    def _chunk(self, event: Json) -> None:
+        raw = json.dumps(event).encode() + b"\n"
+        half = len(raw) // 2  # events do not end where chunks do
+        for part in (raw[:half], raw[half:]):
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+
+    def _create(self, collection: str, namespace: str, body: Json, query: dict[str, str]) -> None:
+        name = body["metadata"]["name"]
+        if (collection, namespace, name) in self.api.objects:
+            raise RefusedError(409, "AlreadyExists", f"{name} already exists")
+        body["metadata"]["namespace"] = namespace
+        validate(self.api.kinds[collection], body)
+        self._answer(201, body if query.get("dryRun") else self.api.put(collection, namespace, body))
+
+    def _patch(self, collection: str, namespace: str, name: str, sub: str, body: Json, query: dict[str, str]) -> None:
+        applying = self.headers["Content-Type"] == "application/apply-patch+yaml"
+        if applying and "fieldManager" not in query:
+            raise RefusedError(422, "Invalid", "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value")
+        with self.api.changed:
+            key = collection, namespace, name
+            if key not in self.api.objects and (not applying or sub):
+                raise RefusedError(404, "NotFound", f"{collection} {name!r} not found")
+            old = self.api.objects.get(key, {})
+            given = body.get("metadata", {}).get("resourceVersion")
+            if given and old and given != old["metadata"]["resourceVersion"]:
+                raise RefusedError(
+                    409, "Conflict", "the object has been modified; please apply your changes to the latest version"
+                )
+            # the status is written through its own door only, and nothing else through that one
+            part = {
+                k: v for k, v in body.items() if (k == "status") == (sub == "status") or k in ("apiVersion", "kind")
+            }
+            made = merged(json.loads(json.dumps(old)), part)
+            made.setdefault("metadata", {}).update(name=name, **({"namespace": namespace} if namespace else {}))
+            validate(self.api.kinds[collection], made)
+            self._answer(
+                200 if old else 201, made if query.get("dryRun") else self.api.put(collection, namespace, made)
+            )
+
+
+def merged(old: Any, new: Any) -> Any:
+    """RFC 7396, which is what apply does to fields that one manager owns, less removal."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    for key, value in new.items():
+        if value is None:
+            old.pop(key, None)
+        else:
+            old[key] = merged(old.get(key, {}), value)
+    return old
+
+
+def validate(kind: str, document: Json) -> None:
+    """NodeTopology by its CRD, unknown fields refused, as fieldValidation=Strict has it."""
+    if kind != "NodeTopology":
+        return
+    schema = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    try:
+        jsonschema.validate(document, closed(schema))
+    except jsonschema.ValidationError as error:
+        raise RefusedError(422, "Invalid", f"{error.json_path}: {error.message}") from None
+
+
+def closed(schema: Any) -> Any:
+    made = dict(schema)
+    if "properties" in made:
+        made["properties"] = {k: v if k == "metadata" else closed(v) for k, v in made["properties"].items()}
+        made["additionalProperties"] = False
+    if "items" in made:
+        made["items"] = closed(made["items"])
+    return made

@@ -1,0 +1,47 @@
+"""A client of the API server that KUBECONFIG names, or of the stand-in where it names none."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from api_server import ApiServer
+
+from agent.kube import Client
+from agent.kube_access import Access, find
+
+MACHINES = Path(__file__).parent.parent / "machines"
+
+
+def eventually(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    """Wait until it holds; a generous bound, as the machine may be busy."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, f"never came true: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    """The stand-in, always: for what a real server does not do on demand."""
+    with ApiServer() as server:
+        yield server
+
+
+def client_of(server: ApiServer) -> Client:
+    return Client(Access(server=server.url, token=lambda: "agent-token", namespace="topoflight"))
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """The real server where there is one, else the stand-in: the same tests."""
+    made = Client(find()) if os.environ.get("KUBECONFIG") else client_of(request.getfixturevalue("api"))
+    yield made
+    made.close()

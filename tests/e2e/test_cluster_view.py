@@ -1,0 +1,382 @@
+"""Publishing and watching: the same promises against a real API server (KUBECONFIG) and against the stand-in."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from api_server import ApiServer
+from conftest import MACHINES, client_of, eventually
+from starlette.testclient import TestClient
+
+from agent.kube import ApiError, Client, path_of
+from agent.kube_watch import Watcher
+from agent.nodes import (
+    API_VERSION,
+    PLURAL,
+    Fleet,
+    NodeRecord,
+    from_resource,
+    pack,
+    records_of,
+    row,
+    to_resource,
+    unpack,
+)
+from agent.publish import Publisher, node_feature
+from agent.server import create
+from agent.server_cluster import Cluster
+from agent.state import State
+from agent.view import View, look
+from probes.recording import load
+from probes.scan import scan
+
+NODES = path_of(API_VERSION, PLURAL)
+NAMES = sorted(path.name for path in MACHINES.glob("*.json"))
+H100 = next(name for name in NAMES if name.startswith("hgx-h100"))
+
+
+def view_of(name: str) -> View:
+    return look((scan(load(MACHINES / name)),))
+
+
+def record_of(name: str, node: str) -> NodeRecord:
+    (record,) = records_of(view_of(name), name=node)
+    return record
+
+
+@pytest.fixture
+def node(client: Client) -> Iterator[str]:
+    """A name nobody else uses; removed afterwards."""
+    name = f"e2e-{uuid.uuid4().hex[:8]}"
+    yield name
+    try:
+        client.request("DELETE", path_of(API_VERSION, PLURAL, name))
+    except ApiError as error:
+        assert error.status in (404, 0)
+
+
+@pytest.mark.parametrize("machine", NAMES)
+def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, node: str, machine: str) -> None:
+    """What the CRD admits, the printer columns show and other agents read is what was scanned."""
+    record = record_of(machine, node)
+    publisher = Publisher(client, lambda: record, namespace="default", labels=False)
+    publisher.write(record)
+    stored = client.get(path_of(API_VERSION, PLURAL, node))
+    assert stored["spec"] == {"nodeName": node}
+    back = from_resource(stored)
+    assert back == replace(record, scanned_at_seconds=float(int(record.scanned_at_seconds)))
+    publisher.write(replace(record, verdict="fail", links=None))
+    changed = from_resource(client.get(path_of(API_VERSION, PLURAL, node)))
+    assert changed.verdict == "fail"
+
+
+@pytest.mark.parametrize("machine", NAMES)
+def test_packed_graph_plans_like_the_graph(machine: str) -> None:
+    """Nothing but names is left out of what travels, and equal machines are equal text."""
+    (topology,) = view_of(machine).topologies
+    packed = pack(topology)
+    assert packed is not None
+    bare = replace(topology, hostname="", gpus=tuple(replace(gpu, uuid=None) for gpu in topology.gpus))
+    assert unpack(packed) == bare
+    assert pack(replace(topology, hostname="other")) == packed
+
+
+def test_unpacking_is_bounded() -> None:
+    """A small text that would unpack to gigabytes is refused, and so is rubbish."""
+    import base64
+    import zlib
+
+    bomb = base64.b64encode(zlib.compress(b"[" * (64 << 20), 9)).decode()
+    for text in (
+        bomb,
+        "%%%",
+        base64.b64encode(b"x").decode(),
+        base64.b64encode(zlib.compress(b"[" * 100_000)).decode(),
+    ):
+        with pytest.raises(ValueError, match=r".+"):
+            unpack(text)
+
+
+def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) -> None:
+    """New, changed and deleted nodes, without a second list."""
+    fleet = Fleet()
+    watcher = Watcher(client, NODES, fleet, seconds=30)
+    watcher.start()
+    assert watcher.wait(10)
+
+    def verdict() -> str | None:
+        return next((r.verdict for r in fleet.records() if r.name == node), None)
+
+    record = replace(record_of(H100, node), verdict="pass")
+    publisher = Publisher(client, lambda: record, namespace="default", labels=False)
+    publisher.write(record)
+    eventually(lambda: verdict() == "pass", "the node appears")
+    publisher.write(replace(record, verdict="fail"))
+    eventually(lambda: verdict() == "fail", "the change appears")
+    client.request("DELETE", path_of(API_VERSION, PLURAL, node))
+    eventually(lambda: verdict() is None, "the node goes")
+    assert watcher.lists == 1
+    watcher.stop()
+
+
+def test_a_field_that_the_definition_lacks_is_refused(client: Client, node: str) -> None:
+    """Strict validation: a typing error in the agent is an error, not a silent loss."""
+    with pytest.raises(ApiError) as caught:
+        client.apply(path_of(API_VERSION, PLURAL, node), {
+            "apiVersion": API_VERSION, "kind": "NodeTopology", "metadata": {"name": node}, "spec": {"nodeNam": node},
+        })  # fmt: skip
+    assert caught.value.status in (400, 422, 500)
+
+
+def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
+    """A write that was decided on an older object is refused."""
+    path = path_of(API_VERSION, PLURAL, node)
+    made = client.apply(path, to_resource(record_of(H100, node))[0])
+    old = made["metadata"]["resourceVersion"]
+    client.merge(path, {"metadata": {"labels": {"a": "b"}}})
+    with pytest.raises(ApiError) as caught:
+        client.merge(path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
+    assert caught.value.status == 409
+
+
+# what a real server does not do on demand
+
+
+def publish_in(api: ApiServer, name: str, machine: str = H100) -> NodeRecord:
+    record = record_of(machine, name)
+    Publisher(client_of(api), lambda: record, namespace="topoflight").write(record)
+    return record
+
+
+def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> None:
+    """A new scan with the same facts costs the API server nothing until the interval is over."""
+    record = record_of(H100, "n1")
+    held = [record]
+    publisher = Publisher(client_of(api), lambda: held[0], namespace="topoflight", look_seconds=0.01)
+    publisher.start()
+    eventually(lambda: publisher.writes == 1, "the first write")
+    held[0] = replace(record, scanned_at_seconds=record.scanned_at_seconds + 30)
+    time.sleep(0.3)
+    assert publisher.writes == 1
+    held[0] = replace(record, verdict="fail")
+    eventually(lambda: publisher.writes == 2, "the change")
+    publisher.stop()
+    (feature,) = api.of_kind("NodeFeature")
+    assert feature["metadata"]["labels"] == {"nfd.node.kubernetes.io/node-name": "n1"}
+    assert feature["spec"]["labels"]["topoflight.io/verdict"] == "fail"
+
+
+def test_publisher_outlives_a_server_that_goes_and_comes_back(api: ApiServer) -> None:
+    """Down and back: the record arrives without anybody restarting the agent."""
+    record = record_of(H100, "n1")
+    api.down()
+    client = Client(client_of(api).access, tries=1)
+    publisher = Publisher(client, lambda: record, namespace="topoflight", look_seconds=0.01)
+    publisher.start()
+    eventually(lambda: publisher.error is not None, "the failure is noticed")
+    api.up()
+    eventually(lambda: publisher.writes == 1, "the write")
+    publisher.stop()
+
+
+def test_a_deleted_resource_is_made_anew(api: ApiServer) -> None:
+    """Somebody cleans up by hand: the next write but one brings it back."""
+    record = record_of(H100, "n1")
+    publisher = Publisher(client_of(api), lambda: record, namespace="topoflight", labels=False)
+    publisher.write(record)
+    api.delete(NODES, "", "n1")
+    with pytest.raises(ApiError):
+        publisher.write(record)
+    publisher.write(record)
+    assert len(api.of_kind("NodeTopology")) == 1
+
+
+def test_without_nfd_the_resource_is_written_all_the_same() -> None:
+    """NFD is optional."""
+    with ApiServer(nfd=False) as api:
+        publish_in(api, "n1")
+        assert len(api.of_kind("NodeTopology")) == 1
+
+
+@pytest.mark.parametrize("machine", NAMES)
+def test_labels_are_values_that_nodes_accept(machine: str) -> None:
+    """At most 63 characters of the allowed ones; an unknown fact is no label."""
+    labels = node_feature(record_of(machine, "n"), "ns")["spec"]["labels"]
+    assert "topoflight.io/verdict" in labels
+    assert all(len(value) <= 63 and value[0].isalnum() and value[-1].isalnum() for value in labels.values())
+
+
+def test_an_expired_watch_lists_again(api: ApiServer) -> None:
+    """410 Gone: start over, once, and miss nothing."""
+    publish_in(api, "n1")
+    fleet = Fleet()
+    watcher = Watcher(client_of(api), NODES, fleet, seconds=30)
+    watcher.start()
+    assert watcher.wait(10)
+    api.expire()
+    eventually(lambda: watcher.lists == 2, "a second list")
+    publish_in(api, "n2")
+    eventually(lambda: len(fleet.records()) == 2, "the new node")
+    assert watcher.error is None
+    watcher.stop()
+
+
+def test_a_watch_resumes_after_the_server_was_away(api: ApiServer) -> None:
+    """From the last version seen: no list where history is still there."""
+    fleet = Fleet()
+    watcher = Watcher(client_of(api), NODES, fleet, seconds=30)
+    watcher.start()
+    assert watcher.wait(10)
+    api.down()
+    api.put(NODES, "", to_resource(record_of(H100, "n1"))[1])
+    api.up()
+    eventually(lambda: len(fleet.records()) == 1, "what happened meanwhile")
+    assert watcher.lists == 1
+    watcher.stop()
+
+
+def test_a_watch_that_ends_is_taken_up_again(api: ApiServer) -> None:
+    """The server ends every watch after some minutes."""
+    watcher = Watcher(client_of(api), NODES, Fleet(), seconds=1)
+    watcher.start()
+    eventually(lambda: api.watches >= 3, "several watches")
+    assert watcher.lists == 1
+    watcher.stop()
+
+
+def test_lists_come_in_pages(api: ApiServer) -> None:
+    """No more than a page at once from the server."""
+    api.page = 2
+    for index in range(5):
+        publish_in(api, f"n{index}")
+    items, version = client_of(api).list(NODES)
+    assert [item["metadata"]["name"] for item in items] == [f"n{i}" for i in range(5)]
+    assert version
+
+
+@pytest.mark.parametrize(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])
+def test_a_busy_server_is_asked_again(api: ApiServer, status: int, headers: dict[str, str]) -> None:
+    """And not before it said."""
+    api.faults = [(status, headers)] * 2
+    before = time.monotonic()
+    assert client_of(api).list(NODES)[0] == []
+    assert len(api.requests) == 3
+    if headers:
+        assert time.monotonic() - before >= 2.0
+
+
+def test_a_refusal_is_not_asked_again(api: ApiServer) -> None:
+    """403 will be 403."""
+    api.faults = [(403, {})]
+    with pytest.raises(ApiError) as caught:
+        client_of(api).list(NODES)
+    assert caught.value.status == 403 and len(api.requests) == 1
+
+
+def test_creation_is_not_repeated_where_it_may_have_happened(api: ApiServer) -> None:
+    """A POST that ended in 500 may have been done."""
+    api.faults = [(500, {})]
+    with pytest.raises(ApiError):
+        client_of(api).create("/api/v1/namespaces/a/configmaps", {"metadata": {"name": "x"}})
+    assert len(api.requests) == 1
+
+
+def test_a_rotated_token_is_read_anew(api: ApiServer, tmp_path: Path) -> None:
+    """The kubelet replaces the file; the next request carries the new token."""
+    from agent.kube_access import from_kubeconfig
+
+    token = tmp_path / "token"
+    token.write_text("agent-token\n")
+    config = tmp_path / "config"
+    config.write_text(
+        f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{api.url}'}}}}]\n"
+        "users: [{name: u, user: {tokenFile: token}}]\n"
+        "contexts: [{name: c, context: {cluster: k, user: u, namespace: team}}]\n"
+    )
+    client = Client(from_kubeconfig(config))
+    assert client.access.namespace == "team"
+    client.list(NODES)
+    api.tokens = {"new"}
+    with pytest.raises(ApiError) as caught:
+        client.list(NODES)
+    assert caught.value.status == 401
+    token.write_text("new\n")
+    client.list(NODES)
+
+
+def agent(api: ApiServer, *, own: str, machine: str = H100, idle: float = 600.0) -> tuple[TestClient, Cluster]:
+    state = State(lambda: (scan(load(MACHINES / machine)),), interval_seconds=3600)
+    state.refresh()
+    cluster = Cluster(state, name=own, client=client_of(api), idle_seconds=idle)
+    return TestClient(create(state, cluster=cluster)), cluster
+
+
+def test_any_agent_answers_for_the_cluster(api: ApiServer) -> None:
+    """Nodes, topology and advice of three nodes, one of them silent, from an agent on one."""
+    for name in ("n1", "n2"):
+        publish_in(api, name)
+    old = replace(record_of(H100, "n3"), scanned_at_seconds=time.time() - 7200)
+    Publisher(client_of(api), lambda: old, namespace="topoflight").write(old)
+    http, cluster = agent(api, own="n1")
+    nodes = {made["name"]: made for made in http.get("/nodes").json()["nodes"]}
+    assert [made["silent"] for made in nodes.values()] == [False, False, True]
+    assert nodes["n3"]["verdict"] == "unknown" and nodes["n3"]["age_seconds"] >= 7200
+    topology = http.get("/topology?scope=cluster").json()
+    assert topology["world_size"] == 16 and topology["unknown"] == ["n3"]
+    (kind,) = topology["kinds"]
+    assert kind["names"] == ["n1", "n2"] and topology["inter_node_transport"] == "rdma"
+    advice = http.get("/recommendations?scope=cluster&model=Llama-3.1-8B").json()
+    degrees = advice["chosen"]["layout"]
+    assert degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"] * degrees["pp"] * degrees["cp"] == 16
+    assert any("silent: n3" in note["text"] for note in advice["notes"])
+    alone = http.get("/recommendations?nodes=2&model=Llama-3.1-8B").json()
+    assert advice["settings"] and {s["name"] for s in advice["settings"]} == {s["name"] for s in alone["settings"]}
+    cluster.stop()
+
+
+def test_the_watch_rests_when_nobody_asks(api: ApiServer) -> None:
+    """Agents that nobody asks cost the API server no watch; a question begins it anew."""
+    publish_in(api, "n1")
+    http, cluster = agent(api, own="n1", idle=0.2)
+    assert len(http.get("/nodes").json()["nodes"]) == 1
+    eventually(lambda: cluster._watcher is None, "the watch ends")
+    assert len(http.get("/nodes").json()["nodes"]) == 1
+    cluster.stop()
+
+
+def test_a_silent_record_is_never_a_pass() -> None:
+    """Whatever it said last."""
+    record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - 86400)
+    made = row(record)
+    assert made["verdict"] == "unknown" and made["last_verdict"] == "pass"
+
+
+def test_peers_stand_in_for_kubernetes() -> None:
+    """Two agents by URL, one of them absent."""
+    import socket
+
+    import uvicorn
+
+    state = State(lambda: (scan(load(MACHINES / H100)),), interval_seconds=3600)
+    state.refresh()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(create(state, cluster=Cluster(state, name="peer-1")), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        eventually(lambda: server.started, "the peer is up")
+        cluster = Cluster(state, name="me", peers=(f"http://127.0.0.1:{port}", "http://127.0.0.1:9/"))
+        nodes = {
+            made["name"]: made for made in TestClient(create(state, cluster=cluster)).get("/nodes").json()["nodes"]
+        }
+        server.should_exit = True
+        thread.join(10)
+    assert set(nodes) == {"me", "peer-1", "127.0.0.1:9"}
+    assert nodes["peer-1"]["gpus"] == 8 and nodes["127.0.0.1:9"]["verdict"] == "unknown"
