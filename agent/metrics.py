@@ -18,13 +18,30 @@ from agent.view import View
 from probes.api import Ok
 from probes.registry import ALL
 
-__all__ = ["CATALOGUE", "OWN", "PROBES", "exposition", "families"]
+__all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
 
 
 def exposition(view: View, accept: str) -> tuple[bytes, str]:
     """The whole exposition and its content type, negotiated by the Accept header. Pure: keep it as long as the view."""
     encoder, content_type = choose_encoder(accept)
     return encoder(_Registry(lambda: families(view))), content_type
+
+
+class Rendered:
+    """Expositions of one view, each format rendered once: a scan is scraped more often than it is made."""
+
+    def __init__(self) -> None:
+        self._view: View | None = None
+        self._kept: dict[str, bytes] = {}
+
+    def __call__(self, view: View, accept: str) -> tuple[bytes, str]:
+        """As `exposition`; another view drops what was kept."""
+        if view is not self._view:
+            self._view, self._kept = view, {}
+        content_type = choose_encoder(accept)[1]
+        if content_type not in self._kept:
+            self._kept[content_type] = exposition(view, accept)[0]
+        return self._kept[content_type], content_type
 
 
 def families(view: View) -> Iterator[Metric]:

@@ -113,10 +113,12 @@ def _health(app: FastAPI, state: State) -> None:
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
 
+    rendered = metrics.Rendered()
+
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
-        body, content_type = metrics.exposition(_current(state), request.headers.get("accept", ""))
+        body, content_type = rendered(_current(state), request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
 

@@ -192,3 +192,20 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Pat
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
+    """Scrapes of one view share the bytes; a new view gets new ones; formats do not mix."""
+    from agent.metrics import Rendered
+    from agent.view import look
+
+    rendered = Rendered()
+    snapshot = scan(load(H100))
+    first, second = look((snapshot,)), look((snapshot,))
+    text = rendered(first, "")[0]
+    assert rendered(first, "")[0] is text
+    openmetrics, content_type = rendered(first, "application/openmetrics-text; version=1.0.0")
+    assert openmetrics.endswith(b"# EOF\n")
+    assert "openmetrics" in content_type
+    assert rendered(first, "")[0] is text
+    assert rendered(second, "")[0] is not text
