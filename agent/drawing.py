@@ -28,6 +28,7 @@ CELL, BOX, HIGH, GAP = 100, 94, 46, 20
 NIC_Y, BUS_Y, GPU_Y = 24, 122, 196
 BUS_HIGH, SWITCH_HIGH = 14, 26
 LINK_Y = GPU_Y + HIGH + 26
+WIDE = 900  # a wider drawing may shrink a little to fit the page; a smaller one keeps its size
 _ETHERNET, _INFINIBAND = 0x0200, 0x0207  # PCI class codes without the programming interface
 _MARKS = {"fail": "✗", "warn": "!"}
 
@@ -72,8 +73,9 @@ def picture(
     drawn += [_between(a[1], b[0]) for a, b in pairwise(buses)]
     below, height = _nvlink(node, spots, bench)
     width = max(left, 340.0)
+    name = "drawing wide" if width > WIDE else "drawing"
     return Markup(  # noqa: S704 - every text from a host is escaped in `_text` and in the titles
-        f'<svg class="drawing" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'<svg class="{name}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
         f'role="img" aria-label="{escape(summary(node))}">{"".join((*below, *drawn))}</svg>'
     )
 
@@ -92,7 +94,7 @@ def summary(node: NodeTopology) -> str:
 def _devices(node: NodeTopology, checks: Sequence[Check]) -> list[Device]:
     labels, made = columns(node), []
     for gpu in node.gpus:
-        model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+", "", gpu.model or "GPU")
+        model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
         names = (gpu.name, gpu.bus_id, gpu.uuid)
         status = "fail" if not gpu.usable else _status(checks, names)
         about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
@@ -255,7 +257,8 @@ def _frame(numa: int | None, left: float, wide: float, *, virtual: bool) -> str:
     return (
         f'<rect class="d-frame" x="{left:.1f}" y="6" width="{wide:.1f}" height="{GPU_Y + HIGH + 4}" rx="10"/>'
         f'<g><title>{escape(f"{bus}, {title}")}</title><rect class="d-bus" x="{left:.1f}" y="{BUS_Y}" '
-        f'width="{wide:.1f}" height="{BUS_HIGH}"/></g>{_text(left + 10, BUS_Y - 5, title, "d-tiny", anchor="start")}'
+        f'width="{wide:.1f}" height="{BUS_HIGH}"/></g>'
+        + _text(left + 8, NIC_Y + HIGH + 16, title, "d-tiny", anchor="start")
     )
 
 
@@ -324,6 +327,6 @@ def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle") -
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _cut(text: str, most: int = 13) -> str:
+def _cut(text: str, most: int = 14) -> str:
     """As much as fits the box; the whole name is in its title."""
     return text if len(text) <= most else text[: most - 1] + "…"

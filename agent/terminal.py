@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from agent import units
 from agent.flight import Comparison, Flight
-from agent.gate import Check, Verdict, worst_first
+from agent.gate import Check, Verdict
+from agent.view import Group, grouped
 from collectives.results import BenchResult
 from collectives.transport import Evidence
 from planner.advice import RankedLayout, Recommendation
@@ -22,12 +24,16 @@ from probes.hostinfo import HostinfoFacts
 from probes.interfaces import InterfacesFacts
 from probes.limits import LimitsFacts
 from probes.rdma import RdmaFacts
+from topology.derive import Pairs
 from topology.graph import NodeTopology
+from topology.matrix import columns
+from topology.reference import departures
 
 if TYPE_CHECKING:
     from agent.report import Report
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
+SHOWN = 8  # names in a row before the rest is a number
 COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
 
 
@@ -107,52 +113,114 @@ def facts_lines(facts: object) -> list[str]:
 
 
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
-    """Checks worst first, each with evidence and remedy; passes and unknowns as a count unless asked for."""
-    rows = table("verdict", "check", "what")
-    rows.columns[1].overflow = "fold"
+    """Findings worst first, the same one on several subjects once; passes and unknowns as a count unless asked for."""
     quiet: dict[str, int] = {}
-    for check in worst_first(checks):
-        if not everything and (check.status == "pass" or (check.status == "unknown" and not check.required)):
-            quiet[check.status] = quiet.get(check.status, 0) + 1
-            continue
-        what = escape(f"{check.subject}: {check.message}" if check.subject else check.message)
-        if check.evidence:
-            what += "".join(f"\n[dim]{escape(line)}[/dim]" for line in check.evidence[:4])
-        if check.remedy and check.status in ("warn", "fail"):
-            what += f"\n→ {escape(check.remedy)}"
-        colour = COLOURS[check.status]
-        rows.add_row(f"[{colour}]{GLYPHS[check.status]}[/{colour}]", check.id, what)
-    if rows.row_count:
-        out.print(rows)
+    for group in grouped(checks):
+        if everything or group.status in ("fail", "warn", "info") or group.required:
+            finding(out, group)
+        else:
+            quiet[group.status] = quiet.get(group.status, 0) + group.size
     if quiet:
         counts = ", ".join(f"{number} {status}" for status, number in quiet.items())
         out.print(f"[dim]not shown: {counts} (--all shows them)[/dim]")
 
 
+def finding(out: Console, group: Group) -> None:
+    """One finding: what, where, what proves it, what to do."""
+    colour = COLOURS[group.status]
+    times = f" (x {group.size})" if group.size > 1 else ""
+    out.print(f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.id)}[/bold]{times}")
+    nodes = group.nodes if len(group.nodes) > 1 else ()
+    if group.alike:
+        _indented(out, escape(group.message))
+        _indented(out, escape(_some(group.subjects, "on")))
+    else:
+        for check in group.checks[:SHOWN]:
+            _indented(out, escape(f"{check.subject}: {check.message}" if check.subject else check.message))
+        if group.size > SHOWN:
+            _indented(out, f"and {group.size - SHOWN} more")
+    _indented(out, escape(_some(nodes, "nodes")))
+    if group.status in ("fail", "warn"):
+        for line in group.checks[0].evidence[:4]:
+            _indented(out, f"[dim]{escape(line)}[/dim]")
+        _indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
+
+
+def _some(names: Sequence[str], word: str) -> str:
+    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{word} {', '.join(names[:SHOWN])}{more}" if names else ""
+
+
+def _indented(out: Console, text: str) -> None:
+    if text:
+        out.print(Padding(text, (0, 0, 0, 7), expand=False))
+
+
 def matrix(out: Console, node: NodeTopology) -> None:
-    """The link matrix as `nvidia-smi topo -m` prints it."""
+    """The link matrix: as `nvidia-smi topo -m` prints it for a pipe or a wide terminal, else in blocks that fit."""
     from topology.text import render
 
-    out.print(render(node), markup=False, overflow="ignore", no_wrap=True, crop=False)
+    whole = render(node)
+    widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
+    if not out.is_terminal or widest <= out.width:
+        out.print(whole, markup=False, overflow="ignore", no_wrap=True, crop=False)
+        return
+    blocks(out, node)
 
 
-def node(out: Console, topology: NodeTopology) -> None:
-    """Matrix, islands, nearest NICs, expectations and warnings of one node."""
+def blocks(out: Console, node: NodeTopology) -> None:
+    """GPUs among themselves, then GPUs to NICs, as many columns at a time as the width takes; NICs by number."""
+    known, labels = Pairs(node.pairs), columns(node)
+    fitting = max(1, (out.width - 6) // 7)
+    for devices in (node.devices,) if len(node.devices) <= fitting else (node.gpus, node.nics):
+        for start in range(0, len(devices), fitting):
+            part = devices[start : start + fitting]
+            rows = table("", *(labels[device.name] for device in part))
+            for column in rows.columns:
+                column.no_wrap = True
+            for gpu in node.gpus:
+                rows.add_row(gpu.name, *("X" if gpu is d else known.label(gpu.name, d.name) for d in part))
+            if node.gpus and part:
+                out.print(rows)
+    named = [f"{labels[nic.name]} {nic.name}" for nic in node.nics if labels[nic.name] != nic.name]
+    if named:
+        out.print(escape(", ".join(named)), style="dim")
+
+
+def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
+    """Matrix, islands, nearest NICs, expectations and warnings of one node; in a report the matrix in blocks."""
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
+    if topology.sku or topology.gpus:
+        out.print(f"recognised as: {escape(topology.sku or 'no machine of the reference table')}")
+    for departure in departures(topology):
+        out.print(f"[yellow]! departs from it:[/yellow] {escape(departure)}")
     if not topology.gpus and not topology.nics:
         out.print("no GPU and no RDMA device: there is no link to show")
+    elif brief:
+        blocks(out, topology)
     else:
         matrix(out, topology)
     for island in topology.islands:
         kind = "every pair" if island.all_to_all else "not every pair"
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
-    for nearest in topology.nearest_nic:
-        doubt = "" if nearest.decidable else f"; undecidable: {escape(nearest.why)}"
-        out.print(f"{nearest.gpu}: nearest NIC {' '.join(nearest.nics)} ({nearest.label}){doubt}")
+    nearest_nics(out, topology)
     for expected in topology.expectations:
-        out.print(f"expected {expected.op} within {expected.scope}: {units.rate(expected.busbw_bytes_per_second)}")
+        if expected.op == "all_gather" and expected.scope in ("island", "node", "cluster"):
+            busbw = units.rate(expected.busbw_bytes_per_second)
+            out.print(f"expected all_gather within {expected.scope}: {busbw} bus bandwidth")
     for warning in topology.warnings:
-        out.print(f"! {escape(warning)}")
+        out.print(f"[yellow]![/yellow] {escape(warning)}")
+
+
+def nearest_nics(out: Console, topology: NodeTopology) -> None:
+    """Each GPU's nearest NIC; GPUs that share theirs on one line."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for nearest in topology.nearest_nic:
+        doubt = "" if nearest.decidable else f"; undecidable: {nearest.why}"
+        shared.setdefault((_some(nearest.nics, "nearest NIC"), nearest.label, doubt), []).append(nearest.gpu)
+    for (nics, label, doubt), gpus in shared.items():
+        out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
 
 
 def bench(out: Console, result: BenchResult) -> None:
@@ -201,9 +269,9 @@ def recommendation(out: Console, advice: Recommendation, *, explain: bool = Fals
     else:
         out.print("set nothing: NCCL finds by itself what this machine has")
     for note in advice.notes:
-        out.print(f"· {escape(note.topic)}: {escape(note.text)}")
+        point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        out.print(f"· the pod needs {escape(need.name)} = {escape(need.value)}: {escape(need.reason.rule)}")
+        point(out, "·", f"the pod needs {escape(need.name)} = {escape(need.value)}: {escape(need.reason.rule)}")
     layout(out, advice)
     if explain and advice.chosen is not None:
         parts(out, advice.chosen)
@@ -219,6 +287,13 @@ def parts(out: Console, ranked: RankedLayout) -> None:
     out.print(rows)
     for line in ranked.forecast.inputs:
         out.print(f"· {escape(line)}")
+
+
+def point(out: Console, mark: str, text: str) -> None:
+    """A line with a mark before it, its further lines under its words."""
+    row = Table.grid(padding=(0, 1))
+    row.add_row(mark, text)
+    out.print(row)
 
 
 def layout(out: Console, advice: Recommendation) -> None:
@@ -239,13 +314,13 @@ def layout(out: Console, advice: Recommendation) -> None:
             f"{shape.gradient_accumulation}, {recompute}, {shape.precision}"
         )
         memory = units.interval(ranked.forecast.memory_bytes, "B")
-        out.print(f"    step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per GPU")
-        out.print(f"    {escape(ranked.forecast.dominant if ranked is chosen else ranked.why)}")
+        point(out, "   ", f"step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per GPU")
+        point(out, "   ", escape(ranked.forecast.dominant if ranked is chosen else ranked.why))
     rejected(out, advice)
     for help_ in advice.helps_most:
-        out.print(f"→ {escape(help_)}")
+        point(out, "→", escape(help_))
     for unknown in advice.unknowns:
-        out.print(f"? {escape(unknown)}")
+        point(out, "?", escape(unknown))
 
 
 def rejected(out: Console, advice: Recommendation) -> None:
@@ -316,7 +391,7 @@ def report(out: Console, whole: Report, *, everything: bool = False) -> None:
     """The whole report, in the order of the flight, verdict last."""
     for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
         host(out, snapshot)
-        node(out, topology)
+        node(out, topology, brief=True)
     if whole.bench is not None:
         bench(out, whole.bench)
     if whole.recommendation is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from browser import Browser, Tab
+from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.text import Text
 
 from agent.state import State
 from probes.recording import load
@@ -242,14 +247,35 @@ def test_doors_are_listed_from_the_agent_itself(chromium: Browser, axe: str, mac
 
 
 def test_pictures(chromium: Browser, machines: dict[str, str], tmp_path: Path) -> None:
-    """The README's picture can be made; TOPOFLIGHT_UPDATE_PICTURES=1 keeps it."""
+    """The README's pictures are the page and the terminal themselves; TOPOFLIGHT_UPDATE_PICTURES=1 keeps them."""
     folder = ROOT / "docs" / "pictures" if os.environ.get("TOPOFLIGHT_UPDATE_PICTURES") == "1" else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
     with chromium.tab(width=1160, height=1000) as tab:
         tab.go(machines["sick-h100-rdma-off"])
-        time.sleep(0.3)  # fonts
         height = tab.run("document.querySelector('svg.drawing').getBoundingClientRect().bottom + 50")
-        picture = tab.picture(int(height), 1160)
+        keep(folder / "page.png", tab.picture(int(height), 1160))
+    terminal = tmp_path / "terminal.html"
+    terminal.write_text(terminal_page("scan", "--host", "tests/machines/sick-h100-rdma-off.json"), encoding="utf-8")
+    with chromium.tab(width=760, height=500) as tab:
+        tab.go(terminal.as_uri())
+        height = tab.run("document.querySelector('pre').getBoundingClientRect().bottom + 16")
+        keep(folder / "terminal.png", tab.picture(int(height), 760))
+
+
+def keep(path: Path, picture: bytes) -> None:
     assert picture.startswith(b"\x89PNG")
-    (folder / "page.png").write_bytes(picture)
     assert len(picture) < 300_000
+    path.write_bytes(picture)
+
+
+def terminal_page(*words: str) -> str:
+    """What the command prints on a terminal of 80 columns, as a page."""
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    command = [sys.executable, "-m", "agent.cli", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert "\x1b[" in done.stdout, done.stderr
+    out = Console(record=True, width=80, file=io.StringIO(), force_terminal=True)
+    out.print(f"$ topoflight {' '.join(words)}", style="bold")
+    out.print(Text.from_ansi(done.stdout))
+    return out.export_html(theme=SVG_EXPORT_THEME, inline_styles=True)

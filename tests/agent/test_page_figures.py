@@ -1,0 +1,145 @@
+"""The page's figures: true lengths, words for those who do not see them, and no text of a host that becomes markup."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from agent import charts, drawing, pages
+from agent.flown import flights, side_by_side
+from agent.page_routes import question
+from agent.view import look
+from planner.advice import Interval, Part
+from probes.recording import load
+from probes.scan import scan
+from topology.build import build
+
+MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
+HOSTILE = "<script>alert('&')</script>\"x"
+PARTS = (Part(name="gemm", value=3.0, detail="flops"), Part(name="gather", value=1.0, detail=HOSTILE))
+
+
+def widths(svg: str, kind: str) -> list[float]:
+    return [float(w) for w in re.findall(rf'class="{kind}"[^>]*? width="([0-9.]+)"', svg)]
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_every_device_is_drawn_and_the_drawing_is_well_formed(path: Path) -> None:
+    """Each GPU and NIC once, and a sentence that says the same."""
+    snapshot = scan(load(path))
+    node = build(snapshot)
+    drawn = drawing.picture(node, snapshot=snapshot, checks=look((snapshot,)).checks)
+    root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
+    classes = [element.get("class", "").split() for element in root.iter("rect")]
+    assert sum("d-gpu" in names for names in classes) == len(node.gpus)
+    assert sum("d-nic" in names for names in classes) == len(node.nics)
+    assert all(near.gpu in root.get("aria-label", "") for near in node.nearest_nic)
+
+
+def test_missing_nics_and_sick_devices_stand_out() -> None:
+    """Ten NICs without RDMA are drawn as gaps; a lost GPU and a GPU short of NVLinks carry their marks."""
+    by_name = {path.stem: path for path in MACHINES}
+    drawn = {}
+    for name in ("sick-h100-rdma-off", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", "hgx-h100-8xH100-8hca"):
+        snapshot = scan(load(by_name[name]))
+        drawn[name] = drawing.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
+    assert drawn["sick-h100-rdma-off"].count('class="d-ghost d-fail"') == 10
+    assert "✗ GPU5" in drawn["sick-h100-gpu-lost"]
+    assert "! NV16" in drawn["sick-h100-nvlink-missing"]
+    assert "d-fail" not in drawn["hgx-h100-8xH100-8hca"]
+
+
+def test_names_of_a_host_stay_text() -> None:
+    """A hostname or device name can neither end the drawing nor start a script."""
+    node = build(scan(load(MACHINES[0])))
+    nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
+    drawn = drawing.picture(replace(node, hostname=HOSTILE, nics=nics))
+    ElementTree.fromstring(drawn)  # noqa: S314 - our own output
+    assert "<script" not in drawn
+
+
+def test_stacked_parts_have_their_share_of_the_scale() -> None:
+    """Four seconds on a scale of eight: half the bar; the limit's mark stands where it is."""
+    names = charts.names_of([PARTS])
+    bar = charts.stacked(PARTS, names, full=8.0, limit=6.0)
+    assert widths(bar, "p0") == [375.0]
+    assert widths(bar, "p1") == [125.0]
+    assert 'class="limit" x="750.0"' in bar
+    assert 'aria-label="gemm 75 %, gather 25 %"' in bar
+    assert "<script" not in bar
+
+
+def test_a_part_keeps_its_colour_between_layouts() -> None:
+    """The second layout lacks the first's parts, and still has the same colour for the shared one."""
+    names = charts.names_of([PARTS, PARTS[1:]])
+    assert 'class="p1"' in charts.stacked(PARTS[1:], names, full=8.0)
+
+
+def test_three_runs_of_one_job_are_three_bars() -> None:
+    """5 h, 2 h 30 and 1 h 40 of one fine-tune, by network: lengths and factors are those of the numbers."""
+    rows = [
+        charts.Run(label=label, value=seconds, shown=f"{seconds:.0f} s")
+        for label, seconds in (("default network", 18000.0), ("TCP, secondary", 9000.0), ("RDMA", 6000.0))
+    ]
+    figure = charts.runs("one job", rows)
+    assert widths(figure, "p0") == [1000.0, 500.0, 333.3]
+    assert "(3.00 x)" in figure
+    assert "(1.50 x)" in figure
+
+
+def record(transports: list[str], step: float, status: str = "complete") -> dict[str, object]:
+    return {"status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step}}
+
+
+def test_flights_are_compared_by_the_network_they_logged() -> None:
+    """The newest complete one of each counts; device numbers do not make networks; one network is no comparison."""
+    found = flights(
+        [
+            record(["P2P/CUMEM", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA"], 1.0),
+            record(["NET/Socket/0"], 3.0),
+            record(["NET/Socket/0"], 9.0),
+            record(["NET/IB/0"], 0.1, status="diverged"),
+        ]
+    )
+    assert [one.transport for one in found] == ["NET/IB/GDRDMA", "NET/Socket", "NET/Socket", "NET/IB"]
+    figure = side_by_side(found)
+    assert figure.count('scope="row"') == 2
+    assert "(3.00 x)" in figure
+    assert side_by_side(found[1:3]) == ""
+
+
+@pytest.mark.parametrize("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
+def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> None:
+    """Nothing in a record that a job wrote can break the page."""
+    assert flights([bad])[0].lines == ()
+
+
+def test_the_interval_says_whether_the_flight_was_inside() -> None:
+    """In words as well as by place."""
+    forecast = Interval(low=0.8, mid=1.0, high=1.3)
+    assert "inside it" in charts.interval(forecast, 1.2)
+    assert "outside it" in charts.interval(forecast, 1.4)
+
+
+def test_the_policy_names_the_very_blocks_of_the_page() -> None:
+    """Hashes of the inline style and script; no host, no eval, nothing inline beyond them."""
+    policy = pages.policy()
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [({"nodes": "0"}, "nodes=0"), ({"nodes": "²"}, "nodes=²"), ({"global_batch": "-4"}, "global_batch=-4"),
+     ({"sequence_length": "1e9"}, "sequence_length=1e9"), ({"method": "magic"}, "method=magic")],
+)  # fmt: skip
+def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], named: str) -> None:
+    """As any user's mistake."""
+    with pytest.raises(Exception, match="must be") as caught:
+        question(asked)
+    assert str(caught.value).startswith(named)
