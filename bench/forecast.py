@@ -67,6 +67,11 @@ def _layout(row: Row) -> Layout:
     choice = row.stack.default_checkpointing
     if row.stack.name == "litgpt" and row.layout.world_size > 1:
         choice = "full"  # its FSDP strategy checkpoints every block
+    if row.stack.name == "torchtune" and row.train.method != "qlora":
+        # Its tables give the larger card the faster run without it; QLoRA's recipe is for the least memory.
+        light = replace(row.layout, checkpointing="none")
+        fits = memory_parts(row.model, row.train, light, row.stack).total <= row.gpu.memory_bytes
+        choice = "none" if fits else choice
     layout = replace(row.layout, checkpointing=choice)
     needed = memory_parts(row.model, row.train, layout, row.stack).total
     if choice == "none" and row.stack.name not in ("megatron", "litgpt") and needed > 1.3 * row.gpu.memory_bytes:

@@ -158,6 +158,8 @@ def fused_loss(raw: Raw, stack: Stack) -> bool:
     note = (raw.get("note") or "").lower()
     if "without liger" in (raw.get("mem_kind") or "").lower():
         return False
+    if note.startswith("+") and "chunked" not in note:  # a table that adds one technique per row, this one not yet
+        return False
     return (
         "liger" in note or "chunked" in note or (stack.fused_cross_entropy and stack.name not in ("deepspeed", "trl"))
     )
@@ -219,8 +221,11 @@ def _train(raw: Raw, sequence: int, precision: Precision) -> TrainSpec:
         "qlora" if "qlora" in kind or "nf4" in (raw.get("precision") or "") else "lora" if "lora" in kind else "full"
     )
     rank = whole(raw, "lora_rank", 16)
+    note = (raw.get("note") or "").lower() if whole(raw, "world", 1) == 1 else ""
     return TrainSpec(
         optimizer=read_optimizer(raw, method),
+        # torchtune's recipe for one GPU with paged states steps each weight in the backward pass.
+        optimizer_in_backward=method == "full" and ("optimizer in backward" in note or "paged" in note),
         method=method, sequence_length=sequence, precision=precision, lora_rank=rank,  # type: ignore[arg-type]
         lora_targets=("q_proj", "k_proj", "v_proj"),
     )  # fmt: skip
@@ -353,10 +358,14 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows that can be asked, and how many could not, by reason."""
     rows: list[Row] = []
     skipped: dict[str, int] = {}
+    added = ""  # in a table that adds one technique per row, what the rows above have added
     with path.open(newline="", encoding="utf-8") as file:
         for raw in csv.DictReader(file):
             try:
-                rows.append(read_row({k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}))
+                given = {k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}
+                added = f"{added} {given.get('note', '')}".strip() if given.get("note", "").startswith("+") else ""
+                given["note"] = added or given.get("note", "")
+                rows.append(read_row(given))
             except SkipRowError as why:
                 reason = re.sub(r"\b\d+\b", "N", str(why))
                 skipped[reason] = skipped.get(reason, 0) + 1

@@ -91,8 +91,8 @@ def _state_bytes(train: TrainSpec, stack: Stack, *, on_cpu: bool) -> tuple[float
         state = (2.0, 2.0, 16.0)
     else:
         state = (2.0, float(stack.gradient_bytes), 12.0)
-    if train.optimizer == "paged_adamw8bit":  # states live in host memory, gradients are used up layer by layer
-        return state[0], 0.0, 0.0
+    if train.optimizer == "paged_adamw8bit":  # states live in host memory
+        return state[0], state[1], 0.0
     if "8bit" in train.optimizer:
         return state[0], state[1], 2.0 + (4.0 if stack.states in ("megatron", "deepspeed") else 0.0)
     if train.optimizer in ("sgd", "adafactor"):
@@ -124,8 +124,9 @@ def memory_parts(
         base = (4.0 if on_cpu or train.precision == "fp32" else 2.0) * local
         if train.method == "qlora":
             base = (NF4_BYTES * layers * layer + 2.0 * ends) / layout.tp
-        in_weights = base / of_weights + 4.0 * trained
-        gradients, optimizer = 4.0 * trained, 8.0 * trained
+        adapter = 2.0 if stack.states == "pure" and train.precision != "fp32" and not on_cpu else 4.0
+        in_weights = (base + adapter * trained) / of_weights
+        gradients, optimizer = adapter * trained / of_gradients, 2.0 * adapter * trained / of_optimizer
     else:
         in_weights, gradients = w * local / of_weights, g * local / of_gradients
         optimizer = o * local / of_optimizer
@@ -138,8 +139,12 @@ def memory_parts(
     if zero == 3 and by > 1:
         wide = NF4_BYTES if train.method == "qlora" else 2.0  # frozen 4-bit weights travel as they are
         unit = max(wide * layer, ends) / layout.tp
-        # This unit and the one prefetched, and the unit's whole gradient before it is scattered.
-        gathered = (2.0 * unit if layout.reshard_after_forward else 2.0 * local) + (0.0 if lora else unit)
+        # This unit and the one prefetched; the unit's whole gradient and, in FSDP2, its copy in the order of the ranks
+        # (in fp32 where gradients are reduced so).
+        after = wide * layer / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
+        gathered = unit + after if layout.reshard_after_forward else 2.0 * local
+        copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" else 1.0
+        gathered += 0.0 if lora else (1.0 + copy) * unit
 
     per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
     boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
@@ -152,25 +157,25 @@ def memory_parts(
             extra = 1.0 + (layout.pp - 1) / (layout.pp * layout.virtual_stages) if layout.virtual_stages > 1 else 1.0
             flights = min(flights, layout.pp * extra)
     kept = layers * (boundary if layout.checkpointing == "full" else per_layer)
-    activations = flights * kept
-    if layout.checkpointing == "full":
-        activations += per_layer
+    again = per_layer if layout.checkpointing == "full" else 0.0
 
     rate = 2.0 if layout.fused_cross_entropy else stack.logits_bytes
     logits = tokens * model.vocab / layout.tp * rate
     if layout.fused_cross_entropy:  # in chunks of a thousand tokens
         logits = min(logits, 1024.0 * model.vocab / layout.tp * stack.logits_bytes)
-    last_activations = activations / flights if layout.checkpointing != "full" else kept + per_layer
-    if layout.pp > 1:
-        if first_stage or activations > last_activations + logits:
-            logits = 0.0
-        else:
-            activations = last_activations
+    first, last = flights * kept + again, kept + max(again, logits)  # the loss is over before a layer is made again
+    if layout.pp > 1 and (first_stage or first > last):
+        activations, logits = first, 0.0
+    else:
+        activations = last - logits
     # Gradients appear as the backward pass frees activations, unless a buffer holds them throughout.
     persistent = lora or stack.states in ("megatron", "deepspeed") or layout.gradient_accumulation > 1 or zero in (1, 2)
-    if not persistent:
-        if activations + logits >= gradients + per_layer:
-            gradients = 0.0
+    head = min(gradients, g * model.vocab * model.hidden / layout.tp / of_gradients)  # the first of them, and largest
+    if train.optimizer_in_backward:
+        gradients = head
+    elif not persistent:
+        if activations + logits + head >= gradients + per_layer:
+            gradients = head
         else:
             activations, logits = min(activations, per_layer), 0.0
     held = in_weights + gradients + optimizer + gathered + activations + logits

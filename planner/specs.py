@@ -41,6 +41,7 @@ class TrainSpec:
     global_batch: int | None = None  # sequences per optimizer step; None: the planner chooses
     precision: str = "bf16"
     optimizer: str = "adamw"
+    optimizer_in_backward: bool = False  # each gradient is used as soon as it is there, and freed
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): padding follows from the micro-batch

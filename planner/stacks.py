@@ -42,6 +42,7 @@ class Stack:
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     reshard: bool = True  # can keep the gathered weights between forward and backward
     loads_whole: bool = False  # every rank holds all weights on its GPU while a sharded model is loaded
+    ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts
     default_sharding: Sharding = "zero3"
     default_checkpointing: Checkpointing = "none"
@@ -51,6 +52,7 @@ class Stack:
 TOPOFLIGHT = Stack(
     name="topoflight",
     attention="flash2",
+    ends_apart=True,
     states="fsdp_fp32",
     reduce_every_micro_batch=False,
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp"}),
@@ -66,9 +68,10 @@ STACKS: tuple[Stack, ...] = (
           checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0, offloads=("all",)),
     Stack(name="deepspeed", pattern=r"deepspeed", states="deepspeed", reduce_every_micro_batch=True,
           can=frozenset({"ddp", "zero1", "zero2", "zero3"}), together=frozenset(), checkpointing=("none", "full"),
-          offloads=("optimizer", "all"), interleaved=False, reshard=False, logits_bytes=20.0),
+          offloads=("optimizer", "all"), interleaved=False, reshard=False, logits_bytes=20.0,
+          bucket_bytes=1e9),  # reduce_bucket_size, 5e8 half-precision values by default
     Stack(name="torchtitan", pattern=r"torchtitan", states="fsdp_fp32", tp_overlap=True, compile=True,
-          fused_cross_entropy=False, logits_bytes=10.0,
+          fused_cross_entropy=False, logits_bytes=10.0, ends_apart=True,
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}), fp8=True,
           methods=frozenset({"full"})),
     Stack(name="megatron", pattern=r"megatron|nemo|mcore", fused=True, states="megatron", tp_overlap=True, fp8=True,
@@ -95,7 +98,7 @@ OBSERVED: tuple[Stack, ...] = (
     Stack(name="automodel", pattern=r"automodel", attention="flash3", states="fsdp_fp32", fused=True,
           fused_cross_entropy=False),
     Stack(name="torchtune", pattern=r"torchtune", states="pure", default_checkpointing="full", logits_bytes=10.0,
-          default_sharding="zero3"),
+          default_sharding="zero3", ends_apart=True),
     Stack(name="litgpt", pattern=r"litgpt|lit-gpt", states="pure", fused_cross_entropy=False, loads_whole=True,
           default_sharding="zero3"),
     Stack(name="peft", pattern=r"peft", states="pure", fused_cross_entropy=False, logits_bytes=20.0),
