@@ -13,7 +13,7 @@ from typing import NamedTuple
 from planner.hardware import GIB
 from planner.layout import Layout
 from planner.specs import ModelSpec, TrainSpec
-from planner.stacks import Stack
+from planner.stacks import Stack, as_run
 from planner.weights import trained_weights, weights
 
 NF4_BYTES = 0.53
@@ -105,6 +105,7 @@ def memory_parts(
     *, on_cpu: bool = False, first_stage: bool = False,
 ) -> MemoryParts:  # fmt: skip
     """Forecast the fullest rank's memory for one layout, or the first pipeline stage's."""
+    layout = as_run(layout, stack)
     count = weights(model)
     lora = train.method != "full"
     tokens = layout.micro_batch * float(train.sequence_length) / layout.cp  # the longest micro-batch sets the peak
@@ -145,6 +146,8 @@ def memory_parts(
         gathered = unit + after if layout.reshard_after_forward else 2.0 * local
         copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" else 1.0
         gathered += 0.0 if lora else (1.0 + copy) * unit
+    elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
+        gathered = 2.0 * local  # autocast's half-precision copy of the fp32 weights lives until the backward pass ends
 
     per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
     boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)

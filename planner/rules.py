@@ -12,7 +12,7 @@ from planner.hardware import GIB, GIGA
 from planner.layout import Layout
 from planner.links import Links
 from planner.specs import ModelSpec, TrainSpec
-from planner.stacks import Stack
+from planner.stacks import Stack, as_run
 from planner.weights import weights
 
 
@@ -160,8 +160,6 @@ def engine_runs(q: Question, at: Layout) -> str | None:
     axes = [w for w, used in (("tp", at.tp > 1), ("pp", at.pp > 1), ("dp", at.data_parallel > 1)) if used]
     if len(axes) > 1 and "+".join(axes) not in q.stack.together:
         return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
-    if name == "topoflight" and (at.tp > 1 or at.pp > 1) and (hybrid or (at.data_parallel > 1 and not sharded)):
-        return "topoflight combines TP and PP with FSDP only, not with DDP or HSDP"
     if name == "topoflight" and q.model.family == "gpt2" and (at.tp > 1 or at.pp > 1):
         return "topoflight splits Llama-like modules over TP and PP, not GPT-2's"
     if name == "topoflight" and q.model.experts and (at.tp > 1 or at.pp > 1):
@@ -178,7 +176,7 @@ def engine_runs(q: Question, at: Layout) -> str | None:
         return f"{name} has no offload of {at.offload}"
     if at.offload != "none" and not q.has_gpu:
         return "without a GPU everything is in host memory already"
-    if at.offload == "all" and not (at.sharding == "zero3" and at.dp_shard > 1):
+    if at.offload == "all" and not (as_run(at, q.stack).sharding == "zero3" and at.dp_shard > 1):
         return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
     if at.precision == "fp8" and not q.stack.fp8:
         return f"{name} has no fp8"

@@ -73,7 +73,7 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
     if "ddp" in can:
         yield "ddp", 1, dp, True
     for zero in ("zero1", "zero2"):
-        if zero in can:
+        if zero in can and not (zero == "zero2" and question.stack.states == "fsdp_fp32"):  # FSDP's comes below
             yield zero, dp, 1, True
     if "zero3" in can:
         yield "zero3", dp, 1, True

@@ -7,11 +7,11 @@ DeepSpeed ZeRO, Megatron-LM arguments). Traits are properties of the code, never
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.hardware import Gpu
-from planner.layout import Checkpointing, Offload, Sharding
+from planner.layout import Checkpointing, Layout, Offload, Sharding
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 States = Literal["megatron", "deepspeed", "fsdp_fp32", "pure"]
@@ -55,9 +55,8 @@ TOPOFLIGHT = Stack(
     ends_apart=True,
     states="fsdp_fp32",
     reduce_every_micro_batch=False,
-    can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp"}),
+    can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
     fused_cross_entropy=True,
-    together=frozenset({"tp+dp", "pp+dp"}),
     offloads=("all",),
 )
 
@@ -107,6 +106,13 @@ OBSERVED: tuple[Stack, ...] = (
     Stack(name="colossalai", pattern=r"coloss", fused=True, states="deepspeed", default_sharding="zero1"),
     Stack(name="fsdp", pattern=r"fsdp", states="fsdp_fp32", fused_cross_entropy=False),
 )  # fmt: skip
+
+
+def as_run(layout: Layout, stack: Stack) -> Layout:
+    """FSDP has no ZeRO-2 of its own: it shards the weights too, and keeps them gathered until the backward pass."""
+    if layout.sharding == "zero2" and layout.dp_shard > 1 and stack.states == "fsdp_fp32":
+        return replace(layout, sharding="zero3", reshard_after_forward=False)
+    return layout
 
 
 def engine_named(name: str) -> Stack:

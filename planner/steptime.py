@@ -17,7 +17,7 @@ from planner.lengths import expected_longest, mean_length
 from planner.links import Links
 from planner.memory import NF4_BYTES
 from planner.specs import ModelSpec, TrainSpec
-from planner.stacks import Stack
+from planner.stacks import Stack, as_run
 from planner.weights import trained_weights, weights
 
 
@@ -128,6 +128,7 @@ def strides(layout: Layout) -> tuple[int, int, int, int]:
 def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast one layout."""
     model, train, stack, links, k = job.model, job.train, job.stack, job.links, job.constants
+    layout = as_run(layout, stack)
     count = weights(model)
     full = train.method == "full"
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
