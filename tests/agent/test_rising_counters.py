@@ -1,0 +1,62 @@
+"""Two scans of one host say what a single one cannot: which error counters rise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent.codes import ALL_CODES
+from agent.rising import rising
+from probes.api import Failed, Ok, Severity, Snapshot
+from probes.gpu import GpuFacts
+from probes.gpu_types import Gpu, NvLink
+from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
+
+HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
+
+
+def snapshot(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other: Any) -> Snapshot:
+    port = RdmaPort(port=1, counters=None if link_downed is None else {"link_downed": link_downed})
+    rdma = RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
+    link = NvLink(link=7, active=True, errors=HEALTHY if errors is None else errors)
+    gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", nvlinks=(link,), nvlinks_known=True)
+    gpus = GpuFacts(driver_version=other.pop("driver", "570.1"), cuda_version=None, gpus=(gpu,))
+    outcomes = other.pop("outcomes", {"rdma": Ok(facts=rdma), "gpu": Ok(facts=gpus)})
+    return Snapshot(
+        hostname=other.pop("hostname", "node0"), taken_at_seconds=at, topoflight_version="1", outcomes=outcomes
+    )
+
+
+def test_counters_that_stand_still_say_nothing() -> None:
+    assert rising(snapshot(0), snapshot(15)) == ()
+
+
+def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
+    found = rising(snapshot(0), snapshot(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 5000}))
+    assert [(f.code, f.severity, f.subject) for f in found] == [
+        ("rdma.counters.rising", Severity.FAIL, "mlx5_0:1"),
+        ("gpu.nvlink.errors", Severity.WARN, "GPU2"),
+    ]
+    assert found[0].evidence == ("link_downed: 4, then 5, 15 s later",)
+    assert found[1].evidence == ("link 7 recovery: 0, then 2",)
+    assert {f.code for f in found} <= set(ALL_CODES)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        snapshot(15, link_downed=None, errors={}),
+        snapshot(15, link_downed=0, errors={"replay": 0, "recovery": 0}),
+        snapshot(0, link_downed=9),
+        snapshot(15, link_downed=9, errors={"replay": 9}, hostname="node1"),
+        snapshot(15, outcomes={"rdma": Failed(error="x")}),
+    ],
+    ids=["unreadable", "reset", "same time", "another host", "failed"],
+)
+def test_what_cannot_be_compared_gives_no_finding(later: Snapshot) -> None:
+    assert rising(snapshot(0), later) == ()
+
+
+def test_another_driver_counts_anew() -> None:
+    assert rising(snapshot(0), snapshot(15, errors={"replay": 99}, driver="575.2")) == ()
