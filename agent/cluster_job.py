@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent.kube import ApiError, Client, path_of
 from agent.launch import plan_document
 from planner import exports, manifests, network_manifests
 from planner.advice import Recommendation
@@ -50,6 +51,42 @@ def documents(advice: Recommendation, spec: JobSpec, api: str, config: Path | No
 def network(found: Sequence[Snapshot], namespace: str) -> tuple[Document, ...]:
     """The network resources that the probed interfaces call for."""
     return network_manifests.network(network_manifests.from_snapshots(found, namespace=namespace))
+
+
+PLURALS = {
+    "ConfigMap": "configmaps", "Service": "services", "Job": "jobs", "TrainJob": "trainjobs",
+    "TrainingRuntime": "trainingruntimes", "PyTorchJob": "pytorchjobs",
+    "ResourceClaimTemplate": "resourceclaimtemplates",
+}  # fmt: skip
+
+
+def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
+    """Create the objects through the API, after the server has admitted each of them in a dry run.
+
+    The job, which is the last, must be new; what it needs is applied over what an earlier launch left. Yields a line
+    per object. JobError says what the server refused, and what was made before it.
+    """
+    done: list[str] = []
+    for really in (False,) if dry_run else (False, True):
+        for document in made:
+            name = f"{document['kind'].lower()}/{document['metadata']['name']}"
+            try:
+                _send(client, document, last=document is made[-1], dry_run=not really)
+            except ApiError as error:
+                so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
+                raise JobError(f"{name}: the API server says {error.status}: {error}{so_far}") from None
+            if really or dry_run:
+                done += [name] if really else []
+                yield f"{name} {'created' if really else 'admitted (dry run)'}"
+
+
+def _send(client: Client, document: Document, *, last: bool, dry_run: bool) -> None:
+    about, version = document["metadata"], document["apiVersion"]
+    plural, namespace = PLURALS[document["kind"]], about.get("namespace") or client.access.namespace
+    if last:
+        client.create(path_of(version, plural, namespace=namespace), document, dry_run=dry_run)
+    else:
+        client.apply(path_of(version, plural, about["name"], namespace=namespace), document, dry_run=dry_run)
 
 
 def _config(advice: Recommendation, spec: JobSpec) -> str:

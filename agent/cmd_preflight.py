@@ -153,6 +153,7 @@ def _escape(text: str, *, attribute: bool = False) -> str:
 cluster_options = (
     click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
                  show_default=True, help="Where to launch: torchrun here, or a job for the cluster."),
+    click.option("--context", default=None, help="Cluster: the kubeconfig's context. Default: its current one."),
     click.option("--image", default=None, help="Cluster: the fine-tune image."),
     click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
     click.option("--namespace", default="default", show_default=True),
@@ -221,9 +222,19 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], dry_run: bo
             documents = (*cluster_job.network(found, spec.namespace), *documents)
     except (JobError, ExportError) as error:
         raise click.UsageError(str(error)) from None
-    if not dry_run:
-        raise click.UsageError("--api: add --dry-run and pipe into `kubectl apply -f -`")
-    click.echo(render_documents(documents), nl=False)
+    if dry_run:
+        click.echo(render_documents(documents), nl=False)
+        return
+    if given["with_network"]:
+        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+    from agent.kube import Client
+    from agent.kube_access import AccessError, find
+
+    try:
+        for line in cluster_job.create(Client(find(given["context"])), documents):
+            click.echo(line)
+    except (JobError, AccessError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _launch_here(advice: Recommendation, folder: Path, timeout: float, dry_run: bool, given: dict[str, Any]) -> None:

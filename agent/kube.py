@@ -64,16 +64,15 @@ class Client:
         """One object, or one page."""
         return self.request("GET", path, query=query)
 
-    def list(self, path: str, query: Mapping[str, Any] | None = None) -> tuple[list[Json], str]:
-        """Every item in pages, and the resource version to watch from."""
-        items: list[Json] = []
+    def pages(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[list[Json], str]]:
+        """Items page by page, each with the resource version to watch from."""
         wanted = {**(query or {}), "limit": PAGE}
         while True:
             page = self.get(path, wanted)
-            items += page.get("items") or ()
             about = page.get("metadata") or {}
+            yield list(page.get("items") or ()), str(about.get("resourceVersion", ""))
             if not about.get("continue"):
-                return items, str(about.get("resourceVersion", ""))
+                return
             wanted["continue"] = about["continue"]
 
     def apply(self, path: str, document: Json, *, force: bool = True, dry_run: bool = False) -> Json:
@@ -95,7 +94,7 @@ class Client:
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """POST; tried again after an unclear failure only where twice is as good as once (reviews)."""
-        query = {"dryRun": "All"} if dry_run else None
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         return self.request("POST", path, query=query, body=document, repeatable=repeatable)
 
     def request(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from agent.kube import ApiError, Client, backoff_seconds
@@ -23,13 +23,13 @@ SHORTEST_WATCH_SECONDS = 1.0
 class Store(Protocol):
     """What follows the objects."""
 
-    def replace(self, items: Sequence[dict[str, Any]]) -> None:
-        """These are all there are."""
+    def replace(self, items: Iterable[dict[str, Any]]) -> None:
+        """These are all there are; iterating asks for the next page, and may raise ApiError."""
 
     def put(self, item: dict[str, Any]) -> None:
         """One is new or has changed."""
 
-    def remove(self, name: str) -> None:
+    def remove(self, item: dict[str, Any]) -> None:
         """One is gone."""
 
 
@@ -87,8 +87,14 @@ class Watcher:
                 failures += 1
 
     def _list(self) -> str:
-        items, version = self._client.list(self._path)
-        self._store.replace(items)
+        version = ""
+
+        def each() -> Iterator[dict[str, Any]]:
+            nonlocal version
+            for items, version in self._client.pages(self._path):  # noqa: B007 - the last page's is kept
+                yield from items
+
+        self._store.replace(each())
         self.lists += 1
         self._heard()
         self._listed.set()
@@ -101,7 +107,7 @@ class Watcher:
             item = event["object"]
             version = str(item["metadata"]["resourceVersion"])
             if event["type"] == "DELETED":
-                self._store.remove(item["metadata"]["name"])
+                self._store.remove(item)
             elif event["type"] in ("ADDED", "MODIFIED"):
                 self._store.put(item)
             yield version

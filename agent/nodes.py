@@ -171,7 +171,7 @@ class Fleet:
         self._graphs: dict[str, NodeTopology | None] = {}
         self._lock = threading.Lock()
 
-    def replace(self, items: Sequence[Json]) -> None:
+    def replace(self, items: Iterable[Json]) -> None:
         """A whole list of resources."""
         self.set(from_resource(item) for item in items)
 
@@ -190,8 +190,9 @@ class Fleet:
         with self._lock:
             self._records = {**self._records, record.name: record}
 
-    def remove(self, name: str) -> None:
+    def remove(self, item: Json) -> None:
         """One resource that is gone."""
+        name = item["metadata"]["name"]
         with self._lock:
             self._records = {key: value for key, value in self._records.items() if key != name}
 

@@ -116,6 +116,7 @@ def node_feature(record: NodeRecord, namespace: str) -> dict[str, Any]:
     active = (record.rdma or "").partition("/")[0]
     wanted = {
         "topoflight.io/verdict": record.verdict,
+        "topoflight.io/ready": str(record.verdict in ("pass", "warn")).lower(),
         "topoflight.io/gpus": str(record.gpus) if record.gpus is not None else None,
         "topoflight.io/links": (record.links or "").split(" ")[0] or None,
         "topoflight.io/rdma-ports-active": active or None,

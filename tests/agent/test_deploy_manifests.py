@@ -146,6 +146,21 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 
+def test_daemonset_arguments_are_understood() -> None:
+    """The arguments in the manifests are options that exist."""
+    from agent.cli import cli
+
+    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/daemonset/overlays/kueue",
+                   ROOT / "deploy/bench/job"):  # fmt: skip
+        for document in render(folder):
+            template = document.get("spec", {}).get("template")
+            for container in template["spec"]["containers"] if template else ():
+                verb, *arguments = container["args"]
+                command = cli.get_command(None, verb)  # type: ignore[arg-type]
+                assert command is not None, verb
+                command.make_parser(command.make_context(verb, [], resilient_parsing=True)).parse_args(arguments)
+
+
 def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
     """IPC_LOCK and nothing else, one pod per node, a headless Service named as the rendezvous."""
     documents = {d["kind"]: d for d in render(ROOT / "deploy/bench/job")}

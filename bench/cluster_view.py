@@ -1,0 +1,106 @@
+"""Time and memory of the cluster's answer: by default 5,000 nodes, three kinds of machine, read over HTTP in pages.
+
+    .venv/bin/python bench/cluster_view.py [NODES]
+
+Prints one line per step. The records come from a server in a process of its own, so that the memory is the agent's.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import Process, Queue
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+KINDS = ("hgx-h100-8xH100-8hca", "polaris-4xA100-nv4", "l40s-4x-pcie")
+
+
+def serve(nodes: int, out: Queue[Any]) -> None:
+    """The API server's part: `nodes` records, of which every hundredth has failed and every fiftieth is silent."""
+    from api_server import ApiServer
+
+    from agent.nodes import records_of, to_resource
+    from agent.view import look
+    from probes.recording import load
+    from probes.scan import scan
+
+    kinds = [
+        records_of(look((scan(load(ROOT / f"tests/machines/{kind}.json")),)), name="x")[0] for kind in KINDS
+    ]  # fmt: skip
+    with ApiServer() as api:
+        for index in range(nodes):
+            record = replace(kinds[0 if index % 10 else 1 + index // 10 % 2], name=f"node-{index:05d}")
+            if index % 100 == 0:
+                record = replace(record, verdict="fail")
+            if index % 50 == 1:
+                record = replace(record, scanned_at_seconds=record.scanned_at_seconds - 86400)
+            api.put("/apis/topoflight.io/v1alpha1/nodetopologies", "", to_resource(record)[1])
+        out.put(api.url)
+        time.sleep(3600)
+
+
+def resident_mib() -> float:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def step(name: str, work: Callable[[], Any]) -> Any:
+    """Do it, and print what it took."""
+    began = time.perf_counter()
+    value = work()
+    size = len(value.content) if hasattr(value, "content") else 0
+    print(f"{name:48s} {time.perf_counter() - began:8.3f} s  {resident_mib():7.1f} MiB resident"
+          + (f"  {size / 2**20:6.2f} MiB sent" if size else ""))  # fmt: skip
+    if hasattr(value, "status_code") and value.status_code != 200:
+        raise SystemExit(value.text)
+    return value
+
+
+def main(nodes: int) -> None:
+    """Build the agent, then ask it."""
+    out: Queue[Any] = Queue()
+    server = Process(target=serve, args=(nodes, out), daemon=True)
+    server.start()
+    url = out.get()
+
+    from starlette.testclient import TestClient
+
+    from agent.kube import Client
+    from agent.kube_access import Access
+    from agent.server import create
+    from agent.server_cluster import Cluster
+    from agent.state import State
+    from probes.recording import load
+    from probes.scan import scan
+
+    state = State(lambda: (scan(load(ROOT / f"tests/machines/{KINDS[0]}.json")),), interval_seconds=3600)
+    state.refresh()
+    client = Client(Access(server=url, token=lambda: "agent-token"))
+    http = TestClient(create(state, cluster=Cluster(state, name="node-00002", client=client)))
+    step("one node's findings, before any cluster question", lambda: http.get("/findings"))
+    step(f"first /nodes of {nodes}: list in pages", lambda: http.get("/nodes"))
+    step("/nodes again", lambda: http.get("/nodes"))
+    step("/topology?scope=cluster", lambda: http.get("/topology?scope=cluster"))
+    step("/recommendations?scope=cluster", lambda: http.get("/recommendations?scope=cluster"))
+    advice = step(
+        "/recommendations?scope=cluster&model=Llama-3.1-8B",
+        lambda: http.get("/recommendations?scope=cluster&model=Llama-3.1-8B"),
+    )
+    step("the same again", lambda: http.get("/recommendations?scope=cluster&model=Llama-3.1-8B"))
+    notes = [note["text"] for note in advice.json()["notes"] if note["topic"] == "cluster"]
+    print(json.dumps(notes, indent=1))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{'peak':48s} {'':10s}  {peak:7.1f} MiB resident")
+    server.terminate()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5000)
