@@ -1,0 +1,111 @@
+"""What the search recommends to the fine-tune job on the recorded machines, the job itself accepts."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from planner.layout import Layout
+from planner.links import links_of
+from planner.memory import memory_parts
+from planner.models import model_named
+from planner.recommend import plan, search_planned
+from planner.rules import Question, first_broken
+from planner.specs import TrainSpec
+from planner.stacks import TOPOFLIGHT
+from probes.api import Snapshot
+from probes.recording import load
+from probes.scan import scan
+from topology.build import build
+from topology.graph import ClusterTopology, NodeTopology
+
+MACHINES = Path(__file__).resolve().parents[1] / "machines"
+TRAINS = (
+    TrainSpec(method="lora", sequence_length=2048, global_batch=64),
+    TrainSpec(method="full", sequence_length=2048, global_batch=64),
+    TrainSpec(method="full", sequence_length=2048, global_batch=64, packing=True),
+)
+
+
+@cache
+def machine(name: str) -> tuple[Snapshot, NodeTopology]:
+    """One recording, scanned."""
+    snapshot = scan(load(MACHINES / f"{name}.json"))
+    return snapshot, build(snapshot)
+
+
+def shape(name: str) -> SimpleNamespace:
+    """The fields of a transformers config that the job asks for."""
+    model = model_named(name)
+    return SimpleNamespace(
+        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
+        intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", sorted(path.stem for path in MACHINES.glob("*.json")))
+def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
+    """The best of every family, for adapters and full training, on one machine and on two like it."""
+    pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from finetune.parallel import refusals
+
+    snapshot, node = machine(name)
+    for model in ("Llama-3.1-8B", "tiny-llama"):
+        for train in TRAINS:
+            planned = plan(ClusterTopology(nodes=(node,) * nodes), (snapshot,) * nodes, model_named(model), train)
+            for candidate in search_planned(planned).best:
+                why = refusals(candidate.layout, shape(model), lora=train.method == "lora", packing=train.packing)
+                assert why == [], candidate.layout
+
+
+COMBINED = [
+    Layout(world_size=4, pp=2, tp=2, gradient_accumulation=2),
+    Layout(world_size=8, pp=2, tp=2, dp_shard=2, gradient_accumulation=2),
+    Layout(world_size=4, tp=2, dp_replicate=2, sharding="ddp"),
+    Layout(world_size=8, tp=2, dp_replicate=2, dp_shard=2),
+    Layout(world_size=4, pp=2, dp_replicate=2, sharding="ddp", gradient_accumulation=2),
+    Layout(world_size=8, pp=2, dp_replicate=2, dp_shard=2, gradient_accumulation=2),
+    Layout(world_size=2, dp_shard=2, sharding="zero2"),
+    Layout(world_size=2, dp_shard=2, offload="all"),
+]
+
+
+@pytest.mark.parametrize("layout", COMBINED, ids=lambda at: f"{at.family} {at.offload}")
+def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
+    """Combinations that the job's equivalence tests cover break no rule of the planner."""
+    pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from finetune.parallel import refusals
+
+    _, node = machine("hgx-h100-8xH100-8hca")
+    asked = Question(
+        model=model_named("Llama-3.1-8B"), train=TrainSpec(), stack=TOPOFLIGHT, host_memory_bytes=2e12,
+        links=links_of(ClusterTopology(nodes=(node,)), ()),
+    )  # fmt: skip
+    assert refusals(layout, shape("Llama-3.1-8B"), lora=True) == []
+    assert first_broken(asked, layout) is None
+
+
+def test_the_search_reaches_the_combinations() -> None:
+    """On two 8-GPU machines the families with TP and PP over replicas are among those ranked."""
+    snapshot, node = machine("hgx-h100-8xH100-8hca")
+    train = TrainSpec(method="lora", sequence_length=2048, global_batch=64)
+    planned = plan(ClusterTopology(nodes=(node,) * 2), (snapshot,) * 2, model_named("Llama-3.1-8B"), train)
+    layouts = [candidate.layout for candidate in search_planned(planned).best]
+    assert any(at.pp > 1 and at.tp > 1 and at.dp_shard > 1 for at in layouts)
+    assert any(at.tp > 1 and at.dp_replicate > 1 and at.dp_shard == 1 for at in layouts)
+    assert any(at.tp > 1 and at.dp_replicate > 1 and at.dp_shard > 1 for at in layouts)
+    assert any(at.pp > 1 and at.dp_replicate > 1 and at.dp_shard == 1 for at in layouts)
+
+
+def test_zero2_of_fsdp_is_fsdp_that_keeps_its_weights_gathered() -> None:
+    """The same job under two names is forecast the same."""
+    model, train = model_named("Llama-3.1-8B"), TrainSpec(method="full")
+    zero2 = Layout(world_size=8, dp_shard=8, sharding="zero2")
+    kept = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)
+    assert memory_parts(model, train, zero2, TOPOFLIGHT) == memory_parts(model, train, kept, TOPOFLIGHT)
+    resharded = Layout(world_size=8, dp_shard=8)
+    assert memory_parts(model, train, resharded, TOPOFLIGHT).total < memory_parts(model, train, kept, TOPOFLIGHT).total
