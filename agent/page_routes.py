@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
@@ -54,10 +54,11 @@ def _pages(app: FastAPI, state: State, current: Callable[[State], View]) -> None
         names = [snapshot.hostname for snapshot in view.snapshots]
         if node is not None and node not in names:
             raise ProblemError(404, f"node={node}: not among the nodes served here", allowed=names)
+        now: dict[str, Any] = {"digest": digest(view), "trouble": state.error}
         if node is None and len(names) != 1:
-            return _answer(pages.cluster_page(view, *_advice(view), digest=digest(view)))
-        whole, view = view, only(view, node or names[0])
-        return _answer(pages.node_page(view, *_advice(view), digest=digest(whole), fleet=len(whole.snapshots)))
+            return _answer(pages.cluster_page(view, *_advice(view), **now))
+        mine = only(view, node or names[0])
+        return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names)))
 
     @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse)
     def what_if(request: Request) -> HTMLResponse:

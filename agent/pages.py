@@ -68,14 +68,19 @@ def _environment(*, html: bool) -> Environment:
     return made
 
 
-def node_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, fleet: int = 1) -> str:
-    """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares."""
-    return _page("node", view, advice=advice, why_not=why_not, digest=digest, fleet=fleet)
+def node_page(
+    view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None, fleet: int = 1
+) -> str:
+    """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares.
+
+    `trouble` is why the newest scan failed, where this view is an older one.
+    """
+    return _page("node", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, fleet=fleet)
 
 
-def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str) -> str:
+def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
-    return _page("cluster", view, advice=advice, why_not=why_not, digest=digest, rows=rows(view))
+    return _page("cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=rows(view))
 
 
 def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:

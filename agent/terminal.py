@@ -49,6 +49,7 @@ def scan(out: Console, found: Sequence[Snapshot], checks: Sequence[Check], every
     """Hosts and their findings."""
     for snapshot in found:
         host(out, snapshot)
+        out.print("\n[bold]Findings[/bold]")
         findings(out, [check for check in checks if check.node == snapshot.hostname], everything=everything)
 
 

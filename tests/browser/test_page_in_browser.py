@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,7 +18,12 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
+from agent import advise
+from agent.pages import report_page
+from agent.report import Report
 from agent.state import State
+from agent.view import look
+from probes.api import Snapshot
 from probes.recording import load
 from probes.scan import scan
 
@@ -236,6 +242,47 @@ def test_measurements_and_flights_are_shown(
         clean(tab, address)
 
 
+def test_the_report_is_one_file_for_a_ticket(chromium: Browser, axe: str, tmp_path: Path) -> None:
+    """Opened from disk: nothing is fetched, no script is in it, ids are unique, axe-core is content."""
+    snapshots = tuple(scan(load(FOLDER / f"{name}.json")) for name in ("sick-h100-rdma-off", "hgx-h100-8xH100-8hca"))
+    view = look(snapshots)
+    whole = Report(
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=snapshots, topologies=view.topologies,
+        checks=view.checks, verdict=view.verdict, notes=("the benchmark: no GPU here",),
+        recommendation=advise.for_view(view, advise.Request(model="Llama-3.1-8B")),
+    )  # fmt: skip
+    path = tmp_path / "report.html"
+    path.write_text(report_page(whole), encoding="utf-8")
+    with chromium.tab() as tab:
+        tab.go(path.as_uri())
+        assert "no RDMA device" in tab.text(".finding")
+        assert tab.run("document.scripts.length") == 0
+        ids = tab.run("[...document.querySelectorAll('[id]')].map(e => e.id)")
+        assert len(ids) == len(set(ids))
+        assert tab.run("document.querySelectorAll('a[href^=\"./\"]').length") == 0
+        accessible(tab, axe)
+        clean(tab, path.as_uri())
+
+
+def test_a_failed_scan_is_said_on_the_page(chromium: Browser, agent: Callable[..., tuple[str, State]]) -> None:
+    """The older view stays, and says that it is one."""
+    left = [(scan(load(FOLDER / "cpu-only-vm.json")),)]
+
+    def look_once() -> tuple[Snapshot, ...]:
+        if not left:
+            raise OSError("driver gone")
+        return left.pop()
+
+    address, state = agent(look_once)
+    with chromium.tab() as tab:
+        end = time.monotonic() + 30  # the agent scans again when it starts
+        while state.error is None and time.monotonic() < end:
+            time.sleep(0.05)
+        tab.go(address)
+        assert "driver gone" in tab.text("[role=alert]")
+        assert tab.text("h1") == "vm"
+
+
 def test_doors_are_listed_from_the_agent_itself(chromium: Browser, axe: str, machines: dict[str, str]) -> None:
     """No page of the agent loads anything from elsewhere, its own API list included."""
     address = machines["cpu-only-vm"]
@@ -256,10 +303,10 @@ def test_pictures(chromium: Browser, machines: dict[str, str], tmp_path: Path) -
         keep(folder / "page.png", tab.picture(int(height), 1160))
     terminal = tmp_path / "terminal.html"
     terminal.write_text(terminal_page("scan", "--host", "tests/machines/sick-h100-rdma-off.json"), encoding="utf-8")
-    with chromium.tab(width=760, height=500) as tab:
+    with chromium.tab(width=820, height=300) as tab:
         tab.go(terminal.as_uri())
         height = tab.run("document.querySelector('pre').getBoundingClientRect().bottom + 16")
-        keep(folder / "terminal.png", tab.picture(int(height), 760))
+        keep(folder / "terminal.png", tab.picture(int(height), 820))
 
 
 def keep(path: Path, picture: bytes) -> None:
