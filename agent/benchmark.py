@@ -21,12 +21,13 @@ from probes.gpu import GpuFacts
 from topology.build import build
 from topology.cluster import join
 
-# The job's own default (finetune/default.yaml): a Llama small enough for any host, on data that the job makes.
+# The job's own default (finetune/default.yaml): a Llama small enough for any host, on data that the job makes, whose
+# rows of about 51 tokens are padded to the longest of a micro-batch.
 EMBEDDED_MODEL = "tiny-llama"
 EMBEDDED_REQUEST: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
     "method": "lora",
-    "sequence_length": 128,
+    "sequence_length": 64,
     "global_batch": 16,
 }
 
