@@ -36,7 +36,7 @@ def rising(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
 def _nvlinks(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator[Finding]:
     earlier = {gpu.uuid: gpu for gpu in before.gpus if gpu.uuid}
     for gpu in after.gpus:
-        past = earlier.get(gpu.uuid)
+        past = earlier.get(gpu.uuid or "")
         risen = list(_risen(past, gpu)) if past is not None else []
         if risen:
             yield Finding(

@@ -21,7 +21,7 @@ from probes.host import GpuHandle, Json
 from probes.nvml import Nvml
 
 TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
-ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|CUDA_VISIBLE_DEVICES$")
+ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|(CUDA_VISIBLE_DEVICES|TOPOFLIGHT_NETWORK_STATUS)$")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 _LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
@@ -154,7 +154,7 @@ class LiveHost:
         return soft, hard
 
     def environment(self) -> dict[str, str]:
-        """What NCCL, gloo, libfabric and UCX read; nothing whose name looks like a secret."""
+        """What NCCL, gloo, libfabric and UCX read, where the networks' annotation lies; nothing that looks secret."""
         return {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k) and not SECRET.search(k)}
 
     def identity(self) -> dict[str, Json]:

@@ -33,7 +33,9 @@ class RdmaPort:
     rate_bytes_per_second: float | None = None
     rate_text: str | None = None  # "400 Gb/sec (4X NDR)"
     netdev: str | None = None
-    active_mtu_bytes: int | None = None  # RoCE: what the kernel derives from the netdev's MTU; unknown for InfiniBand
+    active_mtu_bytes: int | None = (
+        None  # RoCE: what the kernel derives from the netdev's MTU; InfiniBand: from libibverbs, else unknown
+    )
     max_mtu_bytes: int | None = None
     netdev_mtu_bytes: int | None = None
     gids: tuple[Gid, ...] = ()

@@ -7,6 +7,7 @@ models by PCI id: pci.ids.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from probes import sysfs
 from probes.api import UnavailableError
@@ -57,6 +58,8 @@ def read(host: Host) -> RdmaFacts:
     if not devices:
         raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
     version, usable = _pyverbs(host)
+    if usable:
+        devices = tuple(_with_verbs(host, device) for device in devices)
     candidates = [device for device in devices if device.uverbs_usable]
     return RdmaFacts(
         devices=devices,
@@ -137,6 +140,30 @@ def _bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
         if "bond" in name and master:
             return master
     return None
+
+
+def _with_verbs(host: Host, device: RdmaDevice) -> RdmaDevice:
+    """InfiniBand's MTU is the subnet manager's choice: no file has it, libibverbs has. RoCE follows from the netdev."""
+    if not device.uverbs_usable or all(port.link_layer != "InfiniBand" for port in device.ports):
+        return device
+    return replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
+
+
+def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
+    try:
+        answer = host.verbs("port", name, port.port) if port.link_layer == "InfiniBand" else None
+    except (OSError, ImportError):
+        return port
+    if not isinstance(answer, dict):
+        return port
+    return replace(
+        port, active_mtu_bytes=mtu_bytes(answer.get("active_mtu")), max_mtu_bytes=mtu_bytes(answer.get("max_mtu"))
+    )
+
+
+def mtu_bytes(code: object) -> int | None:
+    """enum ibv_mtu: 1 is 256 bytes, 5 is 4096."""
+    return 128 << code if type(code) is int and 1 <= code <= 5 else None
 
 
 def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:

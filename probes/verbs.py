@@ -1,6 +1,7 @@
 """libibverbs through pyverbs, where the distribution's python3-pyverbs is installed.
 
-Specification: ibv_reg_mr(3), ibv_query_device(3); memory is registered for local access only and given back at once.
+Specification: ibv_reg_mr(3), ibv_query_device(3), ibv_query_port(3); memory is registered for
+local access only and given back at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; pyverbs moved its enumerations betwe
 
 
 def ask(what: str, *arguments: int | str) -> Json:
-    """ "version", "devices", or "register" with a device's name and a number of bytes."""
+    """ "version", "devices", "port" with a device's name and a port, "register" with a name and a number of bytes."""
     if what == "version":
         return _version()
     if what == "devices":
@@ -25,7 +26,10 @@ def ask(what: str, *arguments: int | str) -> Json:
     if what == "register":
         device, length = arguments
         return _register(str(device), int(length))
-    raise ValueError(f'verbs answers "version", "devices" and "register", not {what!r}')
+    if what == "port":
+        device, number = arguments
+        return _port(str(device), int(number))
+    raise ValueError(f'verbs answers "version", "devices", "port" and "register", not {what!r}')
 
 
 @contextmanager
@@ -51,6 +55,16 @@ def _devices() -> list[Json]:
 
     with _as_oserror():
         return [{"name": _text(d.name), "node_type": int(d.node_type)} for d in verbs_device.get_device_list()]
+
+
+def _port(device: str, number: int) -> Json:
+    """The codes of ibv_port_attr as they are: IBV_MTU_256 is 1, IBV_MTU_4096 is 5."""
+    from pyverbs.device import Context
+
+    with _as_oserror(), Context(name=device) as context:
+        port = context.query_port(number)
+        names = ("active_mtu", "max_mtu", "active_width", "active_speed")
+        return {name: int(getattr(port, name)) for name in names}
 
 
 def _register(device: str, length: int) -> Json:

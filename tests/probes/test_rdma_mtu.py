@@ -1,0 +1,58 @@
+"""InfiniBand's MTU comes from libibverbs, which may not answer; RoCE's from its netdev."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+from dicthost import DictHost
+from test_rdma_probe import Fabric
+
+from probes import rdma
+from probes.live import LiveHost
+
+
+class Library(DictHost):
+    """A libibverbs that answers about ports as it is told."""
+
+    port: Any = None
+
+    def verbs(self, what: str, *arguments: Any) -> Any:
+        """What was given for a port."""
+        if what != "port":
+            return super().verbs(what, *arguments)
+        if isinstance(self.port, OSError):
+            raise self.port
+        return self.port
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"active_mtu": 5, "max_mtu": 5, "active_width": 2, "active_speed": 128}, (4096, 4096)),
+        ({"active_mtu": 4, "max_mtu": 5}, (2048, 4096)),
+        ({"active_mtu": 0, "max_mtu": 99}, (None, None)),
+        ({}, (None, None)),
+        (None, (None, None)),
+        (OSError(errno.EIO, "no answer"), (None, None)),
+    ],
+)
+@pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
+def test_what_the_library_says(answer: Any, expected: tuple[int | None, int | None], layer: str) -> None:
+    host = Fabric().add("mlx5_0", 0, layer=layer).host(register_limit_bytes=1 << 40)
+    host.__class__ = Library
+    host.port = answer  # type: ignore[attr-defined]
+    port = rdma.read(host).devices[0].ports[0]
+    if layer == "InfiniBand":
+        assert (port.active_mtu_bytes, port.max_mtu_bytes) == expected
+    else:
+        assert port.max_mtu_bytes is None, "not asked"
+
+
+def test_the_path_of_the_networks_annotation_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOFLIGHT_NETWORK_STATUS", "/etc/podinfo/network-status")
+    monkeypatch.setenv("TOPOFLIGHT_NETWORK_STATUS_TOKEN", "x")
+    environment = LiveHost().environment()
+    assert environment["TOPOFLIGHT_NETWORK_STATUS"] == "/etc/podinfo/network-status"
+    assert "TOPOFLIGHT_NETWORK_STATUS_TOKEN" not in environment
