@@ -44,8 +44,8 @@ class Plan:
         limits = {"bytes": BUFFER_BYTES_MAX, "depth": 1024, "rounds": 1000, "round_seconds": 60}
         for name, most in limits.items():
             value = getattr(self, name)
-            least = 0 if name == "round_seconds" else 1
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            least, kinds = (0, (int, float)) if name == "round_seconds" else (1, (int,))
+            if type(value) not in kinds or not least <= value <= most:
                 raise ValueError(f"{name}={value!r} is not allowed; allowed: {least} to {most}")
         if self.bytes * self.depth > BUFFER_BYTES_MAX:
             raise ValueError(
