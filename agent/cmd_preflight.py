@@ -60,6 +60,11 @@ def with_model_options(command: Any) -> Any:
               help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
               help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
+@click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
+@click.option("--nodes", default=None, metavar="NAME,...", help="Judge these nodes by what their agents publish.")
+@click.option("--selector", default=None, metavar="LABELS", help="Judge the cluster's nodes with these labels.")
+@click.option("--context", default=None, help="With --nodes or --selector: the kubeconfig's context.")
 @click.option("--list-checks", is_flag=True, help="Name every check and stop.")
 @click.option("--all", "everything", is_flag=True, help="Show passed and unknown checks too.")
 @click.option("--force", is_flag=True, help="Measure although GPUs are in use by others.")
@@ -75,8 +80,14 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
     from agent.preflight import run
 
     folder: Path | None = given.pop("folder") or (Path("reports") if given["fly"] else None)
+    where = {name: given.pop(name) for name in ("nodes", "selector", "context")}
     try:
-        report = run(_options(given, folder), Progress(quiet=quiet))
+        if where["nodes"] or where["selector"]:
+            if folder is not None:
+                raise click.UsageError("--report is for a run on a host; with --nodes or --selector use -o FORMAT=FILE")
+            report = _of_cluster(where, given)
+        else:
+            report = run(_options(given, folder), Progress(quiet=quiet))
     except GateError as error:
         raise click.UsageError(str(error)) from None
     for form, path in targets:
@@ -88,6 +99,28 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         click.echo(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
+
+
+def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
+    """The gate over other nodes; reads what they publish, and makes no load."""
+    from agent.cluster_gate import checks_of, fleet, named
+    from agent.kube import ApiError, Client
+    from agent.kube_access import AccessError, find
+    from agent.preflight import report_of
+
+    wrong = [name for name in ("fly", "measure", "hosts") if given[name]]
+    if wrong:
+        raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
+    try:
+        client = Client(find(where["context"]))
+        names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
+        held = fleet(client)
+    except (AccessError, ApiError) as error:
+        raise click.ClickException(str(error)) from None
+    return report_of(
+        checks_of(names, held), require=given["require"], skip=given["skip"], fail_on=given["fail_on"],
+        baseline=given["baseline"],
+    )  # fmt: skip
 
 
 def _options(given: dict[str, Any], folder: Path | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agent.cluster_gate import CLUSTER_CODES
 from agent.measured import BENCH_CODES, FLIGHT_CODES
 from planner.lint import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
@@ -16,4 +17,5 @@ ALL_CODES: tuple[str, ...] = (
     *ENVIRONMENT_CODES,
     *BENCH_CODES,
     *FLIGHT_CODES,
+    *CLUSTER_CODES,
 )

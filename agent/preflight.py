@@ -9,6 +9,9 @@ from pathlib import Path
 
 from agent import benchmark, flight, keep, launch, measured
 from agent.advise import Request, answer, with_fsdp
+from agent.baseline import read as read_baseline
+from agent.baseline import regressions
+from agent.codes import ALL_CODES
 from agent.flight import Comparison, Flight
 from agent.gate import Check, FailOn, judge, select
 from agent.hosts import snapshots as read_snapshots
@@ -46,11 +49,13 @@ class Options:
     force: bool = False
     overrides: tuple[str, ...] = ()
     config: Path | None = None
+    baseline: Path | None = None
 
 
 def run(options: Options, progress: Progress) -> Report:
     """Scan, build, measure, recommend, fly, compare, judge."""
     started, clock = time.time(), time.monotonic()
+    before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
     progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
     found = read_snapshots(options.hosts, root=options.root)
     notes: list[str] = []
@@ -74,6 +79,8 @@ def run(options: Options, progress: Progress) -> Report:
     progress.done()
 
     checks = select((*view.checks, *extra), require=options.require, skip=options.skip)
+    if before is not None:
+        checks = regressions(checks, before)
     return Report(
         started_at_seconds=started,
         seconds=time.monotonic() - clock,
@@ -88,6 +95,20 @@ def run(options: Options, progress: Progress) -> Report:
         comparisons=comparisons,
         notes=tuple(notes),
     )
+
+
+def report_of(
+    found: Sequence[Check], *, require: Sequence[str], skip: Sequence[str], fail_on: FailOn, baseline: Path | None
+) -> Report:
+    """A report of checks that others made: nothing is scanned, measured or advised here."""
+    checks = select(found, require=require, skip=skip, known=ALL_CODES)
+    if baseline is not None:
+        checks = regressions(checks, read_baseline(baseline))
+    return Report(
+        started_at_seconds=time.time(), seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(),
+        checks=checks, verdict=judge(checks, fail_on=fail_on),
+        notes=("judged by what the nodes' agents published; nothing was measured in this run",),
+    )  # fmt: skip
 
 
 def _measure(

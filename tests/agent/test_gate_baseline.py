@@ -1,0 +1,150 @@
+"""--baseline: only what got worse fails; --nodes and --selector: the gate over what agents publish; the exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+
+from api_server import ApiServer
+
+from agent.baseline import read, regressions
+from agent.cmd_preflight import preflight
+from agent.gate import Check, GateError, Status, judge
+from agent.nodes import NodeRecord, records_of, to_resource
+from agent.view import look
+from probes.recording import load
+from probes.scan import scan
+
+MACHINES = Path(__file__).parent.parent / "machines"
+GOOD, SICK = MACHINES / "hgx-h100-8xH100-8hca.json", MACHINES / "sick-h100-dead-hca.json"
+NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"
+
+TABLE: list[tuple[Status | None, Status, Status]] = [
+    # baseline, now -> judged as
+    ("pass", "fail", "fail"), ("fail", "fail", "info"), ("warn", "fail", "fail"), ("fail", "warn", "info"),
+    ("unknown", "fail", "fail"), (None, "fail", "fail"), ("pass", "unknown", "fail"), ("unknown", "unknown", "unknown"),
+    ("warn", "warn", "info"), ("pass", "pass", "pass"), ("fail", "pass", "pass"), ("info", "warn", "warn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "now", "judged"), TABLE)
+def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
+    """What got worse fails, what stood there already is told, what cannot be measured any more fails."""
+    baseline = {("a.b.c", "n", ""): before} if before else {}
+    (made,) = regressions([Check(id="a.b.c", status=now, node="n")], baseline)
+    assert made.status == judged
+
+
+def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
+    """A report of the sick machine as the baseline; then of the good one."""
+    run = CliRunner()
+    for machine, name in ((SICK, "sick"), (GOOD, "good")):
+        run.invoke(preflight, ["--host", str(machine), "-o", f"json={tmp_path / name}", "-q"])
+    assert run.invoke(preflight, ["--host", str(SICK), "-q"]).exit_code == 3
+    assert run.invoke(preflight, ["--host", str(SICK), "--baseline", str(tmp_path / "sick"), "-q"]).exit_code == 0
+    worse = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(tmp_path / "good"), "-q"])
+    assert worse.exit_code == 3 and "rdma" in worse.output
+    by_recording = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(GOOD), "-q"])
+    assert by_recording.exit_code == 3
+    assert run.invoke(preflight, ["--host", str(GOOD), "--baseline", str(GOOD), "-q"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"checks": 3}', '{"checks": [1]}', '{"checks": [{"id": "a"}]}', "[" * 100_000,
+             '{"checks": [{"id": "a", "node": "n", "subject": "", "status": "good"}]}'],
+)  # fmt: skip
+def test_a_file_that_is_no_baseline_is_a_usage_error(tmp_path: Path, text: str) -> None:
+    """Named, and exit code 2."""
+    path = tmp_path / "b.json"
+    path.write_text(text)
+    with pytest.raises(GateError, match=r"--baseline .*b\.json"):
+        read(path)
+    assert CliRunner().invoke(preflight, ["--host", str(GOOD), "--baseline", str(path), "-q"]).exit_code == 2
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """Three nodes: one good, one sick, one silent; a fourth that publishes nothing."""
+    with ApiServer() as server:
+        for name, machine, age in (("good", GOOD, 0), ("sick", SICK, 0), ("old", GOOD, 7200)):
+            (record,) = records_of(look((scan(load(machine)),)), name=name)
+            record = replace(record, scanned_at_seconds=time.time() - age)
+            server.put(NODES, "", to_resource(record)[1])
+        config = tmp_path / "config"
+        config.write_text(
+            f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{server.url}'}}}}]\n"
+            "users: [{name: u, user: {token: agent-token}}]\n"
+            "contexts: [{name: c, context: {cluster: k, user: u}}]\n"
+        )
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--nodes", "good"], 0), (["--nodes", "good,sick"], 3), (["--nodes", "old"], 3), (["--nodes", "never"], 3),
+        (["--nodes", "sick", "--skip", "rdma.*", "--skip", "topology.*", "--skip", "pci.*"], 0),
+        (["--nodes", "good", "--require", "bench.busbw.low"], 5), (["--nodes", "good", "--measure"], 2),
+        (["--nodes", "good", "--skip", "no.such"], 2), (["--selector", "a=b"], 2),
+        (["--nodes", "good", "--context", "nowhere"], 1),
+    ],
+)  # fmt: skip
+def test_the_gate_over_nodes(api: ApiServer, words: list[str], code: int) -> None:
+    """What agents published decides; a node nobody hears of is a failure."""
+    done = CliRunner().invoke(preflight, [*words, "-q"])
+    assert done.exit_code == code, done.output
+
+
+@pytest.mark.parametrize("form", ["table", "json", "yaml", "junit", "github", "markdown"])
+def test_every_format_tells_of_the_silent_node(api: ApiServer, form: str, tmp_path: Path) -> None:
+    """On stdout, and in a file."""
+    done = CliRunner().invoke(preflight, ["--nodes", "good,old", "-o", form, "-o", f"json={tmp_path / 'r'}", "-q"])
+    assert done.exit_code == 3 and "cluster.node.silent" in done.output
+    assert json.loads((tmp_path / "r").read_text())["verdict"]["word"] == "fail"
+
+
+def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
+    """The API server selects; the stand-in returns all nodes there are."""
+    for name in ("good", "sick"):
+        api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}})
+    done = CliRunner().invoke(preflight, ["--selector", "pool=gpu", "-q"])
+    assert done.exit_code == 3
+    assert any("labelSelector=pool%3Dgpu" in path for _, path in api.requests)
+
+
+EXITS: list[tuple[tuple[Status, ...], bool, str, int]] = [
+    # statuses, required, --fail-on -> exit code (docs/exit-codes.md)
+    (("pass",), False, "fail", 0), (("warn",), False, "fail", 0), (("unknown",), False, "fail", 0),
+    (("info",), False, "unknown", 0), (("fail",), False, "fail", 3), (("fail", "unknown"), True, "fail", 3),
+    (("warn",), False, "warn", 4), (("warn",), False, "unknown", 4), (("unknown",), True, "fail", 5),
+    (("unknown",), False, "unknown", 5), (("unknown", "warn"), False, "unknown", 5),
+    (("unknown", "warn"), True, "warn", 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("statuses", "required", "fail_on", "code"), EXITS)
+def test_exit_codes_are_this_table(statuses: tuple[Status, ...], required: bool, fail_on: str, code: int) -> None:
+    """The gate's verdicts as pipelines see them."""
+    checks = [Check(id=f"a.b.{i}", status=s, node="n", required=required) for i, s in enumerate(statuses)]
+    assert judge(checks, fail_on=fail_on).exit_code == code  # type: ignore[arg-type]
+
+
+def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
+    """The object is there, its status is not yet."""
+    from agent.cluster_gate import checks_of
+    from agent.nodes import Fleet
+
+    held = Fleet()
+    held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])
+    (check,) = checks_of(["n"], held)
+    assert isinstance(held.records()[0], NodeRecord) and check.status == "fail"
