@@ -136,8 +136,10 @@ def memory_parts(
     if layout.offload == "all":
         in_weights, gradients = 0.0, 0.0
 
-    gathered = 0.0
-    if zero == 3 and by > 1:
+    gathered = copies = 0.0  # copies: autocast's, in half precision, of fp32 weights that no FSDP unit casts
+    # The fine-tune job replicates beside TP and PP by FSDP units over one rank.
+    one_rank_units = stack.name == "topoflight" and layout.dp_replicate > 1 and layout.tp * layout.pp > 1
+    if (zero == 3 and by > 1) or one_rank_units:
         wide = NF4_BYTES if train.method == "qlora" else 2.0  # frozen 4-bit weights travel as they are
         unit = max(wide * layer, ends) / layout.tp
         # This unit and the one prefetched; the unit's whole gradient and, in FSDP2, its copy in the order of the ranks
@@ -147,7 +149,7 @@ def memory_parts(
         copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" else 1.0
         gathered += 0.0 if lora else (1.0 + copy) * unit
     elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
-        gathered = 2.0 * local  # autocast's half-precision copy of the fp32 weights lives until the backward pass ends
+        copies = 2.0 * local
 
     per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
     boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
@@ -160,13 +162,16 @@ def memory_parts(
             extra = 1.0 + (layout.pp - 1) / (layout.pp * layout.virtual_stages) if layout.virtual_stages > 1 else 1.0
             flights = min(flights, layout.pp * extra)
     kept = layers * (boundary if layout.checkpointing == "full" else per_layer)
+    if layout.checkpointing == "none":  # the graph of each micro-batch in flight holds the weights it was made with
+        kept, copies = kept + copies, 0.0
     again = per_layer if layout.checkpointing == "full" else 0.0
 
     rate = 2.0 if layout.fused_cross_entropy else stack.logits_bytes
     logits = tokens * model.vocab / layout.tp * rate
     if layout.fused_cross_entropy:  # in chunks of a thousand tokens
         logits = min(logits, 1024.0 * model.vocab / layout.tp * stack.logits_bytes)
-    first, last = flights * kept + again, kept + max(again, logits)  # the loss is over before a layer is made again
+    # The loss, and with it the forward pass, is over before a layer is made again.
+    first, last = flights * kept + max(again, copies), kept + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
         activations, logits = first, 0.0
     else:
