@@ -18,7 +18,7 @@ TABLE = [
     GidEntry(index=2, gid=IPV4, roce_v2=False),
     GidEntry(index=3, gid=IPV4, roce_v2=True),
 ]
-ENDPOINT = {
+ENDPOINT: dict[str, Any] = {
     "queue_pair": 17, "packet_sequence": 5, "gid": IPV4, "lid": 0, "mtu_code": 3, "key": 9, "address": 1 << 40,
     "length": 4096,
 }  # fmt: skip

@@ -40,9 +40,9 @@ class Library(DictHost):
 )
 @pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
 def test_what_the_library_says(answer: Any, expected: tuple[int | None, int | None], layer: str) -> None:
-    host = Fabric().add("mlx5_0", 0, layer=layer).host(register_limit_bytes=1 << 40)
+    host: Any = Fabric().add("mlx5_0", 0, layer=layer).host(register_limit_bytes=1 << 40)
     host.__class__ = Library
-    host.port = answer  # type: ignore[attr-defined]
+    host.port = answer
     port = rdma.read(host).devices[0].ports[0]
     if layer == "InfiniBand":
         assert (port.active_mtu_bytes, port.max_mtu_bytes) == expected
