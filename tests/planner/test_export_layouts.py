@@ -200,7 +200,7 @@ def test_torchrun_line() -> None:
         ("megatron", FSDP, {}, "distributed optimizer shards optimizer states only"),
         ("megatron", PIPELINE, {"method": "lora"}, "no adapters"),
         ("finetune", Layout(world_size=4, cp=4), {}, "no CP"),
-        ("finetune", Layout(world_size=8, tp=2, pp=4, gradient_accumulation=4), {}, "does not combine TP and PP"),
+        ("finetune", Layout(world_size=8, dp_shard=8, sharding="zero1"), {}, "no zero1"),
         ("finetune", Layout(world_size=2, tp=2), {"method": "qlora"}, "do not split over TP"),
     ],
 )
