@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from agent import terminal
-from agent.gate import checks_of_snapshot
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, format_option
+from agent.view import look
 
 
 @click.command()
@@ -22,7 +22,7 @@ from agent.output import emit, format_option
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool) -> None:
     """Probe this host and print what was found: reads only, makes no load."""
     found = snapshots(hosts, root=root, timeout_seconds=timeout)
-    checks = tuple(check for snapshot in found for check in checks_of_snapshot(snapshot))
+    checks = look(found).checks
     value = [{"snapshot": snapshot, "checks": [c for c in checks if c.node == snapshot.hostname]} for snapshot in found]
     emit(value if len(found) > 1 else value[0], form, lambda out: terminal.scan(out, found, checks, everything))
 

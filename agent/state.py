@@ -69,7 +69,8 @@ class State:
         """Scan now; concurrent callers share one scan after another, never two at once."""
         with self._scanning:
             bench, bench_at = self._last_bench()
-            view = look(self._scan(), bench=bench, bench_at_seconds=bench_at, flights=self._flights())
+            earlier = self._view.snapshots if self._view else ()
+            view = look(self._scan(), bench=bench, bench_at_seconds=bench_at, flights=self._flights(), earlier=earlier)
             self._view = view
             self._error = None
             return view

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, worst_first
+from agent.rising import rising
 from collectives.results import BenchResult
 from planner.lint import CODES as ENVIRONMENT_CODES
 from planner.lint import lint
@@ -42,12 +43,14 @@ def look(
     bench: BenchResult | None = None,
     bench_at_seconds: float | None = None,
     flights: tuple[dict[str, Any], ...] = (),
+    earlier: Sequence[Snapshot] = (),
 ) -> View:
-    """Derive topology, checks and verdict from snapshots."""
+    """Derive topology, checks and verdict from snapshots; `earlier` ones of the same hosts show what rises."""
     topologies = tuple(build(snapshot) for snapshot in snapshots)
     checks: list[Check] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
-        checks.extend(node_checks(snapshot, node))
+        before = next((old for old in earlier if old.hostname == snapshot.hostname), None)
+        checks.extend(with_rising(node_checks(snapshot, node), before, snapshot))
     if bench is not None:
         from agent.measured import checks_of_bench
 
@@ -141,6 +144,25 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
         silent = (Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in topology_check.CODES)
         return (*found, *silent)
     return (*found, *checks_of_findings(snapshot.hostname, topology_check.check(node), topology_check.CODES))
+
+
+RISING_CODE = "rdma.counters.rising"
+
+
+def with_rising(checks: Sequence[Check], before: Snapshot | None, now: Snapshot) -> tuple[Check, ...]:
+    """The checks with what rose since the scan before; without one, that nothing rises is not known."""
+    if before is None:
+        why = "needs two scans: one shows counters since the driver was loaded"
+        return tuple(
+            replace(check, status="unknown", message=why)
+            if check.id == RISING_CODE and check.status == "pass"
+            else check
+            for check in checks
+        )
+    risen = checks_of_findings(now.hostname, rising(before, now), ())
+    raised = {check.id for check in risen}
+    kept = (check for check in checks if not (check.status == "pass" and check.id in raised))
+    return (*kept, *risen)
 
 
 def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
