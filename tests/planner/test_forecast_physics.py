@@ -14,7 +14,7 @@ from planner.compute import gpu_rates
 from planner.hardware import GIB, gpu_named, nvlink_plan_bytes_per_second
 from planner.layout import Layout
 from planner.links import Links, Speed
-from planner.memory import memory_parts
+from planner.memory import activation_bytes_per_layer, memory_parts
 from planner.models import model_named
 from planner.specs import TrainSpec
 from planner.stacks import OBSERVED, engine_named
@@ -153,3 +153,46 @@ def test_published_runs_are_forecast_within_the_promise() -> None:
     assert percent(ranking[2]) <= 3
     assert percent(ranking[3]) <= 15
     assert memory[5] == "0"
+
+
+def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
+    """Full training in bf16 without sharding holds 2 bytes per weight more than in fp32; adapters do not."""
+    alone = Layout(world_size=1, micro_batch=1)
+    stack = engine_named("topoflight")
+    half = memory_parts(MODEL, FULL, alone, stack)
+    single = memory_parts(MODEL, replace(FULL, precision="fp32"), alone, stack)
+    weights_in_half = half.weights / 2
+    assert half.tensors - single.tensors == pytest.approx(weights_in_half, rel=0.01)
+    lora = TrainSpec(sequence_length=4096)
+    frozen = memory_parts(MODEL, lora, alone, stack)
+    assert frozen.activations == memory_parts(MODEL, replace(lora, precision="fp32"), alone, stack).activations
+
+
+def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
+    """The larger of the two counts, not their sum."""
+    layout = Layout(world_size=1, checkpointing="full", micro_batch=4)
+    train, stack = TrainSpec(sequence_length=4096), engine_named("torchtitan")
+    parts = memory_parts(MODEL, train, layout, stack)
+    kept = 2.0 * 4 * 4096 * MODEL.hidden * MODEL.layers
+    layer = activation_bytes_per_layer(MODEL, train, 4.0 * 4096, layout, stack)
+    assert 0 < layer < parts.logits
+    assert parts.activations + parts.logits == pytest.approx(kept + parts.logits)
+
+
+def test_adapters_are_sharded_like_the_weights() -> None:
+    """FSDP divides adapters, their gradients and states by the shard group."""
+    train = TrainSpec(sequence_length=512, lora_rank=256)
+    stack = engine_named("topoflight")
+    one = memory_parts(MODEL, train, Layout(world_size=1), stack)
+    eight = memory_parts(MODEL, train, Layout(world_size=8, dp_shard=8), stack)
+    assert eight.optimizer == pytest.approx(one.optimizer / 8)
+    assert eight.gradients == pytest.approx(one.gradients / 8)
+    assert eight.weights == pytest.approx(one.weights / 8)
+
+
+def test_an_optimizer_in_the_backward_pass_leaves_one_gradient() -> None:
+    """The head's is the largest of them."""
+    stack = next(s for s in OBSERVED if s.name == "torchtune")
+    layout = Layout(world_size=1, checkpointing="full", fused_cross_entropy=True)
+    parts = memory_parts(MODEL, replace(FULL, optimizer_in_backward=True), layout, stack)
+    assert parts.gradients == pytest.approx(2.0 * MODEL.vocab * MODEL.hidden)
