@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # tiers that start processes, namespaces, guests or browsers run one after another: they measure or are heavy
 HEAVY := ranks or netns or rdma or browser or prometheus or kube or gpu
 
-.PHONY: run test test-fast test-heavy lint golden serve bench forecast clean
+.PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e clean
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -32,6 +32,11 @@ test-heavy: $(READY)
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)
 	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k golden
+
+# against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/kubernetes.md);
+# without KUBECONFIG the same conversations with the stand-in
+e2e: $(READY)
+	$(BIN)/pytest -q -rs tests/e2e tests/agent/test_deploy_manifests.py
 
 serve: $(READY)
 	$(BIN)/topoflight serve

@@ -21,6 +21,7 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from agent.benchmark import gpu_processes
 from agent.codes import ALL_CODES
 from agent.doors import Bucket, Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
@@ -85,6 +86,11 @@ class Bencher:
         if importlib.util.find_spec("torch") is None:
             raise ProblemError(501, "this image has no torch, so it runs no ranks",
                                grant="kubectl apply -k deploy/bench/job runs them in pods of their own")  # fmt: skip
+        view = self._state.view
+        if view is not None and (pids := gpu_processes(view.snapshots)):
+            named = ", ".join(map(str, pids[:8]))
+            raise ProblemError(409, f"GPUs are in use by processes {named}: a benchmark would disturb them",
+                               headers={"Retry-After": "60"})  # fmt: skip
         with self._lock:
             if self._child is not None:
                 left = max(1, round(self._until - time.monotonic()))

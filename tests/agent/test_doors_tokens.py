@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from agent.kube_access import Access
 from agent.server import create
 from agent.server_load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
 from agent.state import State
+from probes.gpu import GpuFacts, GpuProcess
 from probes.recording import load
 from probes.scan import scan
 
@@ -66,10 +68,9 @@ def reviewing(api: ApiServer, **more: Any) -> TestClient:
 def test_a_token_file_opens_the_gate(token_file: Path) -> None:
     """The right token gets the verdict of a fresh scan; others 401 and the way to get one."""
     http = agent(Doors(token_file=token_file))
-    read = http.get("/preflight").json()
     posted = http.post("/preflight", headers=bearer())
     assert posted.status_code == 200
-    assert posted.json() == read, "the same verdict"
+    assert posted.json() == http.get("/preflight").json(), "the same verdict"
     for headers in ({}, bearer("wrong" * 5), {"Authorization": f"Basic {TOKEN}"}, bearer(""), bearer("x" * 20000)):
         response = http.post("/preflight", headers=headers)
         assert response.status_code == 401, headers
@@ -196,6 +197,20 @@ def test_the_rate_is_capped(token_file: Path) -> None:
     answers = [http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]}) for _ in range(20)]
     assert {a.status_code for a in answers} == {400, 429}
     assert answers[-1].headers["retry-after"]
+
+
+def test_gpus_in_use_are_left_alone(token_file: Path) -> None:
+    """409: a benchmark would disturb the work and measure it."""
+    snapshot = scan(load(MACHINE))
+    gpus = snapshot.facts(GpuFacts)
+    assert gpus is not None
+    busy = replace(gpus, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))
+    outcomes = {name: replace(o, facts=busy) if name == "gpu" else o for name, o in snapshot.outcomes.items()}
+    state = State(lambda: (replace(snapshot, outcomes=outcomes),), interval_seconds=3600)
+    state.refresh()
+    http = TestClient(create(state, doors=Doors(token_file=token_file)))
+    refused = http.post("/benchmarks", headers=bearer())
+    assert refused.status_code == 409 and "4711" in refused.json()["detail"] and refused.headers["retry-after"]
 
 
 @pytest.mark.ranks

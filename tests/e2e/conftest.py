@@ -12,9 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from api_server import ApiServer
+from api_server import CRD, ApiServer
 
-from agent.kube import Client
+from agent.kube import Client, path_of
 from agent.kube_access import Access, find
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -39,8 +39,24 @@ def client_of(server: ApiServer) -> Client:
     return Client(Access(server=server.url, token=lambda: "agent-token", namespace="topoflight"))
 
 
+@pytest.fixture(scope="session")
+def definition() -> None:
+    """On a real server: the NodeTopology definition, established."""
+    if not os.environ.get("KUBECONFIG"):
+        return
+    client = Client(find())
+    path = path_of("apiextensions.k8s.io/v1", "customresourcedefinitions", CRD["metadata"]["name"])
+    client.apply(path, CRD)
+
+    def established() -> bool:
+        conditions = (client.get(path).get("status") or {}).get("conditions") or ()
+        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+
+    eventually(established, "the definition is established")
+
+
 @pytest.fixture
-def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+def client(request: pytest.FixtureRequest, definition: None) -> Iterator[Client]:
     """The real server where there is one, else the stand-in: the same tests."""
     made = Client(find()) if os.environ.get("KUBECONFIG") else client_of(request.getfixturevalue("api"))
     yield made

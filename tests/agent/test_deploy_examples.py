@@ -1,0 +1,65 @@
+"""The examples of docs/examples: they parse, and every command in them is one that this release understands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from agent.cli import cli
+from agent.codes import ALL_CODES
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = sorted((ROOT / "docs/examples").glob("*.yaml"))
+PAGES = [ROOT / "docs" / name for name in ("kubernetes.md", "openshift.md", "eks-efa.md", "http.md")]
+COMMAND = re.compile(r"(?:^ *|run: |- |-- |\$ )topoflight ((?:[a-z-]+)(?: [^|#\n`]+)?)", re.M)
+
+
+def understood(words: list[str]) -> None:
+    verb, *rest = words
+    command = cli.get_command(None, verb)  # type: ignore[arg-type]
+    assert command is not None, f"no verb {verb}"
+    command.make_parser(command.make_context(verb, [], resilient_parsing=True)).parse_args(rest)
+    for option, value in pairwise(rest):
+        if option in ("--require", "--skip") and "*" not in value:
+            assert value in ALL_CODES, value
+
+
+def commands(text: str) -> list[list[str]]:
+    found = [m.group(1).split(" || ")[0].split("; ")[0] for m in COMMAND.finditer(text.replace("\\\n", " "))]
+    return [shlex.split(line) for line in found]
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, *PAGES], ids=lambda p: p.name)
+def test_commands_are_understood(path: Path) -> None:
+    """Verbs, options and check names that exist."""
+    for words in commands(path.read_text()):
+        understood(words)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_are_yaml(path: Path) -> None:
+    """One document each, that says something."""
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_examples_are_found() -> None:
+    """Each pipeline and the init container, and a command in each pipeline."""
+    assert {p.stem for p in EXAMPLES} == {"github-actions", "gitlab-ci", "init-container", "tekton-task"}
+    for path in EXAMPLES:
+        if path.stem != "init-container":
+            assert commands(path.read_text()), path
+
+
+def test_the_init_container_is_a_valid_job() -> None:
+    """Strictly, and its arguments are understood."""
+    job: dict[str, Any] = yaml.safe_load((ROOT / "docs/examples/init-container.yaml").read_text())
+    kubernetes_validate.validate(job, "1.35", strict=True)
+    (gate,) = job["spec"]["template"]["spec"]["initContainers"]
+    understood(gate["args"])
