@@ -151,7 +151,7 @@ RISING_CODE = "rdma.counters.rising"
 
 def with_rising(checks: Sequence[Check], before: Snapshot | None, now: Snapshot) -> tuple[Check, ...]:
     """The checks with what rose since the scan before; without one, that nothing rises is not known."""
-    if before is None:
+    if before is None or now.taken_at_seconds <= before.taken_at_seconds:  # the same recording replayed is one scan
         why = "needs two scans: one shows counters since the driver was loaded"
         return tuple(
             replace(check, status="unknown", message=why)
