@@ -51,5 +51,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, %s is %d.%d; set PYTHON=" % (sys.executable, *sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -e '.[finetune,cluster,dev]'
+	$(BIN)/pip install -q -e '.[finetune,dev]'
 	@touch $@

@@ -156,6 +156,13 @@ class Workloads:
         with self._lock:
             self._waiting.pop(_key(item), None)
 
+    def answered(self, item: Json) -> None:
+        """This version has its answer; one that the watch has brought meanwhile still waits for its own."""
+        with self._lock:
+            held = self._waiting.get(_key(item))
+            if held and held["metadata"]["resourceVersion"] == item["metadata"]["resourceVersion"]:
+                del self._waiting[_key(item)]
+
     def waiting(self) -> list[tuple[Json, str, int]]:
         """Workload, name of our check, and how often it was put off."""
         with self._lock:
@@ -245,9 +252,8 @@ class Controller:
             namespace, name = _key(workload)
             try:
                 document = answer_document(workload, check, answer)
-                self._workloads.put(
-                    self._client.apply(path_of(KUEUE, "workloads", name, namespace=namespace, sub="status"), document)
-                )
+                self._client.apply(path_of(KUEUE, "workloads", name, namespace=namespace, sub="status"), document)
+                self._workloads.answered(workload)
             except ApiError as error:
                 if error.status not in (404, 409):  # gone, or changed since: its event is on the way
                     raise
