@@ -1,4 +1,4 @@
-"""What every test shares: the corpus' place, the recordings, goldens, and the rule that CI skips nothing installable."""
+"""What every test shares: the corpus, the recordings, goldens, and the rule that CI skips nothing installable."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from api_server import CRD, ApiServer
+from e2e_client import client_of, eventually
 
 from agent.kube import Client, path_of
-from agent.kube_access import Access, find
-
-MACHINES = Path(__file__).parent.parent / "machines"
-
-
-def eventually(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-    """Wait until it holds; a generous bound, as the machine may be busy."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, f"never came true: {what}"
-        time.sleep(0.02)
+from agent.kube_access import find
 
 
 @pytest.fixture
@@ -33,10 +23,6 @@ def api() -> Iterator[ApiServer]:
     """The stand-in, always: for what a real server does not do on demand."""
     with ApiServer() as server:
         yield server
-
-
-def client_of(server: ApiServer) -> Client:
-    return Client(Access(server=server.url, token=lambda: "agent-token", namespace="topoflight"))
 
 
 @pytest.fixture(scope="session")

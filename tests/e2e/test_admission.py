@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 from api_server import ApiServer, closed
-from conftest import client_of, eventually
+from e2e_client import client_of, eventually
 
 from agent.admission import (
     CONTROLLER,

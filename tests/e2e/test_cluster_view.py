@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from api_server import ApiServer
-from conftest import MACHINES, client_of, eventually
+from e2e_client import MACHINES, client_of, eventually
 from starlette.testclient import TestClient
 
 from agent.kube import ApiError, Client, path_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from api_server import ApiServer
 from click.testing import CliRunner
-from conftest import MACHINES, client_of
+from e2e_client import MACHINES, client_of
 
 from agent import cluster_job
 from agent.advise import Request, answer

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import eventually
+from e2e_client import eventually
 
 from agent.admission import KUEUE, Controller, Policy
 from agent.doors import AUDIENCE, Doors
