@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import click
 from agent.view import View
 from collectives.results import Measurement
 from planner import exports, machines, models, nccl_env
-from planner.advice import Note, Recommendation
+from planner.advice import Interval, Note, Recommendation
 from planner.calibration import Calibration, CalibrationError, load_calibration
 from planner.env_render import render_env, render_k8s, render_shell
 from planner.layout import LayoutError
+from planner.lengths import LengthsError, check_histogram
 from planner.recommend import recommend
 from planner.specs import ModelSpec, TrainSpec
 from probes.api import Snapshot
@@ -48,6 +50,13 @@ class Request:
     sequence_length: int = 2048
     global_batch: int | None = None
     engine: str = "topoflight"
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    packing: bool = False
+    lengths: str | None = None  # "64:900,512:100": tokens of a row, and how many rows have them
+    lora_rank: int = 16
+    steps: int | None = None  # of the whole run
+    tokens: int | None = None  # of the whole run, in place of steps
     ranks_per_node: int | None = None
     nccl_version: str | None = None
     bench_file: Path | None = None
@@ -91,7 +100,42 @@ def train_of(request: Request) -> TrainSpec:
         sequence_length=request.sequence_length,
         global_batch=request.global_batch,
         engine=request.engine,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        packing=request.packing,
+        lora_rank=request.lora_rank,
+        length_histogram=histogram_of(request.lengths),
+        steps=request.steps,
     )
+
+
+def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
+    """ "64:900,512:100" as a length histogram; RequestError names the word that is wrong."""
+    if not text:
+        return ()
+    rows = []
+    for word in text.split(","):
+        length, _, count = word.partition(":")
+        if not (length.isdigit() and count.isdigit() and len(length) < 8 and len(count) < 12):
+            raise RequestError(f"lengths={word!r}: must be TOKENS:ROWS, both whole numbers")
+        rows.append((int(length), int(count)))
+    try:
+        return check_histogram(tuple(sorted(rows)))
+    except LengthsError as error:
+        raise RequestError(str(error)) from None
+
+
+def with_budget(advice: Recommendation, request: Request) -> Recommendation:
+    """The same advice with the length of the whole run, where a budget of steps or tokens was given."""
+    if advice.chosen is None or (request.steps is None and request.tokens is None):
+        return advice
+    step = advice.chosen.forecast.step_seconds
+    steps = request.steps
+    if steps is None:
+        per_step = advice.chosen.forecast.tokens_per_second * step.mid
+        steps = max(1, math.ceil((request.tokens or 0) / per_step))
+    whole = Interval(low=step.low * steps, mid=step.mid * steps, high=step.high * steps)
+    return replace(advice, total_steps=steps, total_seconds=whole)
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
@@ -134,7 +178,7 @@ def answer(
         cluster = cluster_of(request, snapshots)
         if model is None:
             return environment_only(request, cluster, snapshots)
-        return recommend(
+        advice = recommend(
             cluster,
             snapshots,
             model,
@@ -144,6 +188,7 @@ def answer(
             nccl_version=version(request.nccl_version),
             ranks_per_node=ranks or request.ranks_per_node or default_ranks(request, snapshots),
         )
+        return with_budget(advice, request)
     except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
         raise RequestError(str(error)) from None
 

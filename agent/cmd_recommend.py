@@ -24,6 +24,15 @@ _LIMIT_BYTES = 16 << 20
 @click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
 @click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
 @click.option("--engine", default="topoflight", show_default=True, help="What must be able to run the layout.")
+@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16 or fp8.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, sgd, adafactor.")
+@click.option("--packing", is_flag=True, help="Rows are packed to the sequence length.")
+@click.option(
+    "--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are, where they are padded."
+)
+@click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run: forecasts its length.")
+@click.option("--tokens", default=None, type=click.IntRange(1), help="Of the whole run, in place of --steps.")
 @click.option("--ranks-per-node", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU.")
 @click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.27.7.")
 @click.option("--bench", "bench_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),

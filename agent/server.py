@@ -165,6 +165,13 @@ def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
         sequence_length: Annotated[int, Query(ge=1, le=10_000_000)] = 2048,
         global_batch: Annotated[int | None, Query(ge=1, le=10_000_000)] = None,
         engine: Annotated[str, Query(max_length=32)] = "topoflight",
+        precision: Annotated[str, Query(pattern="^(fp32|bf16|fp16|fp8)$")] = "bf16",
+        optimizer: Annotated[str, Query(max_length=32, pattern="^[a-z0-9_]+$")] = "adamw",
+        packing: bool = False,
+        lengths: Annotated[str | None, Query(max_length=10_000, description="TOKENS:ROWS,...")] = None,
+        lora_rank: Annotated[int, Query(ge=1, le=4096)] = 16,
+        steps: Annotated[int | None, Query(ge=1, le=10**9)] = None,
+        tokens: Annotated[int | None, Query(ge=1, le=10**18)] = None,
         machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
         nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
         nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
@@ -173,7 +180,8 @@ def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
         wanted = advise.Request(
             model=model, method=method, sequence_length=sequence_length, global_batch=global_batch, engine=engine,
-            machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
+            precision=precision, optimizer=optimizer, packing=packing, lengths=lengths, lora_rank=lora_rank,
+            steps=steps, tokens=tokens, machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
         )  # fmt: skip
         view = _current(state)
         try:

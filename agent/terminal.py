@@ -317,6 +317,8 @@ def layout(out: Console, advice: Recommendation) -> None:
         memory = units.interval(ranked.forecast.memory_bytes, "B")
         point(out, "   ", f"step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per GPU")
         point(out, "   ", escape(ranked.forecast.dominant if ranked is chosen else ranked.why))
+    if advice.total_seconds is not None:
+        out.print(f"the whole run: {advice.total_steps} steps, {units.hours(advice.total_seconds)}")
     rejected(out, advice)
     for help_ in advice.helps_most:
         point(out, "→", escape(help_))

@@ -49,3 +49,8 @@ def interval(value: Interval | None, unit: str) -> str:
     first = low[0] if low[1] == mid[1] else " ".join(low)
     last = high[0] if high[1] == mid[1] else " ".join(high)
     return f"{' '.join(mid)} ({first} to {last})"
+
+
+def hours(value: Interval) -> str:
+    """A long interval: "2.5 h (2.1 to 3.0)"."""
+    return f"{value.mid / 3600:.3g} h ({value.low / 3600:.3g} to {value.high / 3600:.3g})"

@@ -111,4 +111,6 @@ class Recommendation:
     rejected: tuple[Rejected, ...] = ()
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # facts that were missing, and what they would change
+    total_steps: int | None = None  # of the whole run, where a budget of steps or tokens was given
+    total_seconds: Interval | None = None  # of the whole run
     schema_version: int = SCHEMA_VERSION
