@@ -57,6 +57,7 @@ class Request:
     lora_rank: int = 16
     steps: int | None = None  # of the whole run
     tokens: int | None = None  # of the whole run, in place of steps
+    hours: float | None = None  # of the whole run, in place of both: how many steps fit
     ranks_per_node: int | None = None
     nccl_version: str | None = None
     bench_file: Path | None = None
@@ -127,11 +128,16 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
 
 def with_budget(advice: Recommendation, request: Request) -> Recommendation:
     """The same advice with the length of the whole run, where a budget of steps or tokens was given."""
-    if advice.chosen is None or (request.steps is None and request.tokens is None):
+    given = [name for name in ("steps", "tokens", "hours") if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)}: give one budget")
+    if advice.chosen is None or not given:
         return advice
     step = advice.chosen.forecast.step_seconds
     steps = request.steps
-    if steps is None:
+    if request.hours is not None:
+        steps = int(request.hours * 3600 / step.mid)
+    elif steps is None:
         per_step = advice.chosen.forecast.tokens_per_second * step.mid
         steps = max(1, math.ceil((request.tokens or 0) / per_step))
     whole = Interval(low=step.low * steps, mid=step.mid * steps, high=step.high * steps)

@@ -33,6 +33,9 @@ _LIMIT_BYTES = 16 << 20
 @click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run: forecasts its length.")
 @click.option("--tokens", default=None, type=click.IntRange(1), help="Of the whole run, in place of --steps.")
+@click.option(
+    "--hours", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run: steps that fit."
+)
 @click.option("--ranks-per-node", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU.")
 @click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.27.7.")
 @click.option("--bench", "bench_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -172,6 +172,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
         lora_rank: Annotated[int, Query(ge=1, le=4096)] = 16,
         steps: Annotated[int | None, Query(ge=1, le=10**9)] = None,
         tokens: Annotated[int | None, Query(ge=1, le=10**18)] = None,
+        hours: Annotated[float | None, Query(gt=0, le=1e6)] = None,
         machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
         nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
         nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
@@ -181,7 +182,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
         wanted = advise.Request(
             model=model, method=method, sequence_length=sequence_length, global_batch=global_batch, engine=engine,
             precision=precision, optimizer=optimizer, packing=packing, lengths=lengths, lora_rank=lora_rank,
-            steps=steps, tokens=tokens, machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
+            steps=steps, tokens=tokens, hours=hours, machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
         )  # fmt: skip
         view = _current(state)
         try:

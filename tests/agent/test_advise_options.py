@@ -55,6 +55,16 @@ def test_a_budget_gives_the_length_of_the_whole_run() -> None:
     assert advice().total_seconds is None
 
 
+def test_a_budget_of_time_gives_the_steps_that_fit() -> None:
+    """As many whole steps as the forecast has room for, and one budget only."""
+    found = advice(hours=2.0)
+    assert found.chosen is not None and found.total_steps is not None
+    step_seconds = found.chosen.forecast.step_seconds.mid
+    assert found.total_steps * step_seconds <= 7200 < (found.total_steps + 1) * step_seconds
+    with pytest.raises(RequestError, match="steps and hours"):
+        advice(steps=10, hours=2.0)
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [
