@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -230,6 +230,3 @@ def known_codes() -> tuple[str, ...]:
 
 def _one_or_all(values: Any) -> Any:
     return values[0] if len(values) == 1 else list(values)
-
-
-Factory = Callable[[], FastAPI]

@@ -204,11 +204,6 @@ def head_cost(
     return gemm, tokens * n * passes / rates.hbm
 
 
-def usable_memory(rates: Rates) -> float | None:
-    """Memory of the device that a job may plan for."""
-    return rates.memory_bytes
-
-
 def gib(value: float) -> str:
     """A size in words."""
     return f"{value / GIB:.1f} GiB"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.advice import PodNeed, Recommendation
+from planner.advice import Recommendation
 
 # RFC 1123 label, as Kubernetes wants names of objects that become part of host names.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -128,8 +128,3 @@ def _named(resource: str, allocatable: Sequence[str]) -> str:
         return family[0]
     offered = ", ".join(family) if family else "none"
     raise JobError(f"resource {resource}: the nodes offer {offered}; name the one to use with --resource NAME=COUNT")
-
-
-def unmet(advice: Recommendation) -> tuple[PodNeed, ...]:
-    """Needs that no manifest can meet: the memlock limit comes from the container engine's configuration."""
-    return tuple(need for need in advice.needs if need.name == "memlock")
