@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from agent import units
 from agent.gate import Check, GateError
 from agent.kube import Client, path_of
 from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
@@ -39,13 +40,21 @@ def checks_of(names: Iterable[str], held: Fleet, *, now: float | None = None) ->
     for name in names:
         record = records.get(name)
         if record is None or record.silent(now):
-            why = "no agent publishes it" if record is None else f"silent for {record.age_seconds(now):.0f} s"
+            why = _why_silent(record, now)
             checks.append(Check(id=_SILENT, status="fail", node=name, message=f"{why}: nothing is known of this node",
                                 remedy="topoflight explain cluster.node.silent"))  # fmt: skip
             continue
         checks.append(Check(id=_SILENT, status="pass", node=name))
         checks += _published(name, record)
     return tuple(checks)
+
+
+def _why_silent(record: NodeRecord | None, now: float) -> str:
+    if record is None:
+        return "no agent publishes it"
+    if not record.scanned_at_seconds:
+        return "its agent has never answered"
+    return f"silent for {units.ago(record.age_seconds(now))}"
 
 
 def _published(name: str, record: NodeRecord) -> list[Check]:

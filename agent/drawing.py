@@ -103,7 +103,7 @@ def _devices(node: NodeTopology, checks: Sequence[Check]) -> list[Device]:
     places = _nic_numa(node)
     for nic in node.nics:
         status = _status(checks, (nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
-        rate = "down" if nic.active is False else units.rate(nic.rate_bytes_per_second)
+        rate = "down" if nic.active is False else units.bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {rate}"
         made.append(Device(name=nic.name, label=_cut(nic.name), lines=(_nic_line(nic, rate),), about=about, kind="nic",
                            numa=places[nic.name], status=status, bandwidth=nic.pcie_bytes_per_second))  # fmt: skip

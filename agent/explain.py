@@ -39,3 +39,13 @@ def section(code: str) -> str:
     close = get_close_matches(code, known, n=3, cutoff=0.4)
     hint = f"; close: {', '.join(close)}" if close else ""
     raise UnknownCodeError(f"{code}: no such finding code{hint}")
+
+
+def mend(code: str) -> str:
+    """How to mend it, in the page's words; empty where it does not say."""
+    try:
+        text = section(code)
+    except UnknownCodeError:
+        return ""
+    found = re.search(r"^- \*\*Mend:\*\* (.+?)(?=^- |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""

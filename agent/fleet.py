@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 from agent import units
-from agent.gate import Verdict
+from agent.cluster_gate import checks_of
+from agent.explain import mend
+from agent.gate import Check
+from agent.nodes import Fleet, NodeRecord
 from agent.view import Group, View, grouped, only
 from collectives.results import BenchResult
 from probes.api import Snapshot
 from probes.interfaces import InterfacesFacts
+from probes.limits import LimitsFacts
 from topology.graph import NodeTopology
 from topology.reference import departures
+
+SHOWN_ROWS = 1000  # of a larger cluster the sick ones first; /nodes has all
+_ORDER = ("fail", "unknown", "warn", "pass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,34 +28,98 @@ class Row:
     """One node of the table."""
 
     name: str
-    verdict: Verdict
+    word: str  # of its verdict
     worst: Group | None  # the first thing to read, where something failed or warned
     more: int  # further findings
     gpus: str
     nvlink: str
     rdma: str
+    memlock: str
+    age: str  # since its scan; empty where all were scanned at once
+    link: str | None  # of its own page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Nodes whose graphs are equal to the last link."""
+
+    names: tuple[str, ...]
+    record: NodeRecord  # one of them
 
 
 def rows(view: View) -> tuple[Row, ...]:
-    """Every node once, sick ones first."""
+    """Every scanned node once, sick ones first."""
     made = []
     for name in dict.fromkeys(snapshot.hostname for snapshot in view.snapshots):
         mine = only(view, name)
-        found = [group for group in grouped(mine.checks) if group.status in ("fail", "warn")]
         node = mine.topologies[0]
+        worst, more = _first(mine.checks)
         made.append(
             Row(
-                name=name,
-                verdict=mine.verdict,
-                worst=found[0] if found else None,
-                more=max(0, len(found) - 1),
-                gpus=gpus(node),
-                nvlink=nvlink(node),
-                rdma=rdma(node),
+                name=name, word=mine.verdict.word, worst=worst, more=more, gpus=gpus(node), nvlink=nvlink(node),
+                rdma=rdma(node), memlock=_memlock(mine.snapshots[0]), age="", link=f"./?node={quote(name, safe='')}",
             )
-        )
-    order = ("fail", "unknown", "warn", "pass")
-    return tuple(sorted(made, key=lambda row: (order.index(row.verdict.word), row.name)))
+        )  # fmt: skip
+    return _sorted(made)
+
+
+def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now: float,
+                    links: Mapping[str, str]) -> tuple[Row, ...]:  # fmt: skip
+    """Every published node, sick ones first; one that fell silent is unknown, whatever it said last."""
+    mine: dict[str, list[Check]] = {}
+    for check in checks:
+        mine.setdefault(check.node, []).append(check)
+    made = []
+    for record in records:
+        worst, more = _first(mine.get(record.name, ()))
+        heard = record.scanned_at_seconds > 0
+        made.append(
+            Row(
+                name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
+                gpus=_said_gpus(record),
+                nvlink=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
+                age=units.ago(record.age_seconds(now)) if heard else "never", link=links.get(record.name),
+            )
+        )  # fmt: skip
+    return _sorted(made)
+
+
+def _said_gpus(record: NodeRecord) -> str:
+    if not record.gpus:
+        return "unknown" if record.gpus is None else "none"
+    return f"{record.gpus} × {record.product or 'unknown model'}"
+
+
+def checks_of_records(fleet: Fleet, now: float) -> tuple[Check, ...]:
+    """What the nodes' agents found; a record carries no remedy, so the page of findings gives it."""
+    found = checks_of([record.name for record in fleet.records()], fleet, now=now)
+    return tuple(check if check.status == "pass" else replace(check, remedy=mend(check.id)) for check in found)
+
+
+def kinds(records: Sequence[NodeRecord]) -> tuple[Kind, ...]:
+    """Nodes grouped by their graph, the largest group first: the odd one stands alone."""
+    groups: dict[str, list[NodeRecord]] = {}
+    for record in records:
+        if record.graph is not None:
+            groups.setdefault(record.graph, []).append(record)
+    ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].name))
+    return tuple(Kind(names=tuple(record.name for record in group), record=group[0]) for group in ordered)
+
+
+def _first(checks: Sequence[Check]) -> tuple[Group | None, int]:
+    found = [group for group in grouped(checks) if group.status in ("fail", "warn")]
+    return (found[0] if found else None), max(0, len(found) - 1)
+
+
+def _sorted(made: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(sorted(made, key=lambda row: (_ORDER.index(row.word) if row.word in _ORDER else 1, row.name)))
+
+
+def _memlock(snapshot: Snapshot) -> str:
+    limits = snapshot.facts(LimitsFacts)
+    if limits is None or not limits.memlock_known:
+        return "unknown"
+    return "unlimited" if limits.memlock_soft_bytes is None else units.size(limits.memlock_soft_bytes)
 
 
 def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> list[tuple[str, str]]:
@@ -91,7 +164,7 @@ def rdma(node: NodeTopology) -> str:
         return "no device"
     up = [nic for nic in able if nic.active]
     total = sum(nic.rate_bytes_per_second or 0.0 for nic in up)
-    return f"{len(up)} of {len(able)} devices up, {units.rate(total) if total else 'rate unknown'} together"
+    return f"{len(up)} of {len(able)} up, {units.bits(total) if total else 'rate unknown'} together"
 
 
 def _nearest(node: NodeTopology) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -32,12 +34,32 @@ def snapshots(hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float 
     from probes.scan import scan
 
     found = []
-    for path in recordings(hosts):
+    paths = recordings(hosts)
+    for path in paths:
         try:
             found.append(scan(load(path)))
         except RecordingError as error:
             raise click.ClickException(str(error)) from None
-    return tuple(found)
+    return told_apart(found, paths)
+
+
+def told_apart(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
+    """Two recordings of hosts with one name (pods often have one) get their files' names beside it."""
+    times = Counter(snapshot.hostname for snapshot in found)
+    taken: set[str] = set()
+    made = []
+    for snapshot, path in zip(found, paths, strict=True):
+        name = snapshot.hostname
+        if times[name] > 1:
+            stem = path.name.removesuffix(".gz").removesuffix(".json")
+            name = first = f"{name} ({stem})"
+            number = 1
+            while name in taken:
+                number += 1
+                name = f"{first} {number}"
+        taken.add(name)
+        made.append(snapshot if name == snapshot.hostname else replace(snapshot, hostname=name))
+    return tuple(made)
 
 
 def recordings(hosts: Sequence[Path]) -> list[Path]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
@@ -20,6 +21,21 @@ format_option = click.option(
 )
 
 
+class _Plain:
+    """A pipe without the blanks that tables pad their lines with."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Lines come whole from rich: what is blank before a line's end is padding."""
+        self._stream.write(re.sub(r"[ \t]+(?=\n)", "", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _Console(Console):
     """A console that leaves a closed pipe to `agent.cli.main`, which ends quietly."""
 
@@ -30,8 +46,12 @@ class _Console(Console):
 
 def console() -> Console:
     """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80"))
-    return _Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+    if sys.stdout.isatty():
+        return _Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
+    plain: Any = _Plain(sys.stdout)
+    return _Console(file=plain, width=width, highlight=False, soft_wrap=False)
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:

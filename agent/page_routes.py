@@ -17,6 +17,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 
 from agent import advise, pages
 from agent.problem import ProblemError
+from agent.server_cluster import Cluster
 from agent.state import State
 from agent.view import View, digest, only
 from planner.advice import Recommendation
@@ -33,9 +34,10 @@ _SECURITY = {
 }
 
 
-def install(app: FastAPI, state: State, current: Callable[[State], View]) -> None:
+def install(app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster) -> None:
     """Add the doors; `current` hands out the newest view or raises."""
-    _pages(app, state, current)
+    _pages(app, state, current, cluster)
+    _fleet(app, cluster)
     _events(app, state)
 
 
@@ -43,7 +45,16 @@ def _answer(html: str, status: int = 200) -> HTMLResponse:
     return HTMLResponse(html, status, headers={**_SECURITY, "Content-Security-Policy": pages.policy()})
 
 
-def _pages(app: FastAPI, state: State, current: Callable[[State], View]) -> None:
+def _fleet(app: FastAPI, cluster: Cluster) -> None:
+    @app.get("/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse)
+    def whole() -> HTMLResponse:
+        """Every node that publishes: verdict, first thing to read, age, and which nodes are alike."""
+        fleet = cluster.fleet()
+        page = pages.fleet_page(fleet, source=cluster.source, behind=cluster.watch_error(), links=cluster.links())
+        return _answer(page)
+
+
+def _pages(app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster) -> None:
     @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse)
     def page(
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
@@ -57,8 +68,8 @@ def _pages(app: FastAPI, state: State, current: Callable[[State], View]) -> None
         now: dict[str, Any] = {"digest": digest(view), "trouble": state.error}
         if node is None and len(names) != 1:
             return _answer(pages.cluster_page(view, *_advice(view), **now))
-        mine = only(view, node or names[0])
-        return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names)))
+        mine, others = only(view, node or names[0]), cluster.source != "hosts"
+        return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names), others=others))
 
     @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse)
     def what_if(request: Request) -> HTMLResponse:

@@ -19,11 +19,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from agent import charts, drawing, units
+from agent import fleet as fleets
 from agent.advise import EXPORTS
-from agent.fleet import glance, rows
+from agent.fleet import glance
 from agent.flown import flights, side_by_side
-from agent.gate import worst_first
-from agent.prose import explained
+from agent.gate import judge, worst_first
+from agent.prose import explained, headline, inline, told
 from agent.terminal import GLYPHS, facts_lines
 from agent.view import grouped
 from planner import machines, models
@@ -33,6 +34,7 @@ from probes.api import Absent, Failed, Ok
 from topology.labels import level, nvlinks
 
 if TYPE_CHECKING:
+    from agent.nodes import Fleet
     from agent.report import Report
     from agent.view import View
 
@@ -53,11 +55,13 @@ def _environment(*, html: bool) -> Environment:
     made.filters.update(
         size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
+        headline=headline, inline=inline, rest=units.rest, counted=units.count, need=units.need,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     made.globals.update(
         picture=drawing.picture,
         grouped=grouped,
+        about=told,
         glance=glance,
         charts=charts,
         layouts=_layouts,
@@ -69,18 +73,36 @@ def _environment(*, html: bool) -> Environment:
 
 
 def node_page(
-    view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None, fleet: int = 1
-) -> str:
+    view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None, fleet: int = 1,
+    others: bool = False,
+) -> str:  # fmt: skip
     """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares.
 
-    `trouble` is why the newest scan failed, where this view is an older one.
+    `trouble` is why the newest scan failed, where this view is an older one; `others` says that a page of the whole
+    cluster has something to show.
     """
-    return _page("node", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, fleet=fleet)
+    return _page(
+        "node", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, fleet=fleet, others=others
+    )
 
 
 def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
-    return _page("cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=rows(view))
+    return _page(
+        "cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=fleets.rows(view)
+    )
+
+
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, links: Mapping[str, str]) -> str:
+    """The page of every node that publishes, from the records alone; `links` lead to the agents that are known."""
+    now, records = time.time(), fleet.records()
+    checks = fleets.checks_of_records(fleet, now)
+    template = _environment(html=True).get_template("fleet.html.j2")
+    return template.render(
+        rows=fleets.rows_of_records(records, checks, now, links), checks=checks, verdict=judge(checks), source=source,
+        behind=behind, kinds=fleets.kinds(records), shown=fleets.SHOWN_ROWS, made_at=now, style=_file("style.css"),
+        script=_file("page.js"),
+    )  # fmt: skip
 
 
 def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:

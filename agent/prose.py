@@ -1,4 +1,4 @@
-"""The explanation of a finding as HTML: the few marks that docs/findings.md uses, nothing else of Markdown."""
+"""Findings and their explanations as HTML: the few marks that docs/findings.md uses, nothing else of Markdown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from markupsafe import Markup, escape
 
 from agent.explain import UnknownCodeError, section
+from agent.view import Group
 
 
 def explained(code: str) -> Markup:
@@ -18,13 +19,35 @@ def explained(code: str) -> Markup:
     body = text.split("\n\n", 1)[1] if "\n\n" in text else ""
     items = re.split(r"^- ", body, flags=re.MULTILINE)
     lead, points = items[0].strip(), [item.strip() for item in items[1:]]
-    html = f"<p>{_inline(lead)}</p>" if lead else ""
+    html = f"<p>{inline(lead)}</p>" if lead else ""
     if points:
-        html += "<ul>" + "".join(f"<li>{_inline(point)}</li>" for point in points) + "</ul>"
-    return Markup(html)  # noqa: S704 - every piece went through `_inline`
+        html += "<ul>" + "".join(f"<li>{inline(point)}</li>" for point in points) + "</ul>"
+    return Markup(html)  # noqa: S704 - every piece went through `inline`
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> Markup:
+    """One line of prose: code between backticks, and strong words."""
     safe = str(escape(" ".join(text.split())))
     safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
-    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe)
+    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe))  # noqa: S704 - escaped above
+
+
+def headline(group: Group) -> Markup:
+    """What is wrong and with what: "GPU5: the driver cannot reach this GPU"."""
+    message = group.message if group.alike else group.message.split(";")[0]
+    first = group.checks[0].subject
+    if first and (len(group.subjects) == 1 or not group.alike):
+        return told(first, message)
+    return inline(_sentence(message))
+
+
+def told(subject: str, message: str) -> Markup:
+    """A message behind its subject, where it does not begin with it."""
+    if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
+        return inline(_sentence(message))
+    return Markup("<code>{}</code>: {}").format(subject, inline(message))
+
+
+def _sentence(text: str) -> str:
+    """A capital letter at the start, where a plain word stands there and not a name such as eth0."""
+    return text[:1].upper() + text[1:] if re.match(r"[a-z]+(?:[ ,]|$)", text) else text

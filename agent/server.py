@@ -60,7 +60,7 @@ def create(
     if not doors.reads_open:
         _close_reads(app, doors)
     _health(app, state)
-    page_routes.install(app, state, _current)
+    page_routes.install(app, state, _current, cluster)
     _facts(app, state, cluster)
     _advice(app, state, cluster)
     server_cluster.install(app, cluster)

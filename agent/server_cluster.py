@@ -63,6 +63,7 @@ class Cluster:
         self._timer: threading.Timer | None = None
         self._asked = 0.0
         self._fetched = 0.0
+        self._links: dict[str, str] = {}
         self._pool = urllib3.PoolManager(num_pools=PEERS_AT_ONCE, retries=False)
 
     @property
@@ -90,6 +91,10 @@ class Cluster:
         else:
             self._fleet.set(self.own())
         return self._fleet
+
+    def links(self) -> dict[str, str]:
+        """Addresses of the agents' own pages, by node; only peers are known by address."""
+        return dict(self._links)
 
     def stop(self) -> None:
         """End the watch."""
@@ -142,6 +147,7 @@ class Cluster:
                 for peer, records in zip(self._peers, pool.map(self._peer, self._peers), strict=True):
                     for record in records if records is not None else [_unknown(peer)]:
                         found.setdefault(record.name, record)
+                        self._links[record.name] = f"{peer}/"
             # a peer that has fallen silent keeps its last record, whose age tells; a peer never heard is unknown
             heard = {r.name for r in before.values() if r.scanned_at_seconds}
             found = {**{n: before[n] for n in heard if n not in found}, **found}

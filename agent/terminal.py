@@ -74,9 +74,9 @@ def facts_lines(facts: object) -> list[str]:
     if isinstance(facts, HostinfoFacts):
         where = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
         return [
-            f"{facts.cpu_name or 'unknown CPU'}: {facts.sockets or '?'} sockets, {facts.threads or '?'} threads, "
-            f"{units.size(facts.memory_bytes)}{where}",
-            f"NUMA: {', '.join(f'{n.node}: CPUs {n.cpus}' for n in facts.numa) or 'unknown'}",
+            f"{facts.cpu_name or 'unknown CPU'}: {_counted(facts.sockets, 'socket')}, "
+            f"{_counted(facts.threads, 'thread')}, {units.size(facts.memory_bytes)}{where}",
+            *(f"NUMA {n.node}: CPUs {_cpus(n.cpus)}" for n in facts.numa),
         ]
     if isinstance(facts, GpuFacts):
         names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
@@ -89,8 +89,8 @@ def facts_lines(facts: object) -> list[str]:
             for port in device.ports:
                 lines.append(
                     f"{device.name}:{port.port} {device.kind} {port.state or 'state unknown'} "
-                    f"{port.rate_text or units.rate(port.rate_bytes_per_second)} {port.link_layer or ''} "
-                    f"netdev {port.netdev or '-'}"
+                    f"{port.rate_text or units.bits(port.rate_bytes_per_second)} {port.link_layer or ''}"
+                    f"{f' netdev {port.netdev}' if port.netdev else ''}"
                 )
             if not device.ports:
                 lines.append(f"{device.name} {device.kind}, no port")
@@ -98,8 +98,9 @@ def facts_lines(facts: object) -> list[str]:
     if isinstance(facts, InterfacesFacts):
         return [
             f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} "
-            f"{units.rate(i.speed_bytes_per_second)} {' '.join(i.addresses[:2])}"
-            f"{' <- NCCL takes this one' if i.name == facts.nccl_choice else ''}"
+            f"{units.bits(i.speed_bytes_per_second) if i.speed_bytes_per_second else 'speed unknown'} "
+            f"{' '.join(i.addresses[:2])}"
+            f"{' ← NCCL takes this one' if i.name == facts.nccl_choice else ''}"
             for i in facts.interfaces
         ]
     if isinstance(facts, LimitsFacts):
@@ -110,7 +111,21 @@ def facts_lines(facts: object) -> list[str]:
         )
         return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     devices = getattr(facts, "devices", None)
-    return [f"{len(devices)} PCI devices" if devices is not None else type(facts).__name__]
+    return [units.count(len(devices), "PCI device") if devices is not None else type(facts).__name__]
+
+
+def _counted(number: int | None, one: str) -> str:
+    return f"{one}s unknown" if number is None else units.count(number, one)
+
+
+def _cpus(text: str) -> str:
+    """A kernel's CPU list; one that alternates between sockets is long, and its number says more."""
+    parts = text.split(",")
+    if len(parts) < 5:
+        return text
+    ends = [part.partition("-") for part in parts]
+    total = sum(int(last or first) - int(first) + 1 for first, _, last in ends if first.isdigit())
+    return f"{','.join(parts[:3])} … {parts[-1]} ({total} CPUs)"
 
 
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
@@ -130,14 +145,16 @@ def finding(out: Console, group: Group) -> None:
     """One finding: what, where, what proves it, what to do."""
     colour = COLOURS[group.status]
     times = f" (x {group.size})" if group.size > 1 else ""
-    out.print(f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.id)}[/bold]{times}")
+    alone = f" on {group.subjects[0]}" if group.alike and len(group.subjects) == 1 else ""
+    out.print(f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.id)}[/bold]{escape(alone)}{times}")
     nodes = group.nodes if len(group.nodes) > 1 else ()
     if group.alike:
         _indented(out, escape(group.message))
-        _indented(out, escape(_some(group.subjects, "on")))
+        _indented(out, "" if alone else escape(_some(group.subjects, "on")))
     else:
         for check in group.checks[:SHOWN]:
-            _indented(out, escape(f"{check.subject}: {check.message}" if check.subject else check.message))
+            named = check.subject and not check.message.startswith(check.subject)
+            _indented(out, escape(f"{check.subject}: {check.message}" if named else check.message))
         if group.size > SHOWN:
             _indented(out, f"and {group.size - SHOWN} more")
     _indented(out, escape(_some(nodes, "nodes")))
@@ -153,9 +170,9 @@ def _some(names: Sequence[str], word: str) -> str:
     return f"{word} {', '.join(names[:SHOWN])}{more}" if names else ""
 
 
-def _indented(out: Console, text: str) -> None:
+def _indented(out: Console, text: str, by: int = 7) -> None:
     if text:
-        out.print(Padding(text, (0, 0, 0, 7), expand=False))
+        out.print(Padding(text, (0, 0, 0, by), expand=False))
 
 
 def matrix(out: Console, node: NodeTopology) -> None:
@@ -262,17 +279,16 @@ def recommendation(out: Console, advice: Recommendation, *, explain: bool = Fals
     """Settings with reasons, then the layout with its forecast."""
     out.print("\n[bold]Environment[/bold]")
     if advice.settings:
-        rows = table("set", "because")
         for setting in advice.settings:
-            because = f"{setting.reason.rule}\n[dim]{escape(setting.reason.evidence)}[/dim]"
-            rows.add_row(f"{setting.name}={setting.value}", because)
-        out.print(rows)
+            out.print(f"[bold]{escape(f'{setting.name}={setting.value}')}[/bold]", overflow="fold")
+            _indented(out, escape(setting.reason.rule), 4)
+            _indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
     else:
         out.print("set nothing: NCCL finds by itself what this machine has")
     for note in advice.notes:
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        point(out, "·", f"the pod needs {escape(need.name)} = {escape(need.value)}: {escape(need.reason.rule)}")
+        point(out, "·", f"the pod needs {escape(units.need(need.name, need.value))}: {escape(need.reason.rule)}")
     layout(out, advice)
     if explain and advice.chosen is not None:
         parts(out, advice.chosen)
@@ -351,8 +367,8 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     counts = judged.counts
     word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
     out.print(
-        f"\n[{word}]{judged.word}[/{word}] ({escape(judged.why)}): {counts['pass']} passed, {counts['fail']} failed, "
-        f"{counts['warn']} warnings, {counts['unknown']} unknown in {seconds:.1f} s"
+        f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(judged.why)}; {units.rest(judged.word, counts)} "
+        f"in {units.seconds(seconds)}"
     )
 
 

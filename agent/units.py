@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.advice import Interval
+
+_COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: "1 check", "2 checks"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def tally(counts: Mapping[str, int]) -> str:
+    """What a gate counted, worst first and no zeros: "1 failed, 2 warnings, 121 passed"."""
+    said = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
+    return ", ".join(count(number, word, "warnings" if word == "warning" else word) for number, word in said if number)
+
+
+def rest(word: str, counts: Mapping[str, int]) -> str:
+    """The tally without what a verdict of that word says by itself."""
+    return tally({status: number for status, number in counts.items() if status != word or word == "pass"})
+
+
+def need(name: str, value: str) -> str:
+    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
+    if name == "shm_bytes" and value.isdigit():
+        return f"{size(float(value))} of shared memory (/dev/shm)"
+    return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
 def size(value: float | None) -> str:
@@ -29,6 +56,18 @@ def rate(value: float | None) -> str:
     return f"{number:.3g} GB/s"
 
 
+def bits(value: float | None) -> str:
+    """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
+    if value is None:
+        return "unknown"
+    number = 8 * float(value)
+    for unit in ("b/s", "kb/s", "Mb/s"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} Gb/s" if number < 1000 else f"{number / 1000:.3g} Tb/s"
+
+
 def seconds(value: float | None) -> str:
     """Seconds with the unit that keeps three digits: 0.00123 -> "1.23 ms"; None -> "unknown"."""
     if value is None:
@@ -49,6 +88,14 @@ def interval(value: Interval | None, unit: str) -> str:
     first = low[0] if low[1] == mid[1] else " ".join(low)
     last = high[0] if high[1] == mid[1] else " ".join(high)
     return f"{' '.join(mid)} ({first} to {last})"
+
+
+def ago(value: float) -> str:
+    """An age in its largest unit: "45 s", "12 min", "3.5 h", "2.1 d"."""
+    for unit, length, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 48 * 3600)):
+        if value < below:
+            return f"{value / length:.3g} {unit}" if unit == "h" else f"{value / length:.0f} {unit}"
+    return f"{value / 86400:.3g} d"
 
 
 def hours(value: Interval) -> str:

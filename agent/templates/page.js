@@ -36,12 +36,14 @@
     for (const id of open) { const one = document.getElementById(id); if (one) { one.open = true; } }
     if (focused) { const one = document.getElementById(focused); if (one) { one.focus({ preventScroll: true }); } }
     document.title = fresh.title;
-    document.body.dataset.digest = fresh.body.dataset.digest;
+    if (fresh.body.dataset.digest) { document.body.dataset.digest = fresh.body.dataset.digest; }
     show(document);
   };
 
   const busy = () => document.activeElement && document.activeElement.closest("form");
   show(document);
+  const every = Number(document.body.dataset.renew); // seconds; pages of other agents' records have no stream
+  if (every) { setInterval(() => { if (!document.hidden && !busy()) { renew(); } }, 1000 * every); }
   if (!document.body.dataset.digest || !window.EventSource) { return; }
   const source = new EventSource("events");
   source.addEventListener("view", async (event) => {
