@@ -6,6 +6,7 @@ libraries. Exit codes: docs/exit-codes.md.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -16,6 +17,8 @@ import click
 
 from agent.exits import EXIT_TOOL_ERROR, EXIT_USAGE
 from agent.version import VERSION
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's disk, no fault of the program
 
 VERBS: dict[str, tuple[str, str]] = {
     # verb: (where it lives, one line of help; kept here so that --help imports nothing)
@@ -91,6 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
         # the reader of our pipe has gone (`| head`): no error of ours, and nothing more can be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        click.echo(f"Error: {error.filename or 'a disk'}: {error.strerror}", err=True)
+        sys.exit(EXIT_TOOL_ERROR)
 
 
 def expand_hosts(words: list[str]) -> list[str]:

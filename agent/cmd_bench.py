@@ -70,12 +70,15 @@ def bench(form: str, save: Path | None, **options: Any) -> None:
         raise click.ClickException(str(error)) from None
     finally:
         progress.done()
+    keep.keep_bench(result)
+    emit(result, form, lambda out: terminal.bench(out, result))
     if save is not None:
         from collectives.wire import result_to_json
 
-        write_atomic(save, json.dumps(result_to_json(result), indent=1) + "\n")
-    keep.keep_bench(result)
-    emit(result, form, lambda out: terminal.bench(out, result))
+        try:
+            write_atomic(save, json.dumps(result_to_json(result), indent=1) + "\n")
+        except OSError as error:  # last: a full disk must not cost the result, which stands on stdout by now
+            raise click.ClickException(f"--save {save}: {error.strerror}") from None
     sys.exit(_bench_exit(result))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.report import document, write_atomic
-from collectives import processes
+from collectives import processes, scratch
 from planner.advice import Recommendation
 
 RUN_VARIABLE = "TOPOFLIGHT_RUN"
@@ -57,10 +58,11 @@ def plan_document(advice: Recommendation) -> dict[str, object]:
 def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:
     """The torchrun line of one host."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    words += ["-m", "finetune.train", "--plan", str(plan)]
+    job = [sys.executable, "-m", "finetune.train", "--plan", str(plan)]
     if config is not None:
-        words += ["--config", str(config)]
-    return [*words, *overrides]
+        job += ["--config", str(config)]
+    # torchrun's ranks outlive it when it is killed: each is tied to it
+    return [*words, "--no-python", *processes.tethered([*job, *overrides], parent=0)]
 
 
 def fly(
@@ -98,8 +100,9 @@ def run(
     mark = uuid.uuid4().hex
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream:
-        process = processes.start(words, {**variables, RUN_VARIABLE: mark}, stream)
+    with log.open("wb") as stream, _stopped_by_sigterm(), scratch.folder() as temporary:
+        marked = {**variables, RUN_VARIABLE: mark, "TMPDIR": str(temporary)}  # torchrun leaves files there when killed
+        process = processes.start(words, marked, stream)
         last: deque[str] = deque(maxlen=12)
         try:
             with _followed(log, last, on_line):
@@ -111,6 +114,24 @@ def run(
     return Launched(
         exit_code=process.returncode, seconds=time.monotonic() - started, output=log, last_lines=tuple(last)
     )
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Make an error of SIGTERM: the job is then asked to end, which saves a checkpoint, and not left to its fate."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the end must not be interrupted
+        raise LaunchError("stopped by SIGTERM: the job was asked to save and end; the same command goes on from there")
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextlib.contextmanager

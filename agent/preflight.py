@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from agent import benchmark, flight, keep, launch, measured
 from agent.advise import Request, answer, with_fsdp
@@ -50,6 +51,7 @@ class Options:
     overrides: tuple[str, ...] = ()
     config: Path | None = None
     baseline: Path | None = None
+    flights: tuple[Path, ...] = ()  # records of earlier flights to set beside this one
 
 
 def run(options: Options, progress: Progress) -> Report:
@@ -71,7 +73,10 @@ def run(options: Options, progress: Progress) -> Report:
 
     record: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
-    if options.fly and not options.hosts:
+    stopped = next((p for p in result.problems if p.startswith("stopped by ")), None) if result else None
+    if stopped and options.fly:
+        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {stopped}")
+    elif options.fly and not options.hosts:
         record, comparisons, why = _fly(options, advice, progress)
         extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
     else:
@@ -93,8 +98,16 @@ def run(options: Options, progress: Progress) -> Report:
         recommendation=advice,
         flight=record,
         comparisons=comparisons,
+        flights=_flights(options),
         notes=tuple(notes),
     )
+
+
+def _flights(options: Options) -> tuple[dict[str, Any], ...]:
+    """This flight and the earlier ones: those named, those below the report's folder, those the agent keeps."""
+    kept = keep.folder()
+    places = [*options.flights, options.output / "flights", *([kept / keep.FLIGHTS_FOLDER] if kept else [])]
+    return keep.flights(places) if options.fly or options.flights else ()
 
 
 def report_of(
@@ -129,7 +142,7 @@ def _measure(
         notes.append(f"not measured: {error}")
         return None, None
     keep.keep_bench(result)
-    if not options.fly:
+    if not options.fly or any(problem.startswith("stopped by ") for problem in result.problems):
         return result, None
     request = _request(options)
     model = request.model or benchmark.EMBEDDED_MODEL

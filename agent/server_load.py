@@ -10,7 +10,6 @@ import json
 import logging
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from agent.keep import BENCH_FILE
 from agent.problem import ProblemError
 from agent.report import document, write_atomic
 from agent.state import State
+from collectives import processes, scratch
 from collectives.ops import OPS
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Bencher:
     def __init__(self, state: State, *, command: Sequence[str] = (sys.executable, "-m", "agent.cli")) -> None:
         self._state, self._command = state, tuple(command)
         self._lock = threading.Lock()
+        self._running = False
         self._child: subprocess.Popen[bytes] | None = None
         self._until = 0.0
         self.last: dict[str, Any] = {"status": "none"}
@@ -92,21 +93,13 @@ class Bencher:
             raise ProblemError(409, f"GPUs are in use by processes {named}: a benchmark would disturb them",
                                headers={"Retry-After": "60"})  # fmt: skip
         with self._lock:
-            if self._child is not None:
+            if self._running:
                 left = max(1, round(self._until - time.monotonic()))
                 raise ProblemError(409, "a benchmark is running", headers={"Retry-After": str(left)})
             self._until = time.monotonic() + wanted.budget_seconds + LATE_SECONDS
-            folder = tempfile.TemporaryDirectory(prefix="topoflight-bench-")
-            saved, errors = Path(folder.name) / BENCH_FILE, Path(folder.name) / "stderr"
-            with errors.open("wb") as stream:
-                self._child = subprocess.Popen(
-                    [*self._command, "bench", *words, f"--save={saved}", "--output=json"],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
-                )  # fmt: skip
+            self._running = True
             self.last = {"status": "running", "started_at_seconds": time.time(), "request": wanted.model_dump()}
-        threading.Thread(
-            target=self._follow, args=(self._child, folder, saved, errors), name="benchmark", daemon=True
-        ).start()
+        threading.Thread(target=self._follow, args=(words,), name="benchmark", daemon=True).start()
         return self.last
 
     def stop(self) -> None:
@@ -115,33 +108,45 @@ class Bencher:
         if child is not None:
             child.terminate()
 
-    def _follow(
-        self, child: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str], saved: Path, errors: Path
-    ) -> None:
+    def _follow(self, words: Sequence[str]) -> None:
+        """Run the child in this thread, which lives as long as it does: the child dies when its starter does."""
         done = dict(self.last)
         try:
-            try:
-                code: int | None = child.wait(max(1.0, self._until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.terminate()
-                try:
-                    child.wait(30)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                    child.wait()
-                code = None
-            done |= {"status": "done" if code == 0 else "failed", "exit_code": code, "ended_at_seconds": time.time()}
-            with errors.open("rb") as stream:
-                done["messages"] = stream.read()[-2000:].decode(errors="replace").splitlines()[-10:]
-            if saved.exists():
-                done["result"] = json.loads(saved.read_text())
-                self._keep(saved)
+            with scratch.folder() as folder:
+                saved, errors = folder / BENCH_FILE, folder / "stderr"
+                with errors.open("wb") as stream:
+                    self._child = subprocess.Popen(
+                        processes.tethered([*self._command, "bench", *words, f"--save={saved}", "--output=json"]),
+                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
+                    )  # fmt: skip
+                code = self._wait(self._child)
+                done |= {
+                    "status": "done" if code == 0 else "failed", "exit_code": code, "ended_at_seconds": time.time(),
+                }  # fmt: skip
+                with errors.open("rb") as stream:
+                    stream.seek(max(0, errors.stat().st_size - 2000))
+                    done["messages"] = stream.read(2000).decode(errors="replace").splitlines()[-10:]
+                if saved.exists():
+                    done["result"] = json.loads(saved.read_text())
+                    self._keep(saved)
         except (OSError, ValueError) as error:
             done |= {"status": "failed", "messages": [f"{type(error).__name__}: {error}"]}
         finally:
-            folder.cleanup()
             with self._lock:
-                self.last, self._child = done, None
+                self.last, self._child, self._running = done, None, False
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
+        """The child's exit code; None where it had to be ended."""
+        try:
+            return child.wait(max(1.0, self._until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.terminate()
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        return None
 
     def _keep(self, saved: Path) -> None:
         """Into the state's folder, where the next scan finds it."""

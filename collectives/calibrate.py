@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from collectives import processes
+
 _REPEAT_SECONDS = 1.5  # per shape: enough for the median of several, short enough for a minute in all
 _MOST_REPEATS = 200
 
@@ -46,7 +48,7 @@ class CalibrationFailedError(RuntimeError):
 def calibrate(request: CalibrationRequest, *, timeout_seconds: float = 120.0) -> dict[str, Any]:
     """Run the copies side by side and return the slowest one's answer."""
     text = json.dumps(asdict(request))
-    environment = {**os.environ}
+    environment = {**os.environ, processes.PARENT_VARIABLE: str(os.getpid())}
     started = []
     for index in range(request.copies):
         if request.device == "cuda":
@@ -179,6 +181,7 @@ def _drop(_value: Any) -> None:
 
 def main() -> int:
     """Child: request as JSON on stdin, answer as JSON on stdout."""
+    processes.die_with_parent()
     request = CalibrationRequest(**json.load(sys.stdin))
     json.dump(measure(request), sys.stdout)
     return 0

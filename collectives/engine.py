@@ -52,7 +52,8 @@ def fly(
     directory = Path(plan.directory)
     plans.write(plan, directory / "plan.json")
     mark = uuid.uuid4().hex
-    inherited = {**os.environ, **environment, plans.RUN_VARIABLE: mark}
+    # temporary files of torchrun, which leaves them when it is killed, go with the run's folder
+    inherited = {**os.environ, "TMPDIR": plan.directory, **environment, plans.RUN_VARIABLE: mark}
     inherited["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parent.parent), *filter(None, [inherited.get("PYTHONPATH")])]
     )

@@ -21,26 +21,43 @@ if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
 KILL_SECONDS = 5.0  # for the kernel to take a killed process down
 POLL_SECONDS = 0.05
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies, and check that it has not died already."""
+    """Ask the kernel to kill this process when its parent dies, and check that it has not died already.
+
+    A rank whose launcher died before it came here has another parent by now: it asks whether the run's own lives.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     expected = os.getppid() if parent is None else parent
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != expected:
+    if os.getppid() != expected or not _starter_lives():
         os._exit(1)
+
+
+def _starter_lives() -> bool:
+    starter = os.environ.get(PARENT_VARIABLE, "")
+    return not starter.isdigit() or Path(f"/proc/{starter}").exists()
+
+
+def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
+    """Give the command that becomes `argv`, and dies when the thread that starts it ends.
+
+    `parent` is the pid of that process, by default this one; 0 for a command that somebody else will start.
+    """
+    pid = os.getpid() if parent is None else parent
+    return [sys.executable, "-P", __file__, str(pid), *argv]  # by its path: the child need not find us
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a process, in a session of its own, that dies when this process dies."""
-    tether = [sys.executable, "-P", __file__, str(os.getpid()), *argv]  # by its path: the child need not find us
     return subprocess.Popen(
-        tether,
-        env=dict(environment),
+        tethered(argv),
+        env={**environment, PARENT_VARIABLE: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -108,8 +125,8 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command, tied to the life of the parent whose pid comes first."""
-    die_with_parent(int(arguments[0]))
+    """Become the command, tied to the life of the parent whose pid comes first; 0 is whoever the parent is."""
+    die_with_parent(int(arguments[0]) or None)
     os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
 
 
