@@ -85,13 +85,26 @@ def runs(title: str, rows: Sequence[Run], *, less_is_better: bool = True) -> Mar
     drawn = []
     for run in rows:
         bar = f'<rect class="p0" width="{max(2.0, 1000.0 * run.value / full):.1f}" height="24"/>'
-        against = "" if run.value == best or not best else f" ({run.value / best:.2f} x)"
+        against = _against(run.value, best)
         figure = _wide([bar], f"{run.shown}{against}")
         drawn.append(
             f'<tr><th scope="row">{escape(run.label)}</th><td class="wide">{figure}</td>'
             f'<td class="number">{escape(run.shown)}{against}</td></tr>'
         )
     return _own(f'<table class="runs"><caption>{escape(title)}</caption><tbody>{"".join(drawn)}</tbody></table>')
+
+
+def blocks(rows: Sequence[Run], width: int = 24) -> list[tuple[str, str, str]]:
+    """Label, a bar of block characters and the number with its factor: the same figure where only text goes."""
+    full, best = max((run.value for run in rows), default=1.0) or 1.0, min((run.value for run in rows), default=0.0)
+    return [
+        (run.label, "█" * max(1, round(width * run.value / full)), run.shown + _against(run.value, best))
+        for run in rows
+    ]
+
+
+def _against(value: float, best: float) -> str:
+    return "" if value == best or not best else f" ({value / best:.2f} x)"
 
 
 def _wide(drawn: Iterable[str], label: str) -> Markup:

@@ -19,7 +19,7 @@ class Flown:
     """One flight of the history."""
 
     flight: Flight
-    transport: str  # "NET/IB/GDRDMA", "gloo", or "" where it was not reported
+    transport: str  # "TCP over net1 (NET/Socket)", "RDMA (NET/IB/GDRDMA)", or "" where it was not reported
     lines: tuple[tuple[str, str, Interval, float, Markup], ...]  # what, unit, forecast, measured, figure
 
 
@@ -52,33 +52,63 @@ def _interval(value: Any) -> Interval | None:
 
 
 def _transport(record: Mapping[str, Any]) -> str:
-    """The networks NCCL logged ("NET/IB/GDRDMA", without device numbers); the backend's name where it logged none."""
+    """The networks NCCL logged, without device numbers, or the backend; with the interface where it was TCP."""
     logged = record.get("transports")
     names = [name for name in logged if isinstance(name, str)] if isinstance(logged, list) else []
-    networks = sorted({re.sub(r"/\d+(?=/|$)", "", name) for name in names if name.startswith("NET")})
-    if networks:
-        return ", ".join(networks)
+    networks = ", ".join(sorted({re.sub(r"/\d+(?=/|$)", "", name) for name in names if name.startswith("NET")}))
+    if networks.startswith("NET/IB"):
+        return f"RDMA ({networks})"
+    backend = str(_effective(record).get("backend") or "")
+    if networks and networks != "NET/Socket":
+        return networks
+    if networks or backend == "gloo":
+        return f"TCP over {_interface(record, networks)} ({networks or backend})"
+    return backend
+
+
+def _interface(record: Mapping[str, Any], networks: str) -> str:
+    given = record.get("environment")
+    name = "NCCL_SOCKET_IFNAME" if networks else "GLOO_SOCKET_IFNAME"
+    chosen = given.get(name) if isinstance(given, Mapping) else None
+    return str(chosen)[:64] if chosen else "the default network"
+
+
+def _effective(record: Mapping[str, Any]) -> Mapping[str, Any]:
     layout = record.get("layout")
     effective = layout.get("effective") if isinstance(layout, Mapping) else None
-    return str(effective.get("backend") or "") if isinstance(effective, Mapping) else ""
+    return effective if isinstance(effective, Mapping) else {}
 
 
-def side_by_side(found: Iterable[Flown]) -> Markup:
-    """Step times of complete flights of one model, a bar per network: what the wire costs, from real measurements.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Step times of one job over different networks, slowest first."""
 
-    The newest flight of each transport counts; empty unless at least two differ.
+    title: str
+    runs: tuple[charts.Run, ...]
+
+
+def by_network(found: Iterable[Flown]) -> tuple[Bars, ...]:
+    """What the wire costs, as measured: complete flights of one model, layout and number of ranks, a bar per network.
+
+    The newest flight of each network counts; none where fewer than two differ.
     """
     newest: dict[tuple[str, str], charts.Run] = {}
     for one in found:
-        model, step = one.flight.model, one.flight.step_seconds
-        if one.flight.status == "complete" and model and step and one.transport:
-            newest.setdefault(
-                (model, one.transport),
-                charts.Run(label=one.transport, value=step, shown=f"{units.seconds(step)} a step"),
-            )
-    figures = []
-    for model in dict.fromkeys(model for model, _ in newest):
-        runs = sorted((run for (m, _), run in newest.items() if m == model), key=lambda run: -run.value)
+        step = one.flight.step_seconds
+        if one.flight.status == "complete" and one.flight.model and step and one.transport:
+            ranks = (one.flight.effective or {}).get("world_size")
+            named = (one.flight.model, one.flight.family, f"{ranks} ranks" if ranks else None)
+            job = ", ".join(word for word in named if word)
+            run = charts.Run(label=one.transport, value=step, shown=f"{units.seconds(step)} a step")
+            newest.setdefault((job, one.transport), run)
+    made = []
+    for job in dict.fromkeys(job for job, _ in newest):
+        runs = sorted((run for (mine, _), run in newest.items() if mine == job), key=lambda run: -run.value)
         if len(runs) > 1:
-            figures.append(charts.runs(f"{model}: step time by network, measured", runs))
-    return Markup().join(figures)
+            made.append(Bars(title=f"{job}: step time by network, measured", runs=tuple(runs)))
+    return tuple(made)
+
+
+def side_by_side(found: Iterable[Flown]) -> Markup:
+    """The same as figures; empty where there is nothing to compare."""
+    return Markup().join(charts.runs(bars.title, bars.runs) for bars in by_network(found))

@@ -22,7 +22,7 @@ from agent import charts, drawing, units
 from agent import fleet as fleets
 from agent.advise import EXPORTS
 from agent.fleet import glance
-from agent.flown import flights, side_by_side
+from agent.flown import by_network, flights, side_by_side
 from agent.gate import judge, worst_first
 from agent.prose import explained, headline, inline, told
 from agent.terminal import GLYPHS, facts_lines
@@ -67,6 +67,7 @@ def _environment(*, html: bool) -> Environment:
         layouts=_layouts,
         flown=flights,
         side_by_side=side_by_side,
+        by_network=by_network,
         exports=EXPORTS,
     )
     return made

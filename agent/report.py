@@ -41,6 +41,7 @@ class Report:
     recommendation: Recommendation | None = None
     flight: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
+    flights: tuple[dict[str, Any], ...] = ()  # records of this and earlier flights, newest first
     notes: tuple[str, ...] = ()  # steps that were left out, and why
     schema_version: int = SCHEMA_VERSION
 

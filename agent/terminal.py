@@ -124,7 +124,7 @@ def _cpus(text: str) -> str:
     if len(parts) < 5:
         return text
     ends = [part.partition("-") for part in parts]
-    total = sum(int(last or first) - int(first) + 1 for first, _, last in ends if first.isdigit())
+    total = sum(int(last or first) - int(first) + 1 for first, _, last in ends if first.isdecimal())
     return f"{','.join(parts[:3])} … {parts[-1]} ({total} CPUs)"
 
 
@@ -418,11 +418,24 @@ def report(out: Console, whole: Report, *, everything: bool = False) -> None:
     if whole.flight is not None:
         flight(out, whole.flight)
         comparison(out, whole.comparisons)
+    by_network(out, whole)
     out.print("\n[bold]Findings[/bold]")
     findings(out, whole.checks, everything=everything)
     for note in whole.notes:
         out.print(f"· {escape(note)}")
     verdict(out, whole.verdict, whole.seconds)
+
+
+def by_network(out: Console, whole: Report) -> None:
+    """Flights of one job over different networks, a bar each."""
+    from agent import charts, flown
+
+    for bars in flown.by_network(flown.flights(whole.flights)):
+        rows = table(bars.title, "", "")
+        for label, bar, shown in charts.blocks(bars.runs, 20):
+            rows.add_row(escape(label), bar, shown)
+        out.print()
+        out.print(rows)
 
 
 def flight(out: Console, flown: Flight) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from agent import charts, drawing, pages
-from agent.flown import flights, side_by_side
+from agent.flown import by_network, flights, side_by_side
 from agent.page_routes import question
 from agent.view import look
 from planner.advice import Interval, Part
@@ -91,8 +91,11 @@ def test_three_runs_of_one_job_are_three_bars() -> None:
     assert "(1.50 x)" in figure
 
 
-def record(transports: list[str], step: float, status: str = "complete") -> dict[str, object]:
-    return {"status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step}}
+def record(transports: list[str], step: float, status: str = "complete", **environment: str) -> dict[str, object]:
+    return {
+        "status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step},
+        "environment": environment,
+    }  # fmt: skip
 
 
 def test_flights_are_compared_by_the_network_they_logged() -> None:
@@ -105,11 +108,30 @@ def test_flights_are_compared_by_the_network_they_logged() -> None:
             record(["NET/IB/0"], 0.1, status="diverged"),
         ]
     )
-    assert [one.transport for one in found] == ["NET/IB/GDRDMA", "NET/Socket", "NET/Socket", "NET/IB"]
+    rdma, tcp = "RDMA (NET/IB/GDRDMA)", "TCP over the default network (NET/Socket)"
+    assert [one.transport for one in found] == [rdma, tcp, tcp, "RDMA (NET/IB)"]
     figure = side_by_side(found)
     assert figure.count('scope="row"') == 2
     assert "(3.00 x)" in figure
     assert side_by_side(found[1:3]) == ""
+
+
+def test_one_job_over_three_networks_is_three_bars_in_html_and_in_markdown() -> None:
+    """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
+    found = flights(
+        [
+            record(["NET/IB/0/GDRDMA"], 1.0, NCCL_SOCKET_IFNAME="net1"),
+            record(["NET/Socket/0"], 1.5, NCCL_SOCKET_IFNAME="net1"),
+            record(["NET/Socket/0"], 3.0),
+        ]
+    )
+    (bars,) = by_network(found)
+    assert [(label, len(bar), shown) for label, bar, shown in charts.blocks(bars.runs, 12)] == [
+        ("TCP over the default network (NET/Socket)", 12, "3 s a step (3.00 x)"),
+        ("TCP over net1 (NET/Socket)", 6, "1.5 s a step (1.50 x)"),
+        ("RDMA (NET/IB/GDRDMA)", 4, "1 s a step"),
+    ]
+    assert widths(side_by_side(found), "p0") == [1000.0, 500.0, 333.3]
 
 
 @pytest.mark.parametrize("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
