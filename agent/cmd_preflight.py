@@ -62,6 +62,8 @@ def with_model_options(command: Any) -> Any:
               help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
+@click.option("--flights", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH",
+              help="Earlier flights (flight.json or folders of them): step times by network, compared.")  # fmt: skip
 @click.option("--nodes", default=None, metavar="NAME,...", help="Judge these nodes by what their agents publish.")
 @click.option("--selector", default=None, metavar="LABELS", help="Judge the cluster's nodes with these labels.")
 @click.option("--context", default=None, help="With --nodes or --selector: the kubeconfig's context.")

@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from agent.report import write_atomic
 from collectives.results import BenchResult
+from probes.plain import loads as plain
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE = "bench.json"
 FLIGHTS_FOLDER = "flights"
 KEPT_FLIGHTS = 50
+MOST_RECORD_BYTES = 16 << 20  # a flight of 100 000 steps takes 2 MB, a long benchmark alike
 
 
 def folder() -> Path | None:
@@ -49,6 +52,36 @@ def keep_flight(record: dict[str, Any], place: Path | None = None) -> Path | Non
     for old in sorted(flights.glob("*.json"), reverse=True)[KEPT_FLIGHTS:]:
         old.unlink(missing_ok=True)
     return kept
+
+
+def flights(places: Iterable[Path]) -> tuple[dict[str, Any], ...]:
+    """Records of flights, newest first and each once; a folder stands for those in it and one level below."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for place in places:
+        files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/flight.json")]
+        for path in sorted(files, reverse=True)[:KEPT_FLIGHTS]:
+            record = _record(path)
+            if record is not None:
+                found.setdefault((str(record.get("host")), str(record.get("started_at") or path)), record)
+    newest = sorted(found.values(), key=lambda record: str(record.get("started_at") or ""), reverse=True)
+    return tuple(newest[:KEPT_FLIGHTS])
+
+
+def read(path: Path) -> Any:
+    """A document that was kept; OSError or ValueError say why it cannot be had."""
+    size = path.stat().st_size
+    if size > MOST_RECORD_BYTES:
+        raise ValueError(f"{size} bytes, more than {MOST_RECORD_BYTES}")
+    return plain(path.read_text(encoding="utf-8"), unknown_numbers=True)  # a loss may be NaN
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = read(path)
+    except (OSError, ValueError) as error:
+        log.warning("%s is left out: %s", path, error)
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -10,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent.keep import BENCH_FILE, FLIGHTS_FOLDER, KEPT_FLIGHTS
+from agent import keep
+from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
 from agent.view import View, look
 from collectives.results import BenchResult
 from probes.api import Snapshot
@@ -91,7 +91,7 @@ class State:
         try:
             from collectives.wire import result_from_json
 
-            return result_from_json(json.loads(path.read_text())), path.stat().st_mtime
+            return result_from_json(keep.read(path)), path.stat().st_mtime
         except FileNotFoundError:
             return None, None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -101,16 +101,7 @@ class State:
     def _flights(self) -> tuple[dict[str, Any], ...]:
         if self._folder is None:
             return ()
-        found: list[dict[str, Any]] = []
-        for path in sorted((self._folder / FLIGHTS_FOLDER).glob("*.json"), reverse=True)[:KEPT_FLIGHTS]:
-            try:
-                record = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                log.warning("%s is left out: %s", path, error)
-                continue
-            if isinstance(record, dict):
-                found.append(record)
-        return tuple(found)
+        return keep.flights((self._folder / FLIGHTS_FOLDER,))
 
 
 def age_seconds(view: View) -> float:

@@ -1,0 +1,58 @@
+"""JSON of strangers as plain data: bounded in depth, every number finite and of 64 bits, every text writable as UTF-8.
+
+Specification: RFC 8259. Python's own reader also takes NaN, integers of any length and halves of surrogate pairs, which
+later break whoever computes with them, or writes them out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+DEEPEST = 64  # the deepest document of ours, a recording, has six levels
+LARGEST = 2**64  # NVML and the kernel count in unsigned 64 bits
+
+
+class PlainError(ValueError):
+    """The text is no JSON, or holds what no document of ours does."""
+
+
+def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
+    """The document. Raises PlainError; with `unknown_numbers` a number that is none, such as NaN, reads as None."""
+
+    def refused(word: str) -> None:
+        if not unknown_numbers:
+            raise PlainError(f"the number {word[:20]} is not finite, or has more than 64 bits")
+
+    def whole(word: str) -> int | None:
+        return value if len(word) < 22 and -LARGEST < (value := int(word)) < LARGEST else refused(word)
+
+    def decimal(word: str) -> float | None:
+        return value if math.isfinite(value := float(word)) else refused(word)
+
+    try:
+        found = json.loads(text, parse_int=whole, parse_float=decimal, parse_constant=refused)
+    except RecursionError:
+        raise PlainError(f"nested more than {DEEPEST} levels deep") from None
+    except PlainError:
+        raise
+    except ValueError as error:
+        raise PlainError(f"not JSON: {error}") from None
+    _check_depth(found)
+    if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise PlainError("half of a surrogate pair stands in a text") from None
+    return found
+
+
+def _check_depth(found: Any) -> None:
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [item for node in level if isinstance(node, dict | list)
+                 for item in (node.values() if isinstance(node, dict) else node)]  # fmt: skip
+        if not level:
+            return
+    raise PlainError(f"nested more than {DEEPEST} levels deep")
