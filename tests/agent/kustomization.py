@@ -16,7 +16,7 @@ Document = dict[str, Any]
 KNOWN = {"apiVersion", "kind", "resources", "namespace", "labels", "images", "patches"}
 CLUSTER_SCOPED = {
     "Namespace", "CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "PriorityClass", "AdmissionCheck",
-    "SecurityContextConstraints",
+    "SecurityContextConstraints", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "RuntimeClass",
 }  # fmt: skip
 
 

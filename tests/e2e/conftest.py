@@ -11,10 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import real_cluster
 from api_server import CRD, ApiServer
 from e2e_client import client_of, eventually
 
-from agent.kube import Client, path_of
+from agent.kube import ApiError, Client, path_of
 from agent.kube_access import find
 
 
@@ -26,12 +27,21 @@ def api() -> Iterator[ApiServer]:
 
 
 @pytest.fixture(scope="session")
-def definition() -> None:
-    """On a real server: the NodeTopology definition, established."""
+def definition() -> Iterator[None]:
+    """On a real server: the NodeTopology definition, established; taken away where nobody had it before."""
     if not os.environ.get("KUBECONFIG"):
+        yield
         return
+    if why := real_cluster.reachable():
+        pytest.fail(why, pytrace=False)
     client = Client(find())
     path = path_of("apiextensions.k8s.io/v1", "customresourcedefinitions", CRD["metadata"]["name"])
+    try:
+        client.get(path)
+        had = True
+    except ApiError as error:
+        assert error.status == 404, error
+        had = False
     client.apply(path, CRD)
 
     def established() -> bool:
@@ -39,6 +49,33 @@ def definition() -> None:
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
     eventually(established, "the definition is established")
+    yield
+    if not had:
+        client.request("DELETE", path)
+
+
+@pytest.fixture(scope="session")
+def cluster(definition: None) -> Iterator[list[real_cluster.Document]]:
+    """The agent and the admission controller with their rights, under this run's names, on a real server."""
+    with real_cluster.installed(real_cluster.overlay("kueue", real_cluster.RUN)) as documents:
+        yield documents
+
+
+@pytest.fixture(scope="session")
+def gpu_node(cluster: list[real_cluster.Document]) -> Iterator[str]:
+    """A node that the agents' DaemonSet selects."""
+    with real_cluster.node(f"{real_cluster.RUN}-gpu", labels={"topoflight.io/agent": "true"}) as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def agent_pod(cluster: list[real_cluster.Document], gpu_node: str) -> str:
+    """A pod of the agent's on that node, for its token; made by hand, so that it needs no controller."""
+    template = real_cluster.of_kind(cluster, "DaemonSet")["spec"]["template"]
+    pod = real_cluster.pod_of(template, namespace=real_cluster.RUN, name=f"by-hand-{gpu_node}", on=gpu_node)
+    pod["metadata"].pop("labels", None)  # nor has it one
+    real_cluster.kubectl("create", "-f", "-", stdin=real_cluster.text([pod]))
+    return str(pod["metadata"]["name"])
 
 
 @pytest.fixture
