@@ -22,14 +22,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from finetune.config import ConfigError, JobConfig
+from finetune.config import ConfigError, EndedError, JobConfig
 
 SCHEMA_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class SaveError(RuntimeError):
+class SaveError(EndedError):
     """A checkpoint could not be written; those before it are whole."""
+
+    code = 74  # EX_IOERR
 
 
 def training_state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

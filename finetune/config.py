@@ -15,12 +15,22 @@ from typing import Any, Literal
 
 import yaml
 
-MAX_FILE_BYTES = 4 << 20  # settings are hand-written: anything larger is the wrong file
+MAX_FILE_BYTES = 1 << 20  # settings are hand-written: anything larger is the wrong file
+MAX_ALIASES = 16  # of YAML: aliases of aliases multiply
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 
 
-class ConfigError(ValueError):
+class EndedError(Exception):
+    """The job ends before its last step, in order; the exit codes are those of sysexits.h."""
+
+    code = 1
+    status = "failed"  # in flight.json
+
+
+class ConfigError(EndedError, ValueError):
     """A setting that cannot stand; the message names it, its value and what is allowed."""
+
+    code, status = 2, "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +180,10 @@ def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tupl
             target = target.setdefault(name, {})
             if not isinstance(target, dict):
                 raise ConfigError(f"override {text!r}: {name} is not a mapping")
-        target[last] = yaml.safe_load(value)
+        try:
+            target[last] = yaml.safe_load(value)
+        except (yaml.YAMLError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ConfigError(f"override {text!r}: not YAML: {error}") from None
     return parse_config(raw)
 
 
@@ -181,9 +194,17 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
     try:
-        data = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)) > MAX_ALIASES:
+            raise ConfigError(f"{path}: more than {MAX_ALIASES} aliases")
+        data = yaml.safe_load(text)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        # PyYAML's constructors check nothing: `!!int ""`, `!!bool x`, 5000 digits
+        raise ConfigError(f"{path}: not YAML: a value that its tag does not fit ({type(error).__name__})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping, holds {type(data).__name__}")
     return data
@@ -258,7 +279,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         if option is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 return float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
     allowed = " or ".join(_spell(option) for option in options)
     raise ConfigError(f"{name}={value!r}: must be {allowed}")
@@ -277,7 +298,9 @@ def _spell(option: Any) -> str:
 
 def _old_fsdp(value: Any, values: dict[str, Any], notes: list[str]) -> None:
     """The space-separated words that `fsdp:` used to take."""
-    words = value.split() if isinstance(value, str) else list(value)
+    if not isinstance(value, str | list) or not all(isinstance(word, str) for word in value):
+        raise ConfigError(f"fsdp={value!r}: must be true, false, or words such as full_shard auto_wrap")
+    words = value.split() if isinstance(value, str) else value
     allowed = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "auto_wrap", "offload")
     for word in words:
         if word not in allowed:

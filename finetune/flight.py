@@ -6,19 +6,23 @@ logged step; tensorboard where asked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import resource
 import statistics
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from finetune import parts
 from planner.layout import Layout
 
 SCHEMA_VERSION = 1
@@ -70,7 +74,7 @@ class Recorder:
             "schema_version": SCHEMA_VERSION, "status": "running", "reason": None, "exit_code": None,
             "started_at": _now(), "ended_at": None, "host": os.uname().nodename,
             "layout": {"asked": dataclasses.asdict(asked), "family": asked.family, "effective": None},
-            "forecast": dict(forecast), "notes": [], "communication": None,
+            "forecast": dict(forecast), "notes": [], "communication": None, "parts": [],
         }  # fmt: skip
         self.flops: float | None = None
         self.fullest = 0  # peak of the fullest rank, once the ranks have told each other
@@ -96,10 +100,15 @@ class Recorder:
         if text not in self.document["notes"]:
             self.document["notes"].append(text)
 
-    def step(self, seconds: float, loss: float, tokens: int, profiled: bool) -> None:
-        """One optimizer step, already over."""
+    def step(
+        self, seconds: float, loss: float, tokens: int, profiled: bool, found: Mapping[str, Any] | None = None
+    ) -> None:
+        """One optimizer step, already over; `found` is what the profiler says once it has ended."""
         if profiled:
             self.profiled.add(len(self.seconds))
+        if found:
+            self.document["communication"] = found["communication"]
+            self.document["parts"] = parts.beside_forecast(found["parts"], self.forecast)
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
         self.losses.append(loss)
@@ -151,7 +160,7 @@ class Recorder:
             step_seconds=[round(s, 6) for s in self.seconds],
             steps_done=self.document.get("steps_done", 0),
             loss={"first": self.losses[0] if self.losses else None, "last": self.losses[-1] if self.losses else None},
-            comparison=hold_against(self.forecast, now, self.document["communication"]),
+            comparison=parts.hold_against(self.forecast, now, self.document["parts"]),
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         draft = self.folder / ".flight.json"
@@ -167,67 +176,47 @@ class Recorder:
             self._board.close()
 
 
-def hold_against(forecast: Mapping[str, Any], now: Mapping[str, Any], communication: Any) -> list[dict[str, Any]]:
-    """A line for each quantity that was both forecast and measured."""
-    lines = []
-    for name, unit, scale in (
-        ("step_seconds", "s", 1.0),
-        ("memory_bytes", "GiB", 2.0**30),
-        ("tokens_per_second", "/s", 1.0),
-    ):
-        said, got = forecast.get(name), now.get(name)
-        if not isinstance(said, Mapping) or got is None:
-            continue
-        if not all(isinstance(said.get(k), int | float) for k in ("low", "mid", "high")):
-            continue
-        low, mid, high = (float(said[k]) for k in ("low", "mid", "high"))
-        text = (
-            f"{name.replace('_', ' ')}: forecast {mid / scale:.3g} {unit} ({low / scale:.3g}-{high / scale:.3g}), "
-            f"measured {got / scale:.3g} {unit}"
-        )
-        if name == "step_seconds" and communication:
-            text += f", communication {communication['exposed_share']:.0%} exposed"
-        lines.append({"quantity": name, "forecast": {"low": low, "mid": mid, "high": high}, "measured": got,
-                      "within": low <= got <= high, "line": text})  # fmt: skip
-    return lines
+class Progress:
+    """A bar on a terminal, plain lines elsewhere; rank 0 only."""
+
+    def __init__(self, bar: Any, total: int) -> None:
+        self.bar, self.total = bar, total
+
+    def show(self, step: int, loss: float, rate: float, recorder: Recorder) -> None:
+        """Move the bar."""
+        if self.bar is None:
+            return
+        now = recorder.measured()
+        extra = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{now['memory_bytes'] / 2**30:.2f}G"}
+        if now["mfu"] is not None:
+            extra["mfu"] = f"{now['mfu']:.0%}"
+        if recorder.document["communication"]:
+            extra["comm"] = f"{recorder.document['communication']['share']:.0%}"
+        self.bar.set_postfix(extra, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def line(self, step: int, loss: float, rate: float) -> None:
+        """A plain line where there is no bar."""
+        if self.bar is None:
+            say(f"step {step}/{self.total}: loss {loss:.4f}, {rate:,.0f} tokens/s")
 
 
-def communication_share(events: Iterable[Any], wall_seconds: float) -> dict[str, Any] | None:
-    """How much of the profiled steps collectives took, and how much of that nothing hid.
+@contextlib.contextmanager
+def progress(total: int, done: int) -> Iterator[Progress]:
+    """The run's progress display."""
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
+        yield Progress(None, total)
+        return
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    Collectives are the profiler's `gloo:*` and `nccl*` spans; they are hidden where a computing operator or kernel
-    runs at the same time.
-    """
-    comm: list[tuple[float, float]] = []
-    work: list[tuple[float, float]] = []
-    by_kind: dict[str, float] = {}
-    for event in events:
-        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        name = event.name
-        if name.startswith(("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")):
-            comm.append(span)
-            kind = name.split("(")[0].removeprefix("gloo:").removeprefix("nccl:").strip("_")
-            by_kind[kind] = by_kind.get(kind, 0.0) + span[1] - span[0]
-        elif name.startswith("aten::") or "CUDA" in str(event.device_type):
-            work.append(span)
-    if not comm or wall_seconds <= 0:
-        return None
-    total, busy = _union(comm), _union(work)
-    hidden = total + busy - _union([*comm, *work])
-    return {
-        "share": min(1.0, total / wall_seconds), "exposed_share": min(1.0, max(0.0, total - hidden) / wall_seconds),
-        "seconds_by_kind": by_kind, "profiled_seconds": wall_seconds,
-    }  # fmt: skip
+    with tqdm(total=total, initial=done, unit="step", file=sys.stderr) as bar:
+        yield Progress(bar, total)
 
 
-def _union(spans: list[tuple[float, float]]) -> float:
-    """The time that at least one span covers."""
-    covered, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        if stop > end:
-            covered += stop - max(start, end)
-            end = stop
-    return covered
+def say(text: str) -> None:
+    """A plain line from rank 0, on stderr."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  progress for a person or a pod log
 
 
 def _now() -> str:

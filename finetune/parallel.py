@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from finetune.config import ConfigError
 from finetune.data import Batch
 from finetune.model import Chunk, causal_lm, cut
+from finetune.plan import refusals
 from planner.layout import Layout
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -41,52 +43,6 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }  # fmt: skip
-
-
-def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> list[str]:
-    """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
-    why = []
-    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, shape.num_hidden_layers
-    if layout.cp > 1:
-        why.append(f"cp={layout.cp}: context parallelism is not implemented")
-    if layout.ep > 1:
-        why.append(f"ep={layout.ep}: the models of this job have no experts")
-    if layout.sharding == "zero1" and layout.dp_shard > 1:
-        why.append("sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3")
-    if layout.precision in ("fp16", "fp8"):
-        why.append(f"precision={layout.precision!r}: fp32 and bf16 are implemented")
-    if layout.offload == "optimizer":
-        why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")
-    if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
-        why.append("offload='all': needs dp_shard > 1")
-    if layout.tp > 1 and (heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp):
-        why.append(
-            f"tp={layout.tp}: must divide {heads} heads, {kv_heads} key/value heads and "
-            f"intermediate size {shape.intermediate_size}"
-        )
-    if layout.sequence_parallel and layout.tp > 1 and lora:
-        why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
-    if layout.sequence_parallel and layout.tp > 1 and packing:
-        why.append("sequence_parallel with packing: ranks would see a part of the row boundaries only")
-    stages = layout.pp * layout.virtual_stages
-    if layout.pp > 1:
-        if layout.stage_layers and sum(layout.stage_layers) != layers:
-            why.append(
-                f"stage_layers={layout.stage_layers}: add up to {sum(layout.stage_layers)}, the model has {layers}"
-            )
-        if stages > layers or 0 in layout.stage_layers:
-            why.append(f"{stages} pipeline stages: the model has {layers} layers, each stage needs one")
-        if layout.gradient_accumulation < layout.pp:
-            why.append(
-                f"gradient_accumulation={layout.gradient_accumulation}: a pipeline needs at least pp={layout.pp}"
-            )
-        if layout.schedule == "interleaved" and layout.gradient_accumulation % layout.pp:
-            why.append(
-                f"gradient_accumulation={layout.gradient_accumulation}: interleaved needs a multiple of pp={layout.pp}"
-            )
-        if getattr(shape, "tie_word_embeddings", False):
-            why.append("pp with tied embeddings: first and last stage would each train their own copy")
-    return why
 
 
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
@@ -189,12 +145,11 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     tied = getattr(lm.config, "tie_word_embeddings", False)
     ends: dict[str, Any] = {}
     if chunk.last and isinstance(lm.lm_head, nn.Linear) and not tied and lm.lm_head.out_features % mesh.size() == 0:
-        ends["lm_head"] = ColwiseParallel(input_layouts=tokens, output_layouts=Replicate())
-    elif chunk.last and sequence_parallel:
-        whole = {"desired_input_layouts": (Replicate(),), "use_local_output": True}
-        ends["lm_head"] = PrepareModuleInput(input_layouts=(Shard(1),), **whole)
-    if chunk.last and sequence_parallel:
-        ends["model.norm"] = SequenceParallel(use_local_output=True)
+        ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    if chunk.last and sequence_parallel:  # the head and the loss take whole sequences
+        whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        for style in (SequenceParallel(use_local_output=True), whole):
+            parallelize_module(lm.model.norm, mesh, style)
     if chunk.first and isinstance(lm.model.embed_tokens, nn.Embedding) and not tied:
         ends["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
     parallelize_module(lm, mesh, ends)

@@ -1,4 +1,4 @@
-"""The planner's answer, and the layout to run: the plan's, or what the settings ask for.
+"""The planner's answer, the layout to run (the plan's, or what the settings ask for), and which ones cannot run.
 
 Surface: plan.json `{"layout": {...}, "forecast": {...}, "environment": {...}}`; layout members are `planner.layout`'s.
 """
@@ -111,3 +111,49 @@ def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu
         stages = wanted["pp"] * wanted.get("virtual_stages", 1)
         wanted.setdefault("gradient_accumulation", stages)
     return parse_layout(wanted, "layout")
+
+
+def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> list[str]:
+    """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
+    why = []
+    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, shape.num_hidden_layers
+    if layout.cp > 1:
+        why.append(f"cp={layout.cp}: context parallelism is not implemented")
+    if layout.ep > 1:
+        why.append(f"ep={layout.ep}: the models of this job have no experts")
+    if layout.sharding == "zero1" and layout.dp_shard > 1:
+        why.append("sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3")
+    if layout.precision in ("fp16", "fp8"):
+        why.append(f"precision={layout.precision!r}: fp32 and bf16 are implemented")
+    if layout.offload == "optimizer":
+        why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")
+    if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
+        why.append("offload='all': needs dp_shard > 1")
+    if layout.tp > 1 and (heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp):
+        why.append(
+            f"tp={layout.tp}: must divide {heads} heads, {kv_heads} key/value heads and "
+            f"intermediate size {shape.intermediate_size}"
+        )
+    if layout.sequence_parallel and layout.tp > 1 and lora:
+        why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
+    if layout.sequence_parallel and layout.tp > 1 and packing:
+        why.append("sequence_parallel with packing: ranks would see a part of the row boundaries only")
+    stages = layout.pp * layout.virtual_stages
+    if layout.pp > 1:
+        if layout.stage_layers and sum(layout.stage_layers) != layers:
+            why.append(
+                f"stage_layers={layout.stage_layers}: add up to {sum(layout.stage_layers)}, the model has {layers}"
+            )
+        if stages > layers or 0 in layout.stage_layers:
+            why.append(f"{stages} pipeline stages: the model has {layers} layers, each stage needs one")
+        if layout.gradient_accumulation < layout.pp:
+            why.append(
+                f"gradient_accumulation={layout.gradient_accumulation}: a pipeline needs at least pp={layout.pp}"
+            )
+        if layout.schedule == "interleaved" and layout.gradient_accumulation % layout.pp:
+            why.append(
+                f"gradient_accumulation={layout.gradient_accumulation}: interleaved needs a multiple of pp={layout.pp}"
+            )
+        if getattr(shape, "tie_word_embeddings", False):
+            why.append("pp with tied embeddings: first and last stage would each train their own copy")
+    return why

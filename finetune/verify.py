@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune.config import EndedError
 from finetune.parallel import COLUMN, ROW, Engine
 from planner.layout import Layout
 
@@ -26,8 +27,10 @@ PADDING = 1.05  # uneven splits leave some ranks a little more than an even shar
 MAX_LOG_BYTES = 16 << 20
 
 
-class MismatchError(RuntimeError):
+class MismatchError(EndedError):
     """What runs is not what was asked for."""
+
+    code, status = 76, "mismatch"  # EX_PROTOCOL
 
 
 def observe(engine: Engine) -> dict[str, Any]:

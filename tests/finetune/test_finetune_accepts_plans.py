@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.parallel import refusals
+from finetune.plan import refusals
 from planner import machines
 from planner.models import model_named
 from planner.recommend import plan, search_planned

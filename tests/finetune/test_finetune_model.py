@@ -9,10 +9,11 @@ from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
 
 from finetune.config import ConfigError, JobConfig
 from finetune.data import collate, pack, prepare
-from finetune.flight import communication_share, hold_against
 from finetune.model import build_model, causal_lm, cut
 from finetune.optim import clip_gradients, learning_rate
-from finetune.parallel import refusals, stage_bounds
+from finetune.parallel import stage_bounds
+from finetune.parts import beside_forecast, divide, hold_against, part_of
+from finetune.plan import refusals
 from finetune.rows import IGNORED, load_tokenizer
 from planner.layout import Layout
 
@@ -168,33 +169,91 @@ def test_stage_bounds_cover_every_layer_once():
 class Event:
     """A span as torch's profiler gives it, microseconds."""
 
-    def __init__(self, name, start, end):
-        self.name = name
-        self.device_type = "DeviceType.CPU"
-        self.time_range = type("Range", (), {"start": start, "end": end})
+    def __init__(self, name, start, end, thread=1, device="CPU", shapes=()):
+        self.name, self.thread, self.input_shapes = name, thread, shapes
+        self.device_type = f"DeviceType.{device}"
+        self.time_range = type("Range", (), {"start": start * 1e6, "end": end * 1e6})
+
+
+FSDP = Layout(world_size=2, dp_shard=2, precision="fp32")
+
+
+def by_part(found):
+    """Measured seconds by part."""
+    return {one["part"]: one["measured_seconds"] for one in found["parts"]}
 
 
 def test_communication_that_work_hides_is_not_exposed():
-    """Ten seconds, four of them collectives, of which one has nothing beside it."""
-    second = 1_000_000
+    """Two steps of five seconds, four of the ten collectives, of which one has nothing beside it."""
     events = [
-        Event("gloo:all_gather", 0, 2 * second),
-        Event("gloo:all_gather", 1 * second, 3 * second),
-        Event("gloo:all_reduce", 5 * second, 6 * second),
-        Event("aten::mm", 0, 3 * second),
-        Event("c10d::wait", 5 * second, 6 * second),
+        Event("gloo:all_gather", 0, 2, thread=7),
+        Event("aten::copy_", 1, 2, thread=7),
+        Event("gloo:all_gather", 1, 3, thread=7),
+        Event("gloo:all_reduce", 5, 6, thread=7),
+        Event("aten::mm", 0, 3),
+        Event("c10d::wait", 5, 6),
+        Event("Optimizer.step#AdamW.step", 7, 9),
+        Event("aten::mul", 7, 8),
     ]
-    found = communication_share(events, 10.0)
-    assert found["share"] == pytest.approx(0.4)
-    assert found["exposed_share"] == pytest.approx(0.1)
-    assert found["seconds_by_kind"] == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
-    assert communication_share([Event("aten::mm", 0, second)], 1.0) is None
+    found = divide(events, 10.0, 2, FSDP)
+    assert found["communication"]["share"] == pytest.approx(0.4)
+    assert found["communication"]["exposed_share"] == pytest.approx(0.1)
+    assert found["communication"]["seconds_by_kind"] == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
+    assert by_part(found) == pytest.approx(
+        {"compute": 1.5, "gather": 0.0, "reduce": 0.5, "optimizer": 1.0, "idle": 2.0}
+    )
+    gather = next(one for one in found["parts"] if one["part"] == "gather")
+    assert gather["hidden_seconds"] == pytest.approx(1.5)
+    alone = divide([Event("aten::mm", 0, 1)], 1.0, 1, FSDP)
+    assert alone["communication"] is None
+    assert by_part(alone) == {"compute": 1.0, "optimizer": 0.0, "idle": 0.0}
+
+
+def test_on_a_device_only_what_runs_there_counts():
+    """Starting a kernel hides nothing; the kernel does."""
+    events = [
+        Event("aten::mm", 0, 4),
+        Event("nccl:all_gather", 0, 4),
+        Event("ncclDevKernel_AllGather_RING_LL(args)", 0, 4, device="CUDA"),
+        Event("ampere_bf16_gemm", 3, 5, device="CUDA"),
+    ]
+    found = divide(events, 10.0, 1, FSDP)
+    assert by_part(found) == pytest.approx({"compute": 2.0, "gather": 3.0, "optimizer": 0.0, "idle": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("members", "kind", "shapes", "part"),
+    [
+        ({"dp_shard": 2}, "all_gather", [[64]], "gather"),
+        ({"dp_shard": 2}, "all_reduce", [[64]], "reduce"),
+        ({"dp_replicate": 2, "sharding": "ddp"}, "all_reduce", [[64]], "reduce"),
+        ({"tp": 2}, "all_reduce", [[8, 52, 64]], "tensor_parallel"),
+        ({"tp": 2, "dp_shard": 2}, "all_reduce", [[8, 52, 64]], "tensor_parallel"),
+        ({"tp": 2, "dp_shard": 2}, "all_reduce", [[16640]], "reduce"),
+        ({"tp": 2, "dp_shard": 2}, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", [], "reduce"),
+        ({"tp": 2, "dp_shard": 2}, "ncclDevKernel_AllGather_RING_LL", [], "gather"),
+        ({"tp": 2, "sequence_parallel": True}, "all_gather", [[8, 26, 64]], "tensor_parallel"),
+        ({"pp": 2, "gradient_accumulation": 2}, "recv", [[8, 52, 64]], "pipeline"),
+    ],
+)
+def test_a_collective_belongs_to_the_parallelism_that_sends_it(members, kind, shapes, part):
+    """By its kind, and by the shape of what it sends where two use the same kind."""
+    world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp"))
+    assert part_of(kind, shapes, Layout(world_size=world, precision="fp32", **members)) == part
 
 
 def test_a_forecast_without_an_interval_is_not_compared():
-    """What was not forecast, or not measured, has no line."""
+    """What was not forecast, or not measured, has no line; the worst communication is named."""
     now = {"step_seconds": 2.0, "memory_bytes": None, "tokens_per_second": 5.0}
     said = {"step_seconds": {"low": 1.6, "mid": 1.9, "high": 2.3}, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}
-    (line,) = hold_against({**said, "tokens_per_second": 7.0}, now, {"exposed_share": 0.31})
-    assert line["line"] == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, communication 31% exposed"
+    parts = [
+        {"part": "compute", "share": 0.6, "measured_seconds": 1.2},
+        {"part": "gather", "share": 0.31, "measured_seconds": 0.62},
+        {"part": "reduce", "share": 0.02, "measured_seconds": 0.04},
+    ]
+    (line,) = hold_against({**said, "tokens_per_second": 7.0}, now, parts)
+    assert line["line"] == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, all-gather 31 % exposed"
     assert line["within"]
+    said["time_parts"] = [{"name": "gemm", "value": 1.0}, {"name": "attention", "value": 0.1}]
+    assert [one["forecast_seconds"] for one in beside_forecast(parts, said)] == pytest.approx([1.1, 0.0, 0.0])
+    assert [one["forecast_seconds"] for one in beside_forecast(parts, {})] == [None, None, None]

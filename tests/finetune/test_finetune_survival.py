@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from finetune import loop, train
-from finetune.checkpoint import list_checkpoints
+from finetune.checkpoint import SaveError, list_checkpoints
+from finetune.config import ConfigError
+from finetune.verify import MismatchError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # ranks of one: each test is a whole run
 JOBS = Path(__file__).with_name("jobs")
@@ -154,7 +156,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     try:
         whole_model = ("use_peft=false", "lora_modules_to_save=[]", "save_total_limit=1")
         code, _ = fly(disk / "out", *whole_model)
-        assert code == train.DISK
+        assert code == SaveError.code
         assert [p.name for p in list_checkpoints(disk / "out")] == ["checkpoint-4"]
         assert not list((disk / "out").glob(".checkpoint-*"))
         shutil.copytree(disk / "out", tmp_path / "roomy")
@@ -175,7 +177,7 @@ def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkey
         "environment": {"GLOO_SOCKET_IFNAME": "net1"},
     }
     code, flight = fly(tmp_path / "out", plan=plan)
-    assert code == train.MISMATCH
+    assert code == MismatchError.code
     assert flight["status"] == "mismatch"
     assert "GLOO_SOCKET_IFNAME=net1" in flight["reason"]
     assert flight["loss"]["first"] is None
@@ -214,7 +216,7 @@ def test_what_cannot_run_is_refused_with_its_reason(tmp_path, overrides, word):
     if word == "GPU" and torch.cuda.is_available():
         pytest.skip("this host has a GPU")
     code, flight = fly(tmp_path / "out", *overrides)
-    assert code == train.CONFIG
+    assert code == ConfigError.code
     assert word in flight["reason"]
 
 
@@ -222,8 +224,8 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path):
     """Another model, or a fresh start, in a folder with checkpoints is refused."""
     folder = tmp_path / "out"
     assert fly(folder, "max_steps=2")[0] == 0
-    assert fly(folder, "lora_r=8")[0] == train.CONFIG
-    assert fly(folder, "resume_from_checkpoint=false")[0] == train.CONFIG
+    assert fly(folder, "lora_r=8")[0] == ConfigError.code
+    assert fly(folder, "resume_from_checkpoint=false")[0] == ConfigError.code
 
 
 def test_a_config_of_older_releases_trains_as_it_stands(tmp_path):

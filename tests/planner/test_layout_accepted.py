@@ -51,7 +51,7 @@ def shape(name: str) -> SimpleNamespace:
 def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
     """The best of every family, for adapters and full training, on one machine and on two like it."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
-    from finetune.parallel import refusals
+    from finetune.plan import refusals
 
     snapshot, node = machine(name)
     for model in ("Llama-3.1-8B", "tiny-llama"):
@@ -78,7 +78,7 @@ COMBINED = [
 def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
     """Combinations that the job's equivalence tests cover break no rule of the planner."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
-    from finetune.parallel import refusals
+    from finetune.plan import refusals
 
     _, node = machine("hgx-h100-8xH100-8hca")
     asked = Question(
