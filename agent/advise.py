@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,6 +22,7 @@ from planner.recommend import recommend
 from planner.specs import ModelSpec, TrainSpec
 from probes.api import Snapshot
 from probes.gpu import GpuFacts
+from probes.plain import loads as plain
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology
@@ -83,10 +83,10 @@ def model_of(request: Request) -> ModelSpec | None:
                 raw = stream.read(_CONFIG_LIMIT_BYTES + 1)
             if len(raw) > _CONFIG_LIMIT_BYTES:
                 raise RequestError(f"--model {file}: larger than {_CONFIG_LIMIT_BYTES} bytes, which no config.json is")
-            return models.model_from_config(json.loads(raw), name=path.stem if path.suffix else path.name)
+            return models.model_from_config(plain(raw), name=path.stem if path.suffix else path.name)
         except OSError as error:
             raise RequestError(f"--model {file}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise RequestError(f"--model {file}: {error}") from None
     try:
         return models.model_named(request.model)
@@ -117,7 +117,7 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
     rows = []
     for word in text.split(","):
         length, _, count = word.partition(":")
-        if not (length.isdigit() and count.isdigit() and len(length) < 8 and len(count) < 12):
+        if not (length.isdecimal() and count.isdecimal() and len(length) < 8 and len(count) < 12):
             raise RequestError(f"lengths={word!r}: must be TOKENS:ROWS, both whole numbers")
         rows.append((int(length), int(count)))
     try:
@@ -154,7 +154,7 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
         from collectives.wire import result_from_json
 
         try:
-            measured = result_from_json(json.loads(request.bench_file.read_text())).measurements
+            measured = result_from_json(plain(request.bench_file.read_bytes())).measurements
         except (OSError, ValueError) as error:
             raise RequestError(f"--bench {request.bench_file}: {error}") from None
     return answer(request, snapshots, measured=measured)
@@ -233,7 +233,7 @@ def version(text: str | None) -> tuple[int, int, int] | None:
     if text is None:
         return None
     parts = text.split("+")[0].split("-")[0].split(".")
-    if not 2 <= len(parts) <= 3 or not all(part.isdigit() and len(part) < 6 for part in parts):
+    if not 2 <= len(parts) <= 3 or not all(part.isdecimal() and len(part) < 6 for part in parts):
         raise RequestError(f"nccl={text!r}: must look like 2.27.7")
     major, minor, patch = (*(int(part) for part in parts), 0)[:3]
     return major, minor, patch

@@ -166,7 +166,7 @@ def parse_degrees(text: str) -> dict[str, int]:
     degrees: dict[str, int] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
-        if name not in (*AXES, "micro_batches") or not value.isdigit() or not 1 <= int(value) <= MOST_DEGREE:
+        if name not in (*AXES, "micro_batches") or not value.isdecimal() or not 1 <= int(value) <= MOST_DEGREE:
             allowed = ", ".join((*AXES, "micro_batches"))
             raise SpecError(f"layout: {word!r} is not allowed; allowed: NAME=NUMBER with NAME one of {allowed}")
         degrees[name] = int(value)

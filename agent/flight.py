@@ -5,12 +5,12 @@ Specification: docs/finetune.md, flight.json. The agent and the job are siblings
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.advice import Forecast, Interval
+from probes.plain import loads as plain
 
 
 class FlightError(Exception):
@@ -114,7 +114,7 @@ def _text(value: Any) -> str | None:
 def read(path: Path) -> dict[str, Any]:
     """The record of a flight; FlightError names the file and what is wrong with it."""
     try:
-        record = json.loads(path.read_text())
+        record = plain(path.read_text(encoding="utf-8"), unknown_numbers=True)  # a loss may be NaN
     except FileNotFoundError:
         raise FlightError(f"{path}: the job left no record of its flight") from None
     except (OSError, ValueError) as error:

@@ -228,7 +228,7 @@ def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     except (ValueError, AttributeError):
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
     after = headers.get("Retry-After", "")
-    return ApiError(status, message, reason=reason, retry_after=float(after) if after.isdigit() else None)
+    return ApiError(status, message, reason=reason, retry_after=float(after) if after.isdecimal() else None)
 
 
 def _words(error: Exception) -> str:

@@ -7,7 +7,6 @@ kubeconfig file (client-go, tools/clientcmd/api/v1), and credential plugins (cli
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import ssl
@@ -19,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from planner.yaml_text import YamlTextError, load_all
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-FILE_LIMIT_BYTES = 4 << 20
+FILE_LIMIT_BYTES = 1 << 20
+MOST_ALIASES = 16  # kubectl writes none
 PLUGIN_SECONDS = 60
 PLUGIN_TOKEN_SECONDS = 300  # the shortest-lived in use, EKS's, last 15 minutes
 
@@ -74,8 +74,8 @@ def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = ACCO
 def from_kubeconfig(path: Path, context: str | None = None) -> Access:
     """From a kubeconfig: certificate, token, token file or credential plugin of its current or named context."""
     try:
-        whole = yaml.safe_load(_read(path))
-    except yaml.YAMLError as error:
+        whole = next(iter(load_all(_read(path), most_aliases=MOST_ALIASES)), None)
+    except YamlTextError as error:
         raise AccessError(f"{path}: {error}") from None
     if not isinstance(whole, dict):
         raise AccessError(f"{path}: is no kubeconfig")
@@ -95,7 +95,8 @@ def from_kubeconfig(path: Path, context: str | None = None) -> Access:
 
 
 def _named(path: Path, whole: Mapping[str, Any], kind: str, name: Any) -> dict[str, Any]:
-    for entry in whole.get(f"{kind}s") or ():
+    listed = whole.get(f"{kind}s")
+    for entry in listed if isinstance(listed, list) else ():
         if isinstance(entry, dict) and entry.get("name") == name:
             found = entry.get(kind)
             return found if isinstance(found, dict) else {}
@@ -126,7 +127,7 @@ def _material(path: Path, entry: Mapping[str, Any], name: str) -> bytes | None:
     if data:
         try:
             return base64.b64decode(str(data), validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise AccessError(f"{path}: {name}-data is no base64: {error}") from None
     file = entry.get(name)
     return _read(path.parent / str(file)).encode() if file else None
@@ -179,6 +180,9 @@ def _run_plugin(path: Path, wanted: Mapping[str, Any]) -> str:
 def _read(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as stream:
-            return stream.read(FILE_LIMIT_BYTES)
+            text = stream.read(FILE_LIMIT_BYTES + 1)
+        if len(text) > FILE_LIMIT_BYTES:
+            raise AccessError(f"{path}: larger than {FILE_LIMIT_BYTES} characters")
+        return text
     except (OSError, UnicodeDecodeError) as error:
         raise AccessError(f"{path}: {error}") from None

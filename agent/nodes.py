@@ -22,6 +22,7 @@ from agent.version import VERSION
 from agent.view import View
 from probes.api import Snapshot
 from probes.limits import LimitsFacts
+from probes.plain import loads as plain
 from probes.rdma import RdmaFacts
 from topology.graph import NodeTopology
 from topology.wire import TopologyWireError, node_from_json, to_json
@@ -32,7 +33,7 @@ KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
 MOST_TEXT = 65536  # of the packed graph; HGX H100 with eight HCAs takes 4 KiB
-MOST_GRAPH_BYTES = 4 << 20  # unpacked
+MOST_GRAPH_BYTES = 1 << 20  # unpacked; 64 KiB packed hold ten times what the largest machine needs
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
 
@@ -129,8 +130,8 @@ def unpack(text: str) -> NodeTopology:
         raw = inflate.decompress(base64.b64decode(text, validate=True), MOST_GRAPH_BYTES)
         if inflate.unconsumed_tail or not inflate.eof:
             raise ValueError(f"the graph is cut off, or larger than {MOST_GRAPH_BYTES} bytes")
-        return node_from_json(json.loads(raw))
-    except (zlib.error, RecursionError, TopologyWireError) as error:
+        return node_from_json(plain(raw))
+    except (zlib.error, TypeError, TopologyWireError) as error:
         raise ValueError(f"no graph: {error}") from None
 
 
@@ -243,15 +244,35 @@ def from_row(made: Json) -> NodeRecord:
     """A record from a peer's /nodes with graphs. Raises ValueError."""
     try:
         return NodeRecord(
-            name=str(made["name"]), host=str(made["host"]),
-            verdict=str(made.get("last_verdict") or made["verdict"]),
+            name=str(made["name"])[:253], host=str(made["host"])[:253],
+            verdict=_verdict(made.get("last_verdict") or made["verdict"]),
             scanned_at_seconds=float(made["scanned_at_seconds"]), interval_seconds=float(made["interval_seconds"]),
-            gpus=made.get("gpus"), product=made.get("product"), links=made.get("links"), hcas=made.get("hcas"),
-            rdma=made.get("rdma"), memlock=made.get("memlock"), findings=tuple(made.get("findings") or ()),
-            graph=made.get("graph"), agent_version=str(made.get("agent_version") or ""),
+            gpus=_count(made.get("gpus")), product=_short(made.get("product")), links=_short(made.get("links")),
+            hcas=_count(made.get("hcas")), rdma=_short(made.get("rdma")), memlock=_short(made.get("memlock")),
+            findings=_told(made.get("findings")), graph=_short(made.get("graph"), MOST_TEXT),
+            agent_version=str(made.get("agent_version") or "")[:64],
         )  # fmt: skip
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no node's record: {error!r}") from None
+
+
+def _verdict(value: Any) -> str:
+    return value if value in ("pass", "warn", "unknown", "fail") else "unknown"
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 20 else None
+
+
+def _short(value: Any, most: int = 256) -> str | None:
+    return value if isinstance(value, str) and len(value) <= most else None
+
+
+def _told(value: Any) -> tuple[Json, ...]:
+    """Findings as an agent writes them: four short texts each."""
+    rows = [row for row in value[:MOST_FINDINGS] if isinstance(row, dict)] if isinstance(value, list) else []
+    names = ("code", "severity", "subject", "message")
+    return tuple({name: str(row.get(name, ""))[:512] for name in names} for row in rows)
 
 
 def _time(seconds: float) -> str:

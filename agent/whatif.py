@@ -42,7 +42,7 @@ def run(request: Request, options: Mapping[str, Any], form: str) -> None:
 def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
     name, _, numbers = text.partition("=")
     words = numbers.split(",")
-    if name != "nodes" or not all(w.isdigit() and 1 <= int(w) <= 100_000 for w in words) or len(words) > MOST_POINTS:
+    if name != "nodes" or not all(w.isdecimal() and 1 <= int(w) <= 100_000 for w in words) or len(words) > MOST_POINTS:
         raise click.UsageError(f"--sweep {text}: must be nodes=1,2,4 with at most {MOST_POINTS} numbers up to 100000")
     if request.machine is None:
         raise click.UsageError("--sweep needs --machine: a sweep is over nodes of one kind")
@@ -101,7 +101,7 @@ def layout_of(text: str, world: int) -> Layout:
     given: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
-        if name in _COUNTS and value.isdigit() and len(value) < 7:
+        if name in _COUNTS and value.isdecimal() and len(value) < 7:
             given[name] = int(value)
         elif name in _WORDS and value:
             given[name] = value

@@ -42,9 +42,9 @@ def version_of(ledger: Ledger) -> str | None:
 def path_names(version: str | None) -> tuple[str, ...] | None:
     """Names of the path distances in that version; None where it is unknown."""
     digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
-    if len(digits) < 2 or not (digits[0].isdigit() and digits[1].isdigit()):
+    if len(digits) < 2 or not (digits[0].isdecimal() and digits[1].isdecimal()):
         return None
-    minor, patch = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdigit() else 0
+    minor, patch = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
     if minor <= 20:
         return _PATHS_220
     if minor <= 25:

@@ -17,6 +17,8 @@ from planner.links import Links
 from planner.models import model_from_config
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack
+from probes.plain import PlainError
+from probes.plain import loads as plain
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -115,9 +117,9 @@ def load_calibration(path: Path | str) -> Calibration:
     if file.stat().st_size > _MAX_BYTES:
         raise CalibrationError(f"{file}: larger than {_MAX_BYTES} bytes")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CalibrationError(f"{file}: not JSON: {error}") from error
+        data = plain(file.read_bytes())
+    except PlainError as error:
+        raise CalibrationError(f"{file}: {error}") from None
     return parse_calibration(data)
 
 

@@ -53,7 +53,7 @@ class NameList:
             name, _, rest = entry.partition(":")
             port = rest.split(":")[0]
             if name:
-                entries.append((name, int(port) if port.isdigit() else None))
+                entries.append((name, int(port) if port.isdecimal() else None))
         return cls(negated=negated, exact=exact, entries=tuple(entries))
 
     def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:

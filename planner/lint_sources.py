@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from planner.yaml_text import YamlTextError, load_all
 from probes.api import Snapshot
 from probes.hostinfo import HostinfoFacts
 
@@ -20,6 +19,7 @@ KINDS = ("env", "shell", "conf", "pod", "log", "process")
 _LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes; a log is cut by its own reader
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
+_LIMIT_ALIASES = 1000
 
 # What the lint judges, misspelt names included; everything else of an environment (tokens, keys) is not even kept.
 _JUDGED = re.compile(r"NCCL|^(TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP)_", re.IGNORECASE)
@@ -164,9 +164,9 @@ def _log(text: str) -> dict[str, str]:
 
 def _pod(text: str) -> tuple[NamedEnvironment, ...]:
     try:
-        documents = list(yaml.safe_load_all(text))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise EnvironmentTextError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
+        documents = load_all(text, most_aliases=_LIMIT_ALIASES)
+    except YamlTextError as error:
+        raise EnvironmentTextError(str(error)) from None
     walk = _Walk()
     for document in documents:
         walk.visit(document, _title(document), 0)
@@ -233,7 +233,7 @@ def _of_data(data: Any) -> dict[str, str]:
 def _scalar(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return "" if value is None else str(value)
+    return "" if value is None or isinstance(value, dict | list) else str(value)
 
 
 def _title(document: Any) -> str:

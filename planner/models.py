@@ -7,13 +7,14 @@ Shapes of the known names are those of the config.json files on the Hugging Face
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from planner.specs import ModelSpec
+from probes.plain import PlainError
+from probes.plain import loads as plain
 
 _MAX_CONFIG_BYTES = 1 << 20
 _FAMILIES = {
@@ -194,7 +195,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise ModelError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes: not a config.json")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
+        config = plain(path.read_bytes())
+    except PlainError as error:
+        raise ModelError(f"{path}: {error}") from None
     return model_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)

@@ -11,6 +11,8 @@ from cattrs.errors import BaseValidationError, StructureHandlerNotFoundError
 from planner.advice import SCHEMA_VERSION, Recommendation
 from planner.layout import Layout
 from planner.specs import ModelSpec, TrainSpec
+from probes.plain import PlainError
+from probes.plain import loads as plain
 
 T = TypeVar("T", Recommendation, Layout, ModelSpec, TrainSpec)
 
@@ -50,7 +52,7 @@ def from_json(text: str, kind: type[T]) -> T:
     if len(text) > _MAX_CHARACTERS:
         raise WireError(f"{kind.__name__}: longer than {_MAX_CHARACTERS} characters")
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise WireError(f"{kind.__name__}: not JSON: {error}") from error
+        data = plain(text)
+    except PlainError as error:
+        raise WireError(f"{kind.__name__}: {error}") from None
     return from_data(data, kind)

@@ -234,7 +234,7 @@ def _numa_node(ask: _Asker, bus_id: str | None) -> int | None:
     if node is not None and node >= 0:
         return node
     nodes = cpu_list(ask("nvmlDeviceGetMemoryAffinity", 1, 0))
-    return int(nodes) if nodes and nodes.isdigit() else None
+    return int(nodes) if nodes and nodes.isdecimal() else None
 
 
 def _c2c_links(ask: _Asker) -> int | None:

@@ -22,9 +22,11 @@ from typing import Any
 from probes.api import SCHEMA_VERSION
 from probes.host import GpuHandle, Host, Json, NvmlError
 from probes.nvml import ERROR_CODES, failure
+from probes.plain import PlainError
+from probes.plain import loads as plain
 
 KIND = "topoflight-recording"
-SIZE_LIMIT_BYTES = 256 << 20  # unpacked; a 16-GPU host takes about 1 MB
+SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
 
 _SECRET_PAIR = re.compile(
     r"""([\w.-]{0,64}(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\\"']*\s*[=:]\s*)"""
@@ -138,13 +140,12 @@ class RecordedHost:
 
     def statvfs(self, path: str) -> tuple[int, int]:
         """(size, available) in bytes."""
-        size, available = self._answer("statvfs", path)
-        return size, available
+        size, available = _numbers(self._answer("statvfs", path), path)
+        return size or 0, available or 0
 
     def limit(self, name: str) -> tuple[int | None, int | None]:
         """(soft, hard) of the process that recorded."""
-        soft, hard = self._answer("limit", name)
-        return soft, hard
+        return _numbers(self._answer("limit", name), name)
 
     def environment(self) -> dict[str, str]:
         """The recorder's environment; empty where it was not recorded."""
@@ -216,6 +217,13 @@ def _unpack(text: str, limit: int) -> bytes:
         raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
 
 
+def _numbers(answer: Json, asked: str) -> tuple[int | None, int | None]:
+    """Two whole numbers, or None for each; a recording may hold anything."""
+    if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
+        raise OSError(errno.EIO, "the recording holds no two numbers", asked)
+    return answer[0], answer[1]
+
+
 def _is_error(answer: Json) -> bool:
     return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
 
@@ -229,7 +237,8 @@ def _raised(answer: Json, asked: str) -> Json:
     if "$import" in answer:
         raise ImportError(answer["$import"])
     name = answer["$errno"]
-    number = getattr(errno, name) if name in errno.errorcode.values() else int(name) if name.isdigit() else errno.EIO
+    numbered = isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 6
+    number = getattr(errno, name) if name in errno.errorcode.values() else int(name) if numbered else errno.EIO
     raise OSError(number, answer.get("text", os.strerror(number)), asked)
 
 
@@ -257,9 +266,9 @@ def load(path: str | Path) -> RecordedHost:
     if len(content) > SIZE_LIMIT_BYTES:
         raise RecordingError(f"{path}: larger than {SIZE_LIMIT_BYTES >> 20} MiB unpacked, which no recording is")
     try:
-        data = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{path}: not JSON ({error})") from None
+        data = plain(content)
+    except PlainError as error:
+        raise RecordingError(f"{path}: {error}") from None
     return RecordedHost(_checked(data, path))
 
 
@@ -276,6 +285,11 @@ def _checked(data: Json, path: Path) -> dict[str, Json]:
         raise RecordingError(f'{path}: "hostname" must be text and "captured_at" a number')
     if not all(isinstance(a, dict) for a in answers.get("nvml", {}).values()):
         raise RecordingError(f'{path}: "answers.nvml" must hold an object per symbol')
+    identity = answers.get("identity", {}).get("", {})
+    if not isinstance(identity, dict):
+        raise RecordingError(f'{path}: "answers.identity" must hold an object')
+    if not isinstance(identity.get("hostname", ""), str) or not isinstance(identity.get("time", 0), int | float):
+        raise RecordingError(f'{path}: "answers.identity": "hostname" must be text and "time" a number')
     return data
 
 

@@ -14,6 +14,8 @@ from cattrs.preconf.json import make_converter
 
 from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
 from probes.host import Json
+from probes.plain import PlainError
+from probes.plain import loads as plain
 from probes.registry import BY_NAME
 
 _converter = make_converter()
@@ -47,7 +49,9 @@ def outcome_from_json(probe: str, data: Json) -> Outcome:
         if probe not in BY_NAME:
             return Failed(error=f"this release has no probe {probe!r}; its facts cannot be read", seconds=seconds)
         return Ok(facts=_converter.structure(data["facts"], BY_NAME[probe].facts), seconds=seconds)
-    except (cattrs.BaseValidationError, KeyError, TypeError, AttributeError) as error:
+    except SnapshotError:
+        raise
+    except (cattrs.BaseValidationError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise SnapshotError(f"outcome of probe {probe!r}: {_words(error)}") from None
 
 
@@ -69,9 +73,13 @@ def from_json(data: Json) -> Snapshot:
     version = data.get("schema_version")
     if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
         raise SnapshotError(f"snapshot: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}")
+    try:
+        taken = float(data.get("taken_at_seconds", 0.0))
+    except (TypeError, ValueError, OverflowError):
+        raise SnapshotError("snapshot: taken_at_seconds must be a number") from None
     return Snapshot(
         hostname=str(data.get("hostname", "")),
-        taken_at_seconds=float(data.get("taken_at_seconds", 0.0)),
+        taken_at_seconds=taken,
         topoflight_version=str(data.get("topoflight_version", "")),
         outcomes={name: outcome_from_json(name, outcome) for name, outcome in data["outcomes"].items()},
         schema_version=version,
@@ -86,9 +94,10 @@ def dumps(snapshot: Snapshot) -> str:
 def loads(text: str | bytes) -> Snapshot:
     """A snapshot from JSON text. Raises SnapshotError."""
     try:
-        return from_json(json.loads(text))
-    except (json.JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"not JSON: {error}") from None
+        data = plain(text)
+    except PlainError as error:
+        raise SnapshotError(str(error)) from None
+    return from_json(data)
 
 
 def _words(error: BaseException) -> str:

@@ -199,7 +199,7 @@ def cpu_mask(cpus: str) -> str | None:
     mask = 0
     for part in filter(None, cpus.strip().split(",")):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or int(last or first) > 65_535:
+        if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) > 65_535:
             return None
         mask |= (1 << (int(last or first) + 1)) - (1 << int(first))
     groups: list[str] = []

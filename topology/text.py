@@ -166,7 +166,7 @@ def _gpu(name: str, affinity: Affinity) -> GpuNode:
     return GpuNode(
         name=name,
         index=int(name[3:]),
-        numa_node=int(numa) if numa and numa.isdigit() and len(numa) < 6 else None,
+        numa_node=int(numa) if numa and numa.isdecimal() and len(numa) < 6 else None,
         cpu_affinity=affinity.cpu,
         numa_affinity=numa,
         gpu_numa_id=affinity.gpu_numa_id,
@@ -223,7 +223,7 @@ def _pair(a: str, b: str, seen: list[tuple[Row, str]], matrix: Matrix, names: di
 def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> list[str]:
     warnings = []
     spans = [gpu for gpu in gpus if gpu.numa_affinity and re.search(r"[-,]", gpu.numa_affinity)]
-    few = [gpu.name for gpu in spans if gpu.cpu_affinity and gpu.cpu_affinity.isdigit()]
+    few = [gpu.name for gpu in spans if gpu.cpu_affinity and gpu.cpu_affinity.isdecimal()]
     if few:
         warnings.append(
             f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"

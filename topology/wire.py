@@ -41,7 +41,24 @@ def _from_json(data: object, wanted: type[T]) -> T:
     if version != SCHEMA_VERSION:
         raise TopologyWireError(f"schema_version is {version!r}, this release reads {SCHEMA_VERSION}")
     try:
-        return _converter.structure(data, wanted)
-    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError) as error:
+        made = _converter.structure(data, wanted)
+    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError, OverflowError) as error:
         words = cattrs.transform_error(error) if isinstance(error, cattrs.BaseValidationError) else [repr(error)]
         raise TopologyWireError(f"no {wanted.__name__}: {'; '.join(words[:3])}") from None
+    for node in made.nodes if isinstance(made, ClusterTopology) else (made,):
+        _check_names(node)
+    return made
+
+
+def _check_names(node: NodeTopology) -> None:
+    """Every device is named once, and nothing speaks of a device that is not there."""
+    gpus, nics = {gpu.name for gpu in node.gpus}, {nic.name for nic in node.nics}
+    if len(gpus | nics) != len(node.devices):
+        raise TopologyWireError("no NodeTopology: two devices have one name")
+    spoken = {name for pair in node.pairs for name in (pair.a, pair.b)} - gpus - nics
+    spoken |= {near.gpu for near in node.nearest_nic} - gpus
+    spoken |= {name for near in node.nearest_nic for name in near.nics} - nics
+    spoken |= {name for rail in node.rails for name in rail.nics} - nics
+    spoken |= {name for group in (*node.rails, *node.islands) for name in group.gpus} - gpus
+    if spoken:
+        raise TopologyWireError(f"no NodeTopology: {min(spoken)[:64]!r} is none of its devices")

@@ -1,0 +1,156 @@
+"""Coverage-guided fuzzing of every reader: `python bench/fuzz.py [--seconds 60] [--target nccl_log ...]`.
+
+Surface: atheris (libFuzzer for Python). Targets take turns, one child process at a time, each with what it has found so
+far in .cache/fuzz/<target>; `--together` puts all of them into one process, which is what a short run needs. An input
+that takes longer than 10 s, 1 GiB of memory or an exception that is not the reader's own ends the run with 1 and lies
+in .cache/fuzz/crashes; `--replay FILE` shows it. docs/measurements/fuzz.md holds what the long run found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "fuzz"
+SLOW_SECONDS = 10
+MEMORY_MIB = 1024
+LENGTH_BYTES = 16384
+TURN_SECONDS = 60
+PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent", "yaml")
+
+
+def main() -> int:
+    """Run, replay, or be the child."""
+    options = _options()
+    if options.child:
+        return _child(options.child, options.rest)
+    if options.replay:
+        return _replay(options.target, options.replay)
+    # The targets' names alone: readers must not be imported before they are instrumented.
+    names = options.target or list(_names())
+    turns = [",".join(names)] if options.together else names
+    counts: dict[str, int] = {}
+    findings: list[str] = []
+    cpu_at_start, started = _cpu_seconds(), time.monotonic()
+    while (left := options.seconds - _spent(options.cpu, cpu_at_start, started)) > 0:
+        for turn in turns:
+            length = left if options.together else min(TURN_SECONDS, max(1.0, left / len(turns)))
+            ran, found = _turn(turn, length)
+            counts[turn] = counts.get(turn, 0) + ran
+            findings += found
+            _tell(counts, findings, options, _cpu_seconds() - cpu_at_start)
+            if found and not options.go_on:
+                return 1
+    return 1 if findings else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time, not of the clock")
+    parser.add_argument("--target", action="append", choices=_names(), help="only these")
+    parser.add_argument("--together", action="store_true", help="all targets in one process")
+    parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
+    parser.add_argument("--replay", type=Path, help="run one input through --target")
+    parser.add_argument("--figures", type=Path, help="write counts and findings there as JSON")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _names() -> tuple[str, ...]:
+    text = (Path(__file__).with_name("fuzz_targets.py")).read_text(encoding="utf-8")
+    return tuple(re.findall(r'^        "(\w+)": Target\(', text, re.MULTILINE))
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _spent(cpu: bool, cpu_at_start: float, started: float) -> float:
+    return _cpu_seconds() - cpu_at_start if cpu else time.monotonic() - started
+
+
+def _turn(turn: str, seconds: float) -> tuple[int, list[str]]:
+    """One child; how many inputs it ran, and what it found."""
+    folder = CACHE / ("together" if "," in turn else turn)
+    folder.mkdir(parents=True, exist_ok=True)
+    crashes = CACHE / "crashes"
+    crashes.mkdir(exist_ok=True)
+    before = set(crashes.iterdir())
+    name = "together" if "," in turn else turn
+    words = [
+        sys.executable, __file__, "--child", turn, "--", str(folder), f"-max_total_time={max(1, round(seconds))}",
+        f"-timeout={SLOW_SECONDS}", f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={LENGTH_BYTES}", "-print_final_stats=1",
+        f"-artifact_prefix={crashes}/{name}-", "-verbosity=1",
+    ]  # fmt: skip
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
+    ran = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
+    new = sorted(path.name for path in set(crashes.iterdir()) - before)
+    if done.returncode != 0:
+        told = done.stdout[-6000:] + done.stderr[-6000:]
+        (CACHE / f"{name}.log").write_text(told, encoding="utf-8")
+        print(told, file=sys.stderr)
+        new = new or [f"{name}: exit {done.returncode}, no input kept"]
+    return int(ran[1]) if ran else 0, new if done.returncode else []
+
+
+def _tell(counts: Mapping[str, int], findings: Sequence[str], options: argparse.Namespace, cpu: float) -> None:
+    print(f"{sum(counts.values())} inputs, {cpu:.0f} s of CPU, {len(findings)} findings {list(findings)}", flush=True)
+    if options.figures:
+        made = {"inputs": dict(counts), "cpu_seconds": round(cpu, 1), "findings": list(findings)}
+        options.figures.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def _child(turn: str, rest: Sequence[str]) -> int:
+    import atheris
+
+    sys.path.insert(0, str(ROOT))
+    with atheris.instrument_imports(include=list(PACKAGES)):
+        import fuzz_targets
+
+        found = fuzz_targets.targets()
+        chosen = [found[name] for name in turn.split(",")]
+        for target in chosen:  # what a reader imports late is instrumented too
+            for seed in target.seeds():
+                fuzz_targets.check(target, seed)
+    folder = Path(rest[0])
+    for number, target in enumerate(chosen):
+        for at, seed in enumerate(target.seeds()):
+            (folder / f"seed-{number}-{at}").write_bytes((bytes([number]) if len(chosen) > 1 else b"") + seed)
+
+    def one(data: bytes) -> None:
+        if len(chosen) == 1:
+            fuzz_targets.check(chosen[0], data)
+        elif data:
+            fuzz_targets.check(chosen[data[0] % len(chosen)], data[1:])
+
+    atheris.Setup([sys.argv[0], *rest], one)
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    atheris.Fuzz()
+    return 0
+
+
+def _replay(names: Sequence[str] | None, path: Path) -> int:
+    sys.path.insert(0, str(ROOT))
+    import fuzz_targets
+
+    if not names or len(names) != 1:
+        sys.exit("--replay needs one --target")
+    fuzz_targets.check(fuzz_targets.targets()[names[0]], path.read_bytes())
+    print("a result, or the reader's own error")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,620 @@
+"""What the fuzzer feeds, and what each reader may answer: a result, or the project's own error.
+
+A target takes bytes. Half of the inputs go to the reader as they are; the others are steps that change a whole, valid
+document (`changed`), so that what lies behind the first check is reached too. Nothing here needs the fuzzer itself:
+tests/hostile replays what it once found through the same functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MACHINES = ROOT / "tests" / "machines"
+DIGITS = 5000  # more than int() takes from text
+
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**30, -(10**400), 0.5, -0.0, 1e308, float("inf"), float("nan"),
+    "", "0", "-1", "nan", "²", "x", "eth0", "mlx5_0", "0000:1b:00.0", "NCCL_DEBUG", "..", "../../etc/passwd", "\0",
+    "\ud800", "a\nb: c", "<script>", "{{ 7*7 }}", "$(id)", "9" * DIGITS, "x" * 20_000, [], {}, [[]], [None],
+    {"": None}, [{}], {"name": 1}, {"$errno": "ENOENT"}, {"$errno": "²"}, {"$nvml": "GPU_IS_LOST"}, {"$nvml": 7},
+    [1, 2], ["a", "b"], [1e400, "NaN"], [[["x"]]],
+)  # fmt: skip
+"""Values that readers of plain data stumble over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One reader: `run` takes the input; `errors` are its own; `seeds` are where the fuzzer starts."""
+
+    run: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+    seeds: Callable[[], list[bytes]]
+
+
+class _Steps:
+    """Bytes as a source of decisions; without end, as zeros."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, below: int) -> int:
+        size = 1 if below <= 256 else 2
+        raw, self._at = self._data[self._at : self._at + size], self._at + size
+        return int.from_bytes(raw, "big") % below if below else 0
+
+    def more(self) -> bool:
+        return self._at < len(self._data)
+
+    def text(self) -> str:
+        length = self.take(64)
+        raw, self._at = self._data[self._at : self._at + length], self._at + length
+        return raw.decode("utf-8", errors="replace")
+
+
+def changed(document: Any, data: bytes) -> Any:
+    """The document with up to eight members replaced, renamed, doubled or taken out."""
+    steps = _Steps(data)
+    for _ in range(8):
+        if not steps.more():
+            break
+        document = _changed(document, steps, 0)
+    return document
+
+
+def _changed(node: Any, steps: _Steps, depth: int) -> Any:
+    if not isinstance(node, dict | list) or not node or depth > 12:
+        return _value(steps)
+    act = steps.take(16)
+    names = list(node) if isinstance(node, dict) else list(range(len(node)))
+    name = names[steps.take(len(names))]
+    copy = dict(node) if isinstance(node, dict) else list(node)
+    if act == 0:
+        return _value(steps)
+    if act == 1:
+        del copy[name]
+    elif act == 2 and isinstance(copy, list):
+        copy.insert(name, copy[name])
+    elif act == 2:
+        copy[steps.text()] = copy.pop(name)
+    elif act == 3 and isinstance(copy, list):
+        copy.append(_value(steps))
+    elif act == 3:
+        copy[steps.text()] = _value(steps)
+    else:
+        copy[name] = _changed(copy[name], steps, depth + 1)
+    return copy
+
+
+def _value(steps: _Steps) -> Any:
+    choice = steps.take(len(ODD) + 8)
+    return ODD[choice] if choice < len(ODD) else steps.text()
+
+
+def _json(whole: Callable[[], Any], data: bytes) -> bytes:
+    """The input as it is, or a changed document, by the first byte."""
+    if data[:1] and data[0] % 2:
+        return data[1:]
+    return _dumps(changed(whole(), data[1:]))
+
+
+def _dumps(value: Any) -> bytes:
+    import sys
+
+    sys.set_int_max_str_digits(0)  # for writing only: what is written is to be longer than what may be read
+    try:
+        return json.dumps(value).encode("utf-8", "surrogatepass")
+    finally:
+        sys.set_int_max_str_digits(4300)
+
+
+class _Scratch:
+    """One file in memory, for readers that open files."""
+
+    def __init__(self) -> None:
+        shm = Path("/dev/shm")  # noqa: S108 - a file that is rewritten thousands of times a second
+        self._folder = tempfile.TemporaryDirectory(prefix="topoflight-fuzz-", dir=shm if shm.is_dir() else None)
+
+    def file(self, name: str, data: bytes) -> Path:
+        path = Path(self._folder.name) / name
+        path.write_bytes(data)
+        return path
+
+
+_scratch = cache(_Scratch)
+
+# --- documents to start from
+
+
+@cache
+def _recording(name: str) -> Any:
+    return json.loads((MACHINES / f"{name}.json").read_text())
+
+
+_SMALL = ("titan-rtx-2x-nv2", "cpu-only-vm", "sick-l40s-x4", "r760xa-2xA40-bf3", "aws-p4d-8xA100-4efa")
+
+
+@cache
+def _snapshot() -> Any:
+    from probes.recording import RecordedHost
+    from probes.scan import scan
+    from probes.wire import to_json
+
+    return to_json(scan(RecordedHost(_recording("r760xa-2xA40-bf3"))))
+
+
+@cache
+def _graph() -> Any:
+    from probes.recording import RecordedHost
+    from probes.scan import scan
+    from topology.build import build
+    from topology.wire import to_json
+
+    return json.loads(json.dumps(to_json(build(scan(RecordedHost(_recording("titan-rtx-2x-nv2")))))))
+
+
+@cache
+def _report() -> Any:
+    from agent.report import document
+    from agent.view import look
+    from probes.recording import RecordedHost
+    from probes.scan import scan
+
+    view = look((scan(RecordedHost(_recording("titan-rtx-2x-nv2"))),))
+    return document({"checks": view.checks, "verdict": view.verdict})
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256,
+    "head_dim": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    "sliding_window": None, "attention_bias": False, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"},
+    "trust_remote_code": True, "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+STATUS = [
+    {"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.2.14"], "mac": "0a:58:0a:80:02:0e",
+     "default": True, "dns": {}},
+    {"name": "default/roce-rail0", "interface": "net1", "ips": ["192.168.100.4"], "mtu": 9000, "dns": {},
+     "device-info": {"type": "pci", "version": "1.1.0",
+                     "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_4"}}},
+]  # fmt: skip
+CALIBRATION = {
+    "schema_version": 1, "device": "cpu", "precision": "fp32", "gemm_flops_per_second": 1e11, "layer": None,
+    "links": [{"op": "all_gather", "ranks": 2, "bytes": 1 << 20, "busbw_bytes_per_second": 1e9}], "step_scale": 1.1,
+    "engine": "topoflight", "taken_at_seconds": 1.7e9, "versions": [["torch", "2.13.0"]],
+}  # fmt: skip
+FLIGHT = {
+    "status": "finished", "reason": None, "steps_done": 20, "measured": {"step_seconds": 0.1, "memory_bytes": 1e9},
+    "loss": {"first": 5.0, "last": 2.0}, "forecast": {"step_seconds": {"low": 0.1, "mid": 0.2, "high": 0.3}},
+    "layout": {"family": "FSDP", "effective": {"placements": {"dp_shard:S(0)": 97}, "world_size": 2}},
+    "communication": {"exposed_share": 0.2}, "adapter": "/out", "started_at": "2026-01-01T00:00:00Z",
+    "model": {"name": "tiny"},
+}  # fmt: skip
+PLAN = {
+    "layout": {"world_size": 8, "dp_shard": 4, "tp": 2, "micro_batch": 2, "stage_layers": [], "precision": "bf16"},
+    "forecast": {}, "environment": {"NCCL_DEBUG": "INFO"},
+}  # fmt: skip
+JOB = {
+    "model_name_or_path": "random:tiny-llama", "use_peft": True, "lora_r": 8, "learning_rate": "2e-4", "max_steps": 5,
+    "fsdp": "full_shard auto_wrap", "fsdp_config": {"backward_prefetch": "backward_pre"}, "report_to": ["tensorboard"],
+    "trust_remote_code": False, "layout": {"dp_shard": 2}, "gradient_checkpointing": True,
+}  # fmt: skip
+KUBECONFIG = {
+    "apiVersion": "v1", "kind": "Config", "current-context": "c",
+    "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u", "namespace": "n"}}],
+    "clusters": [{"name": "k", "cluster": {"server": "https://127.0.0.1:6443", "certificate-authority-data": "eA=="}}],
+    "users": [{"name": "u", "user": {"token": "t", "exec": {"command": "true", "args": ["x"], "env": []}}}],
+}  # fmt: skip
+POD = {
+    "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train"},
+    "spec": {"containers": [{"name": "worker", "command": ["bash", "-c", "NCCL_DEBUG=INFO torchrun x.py"], "env": [
+        {"name": "NCCL_IB_HCA", "value": "mlx5_0:1"}, {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"},
+        {"name": "NCCL_BUFFSIZE", "value": 4194304}, {"name": "HF_TOKEN", "value": "secret"}]}]},
+    "data": {"NCCL_DEBUG": "WARN"},
+}  # fmt: skip
+BOMB = b"a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nspec: {env: [{name: NCCL_DEBUG, value: *c}], <<: *a}\n"
+ENVIRONMENT = (
+    b"NCCL_IB_HCA=^=mlx5_0:1,mlx5_2\nNCCL_SOCKET_IFNAME=^docker0,lo\nNCCL_ALGO=Tree;allreduce:ring\n"
+    b"NCCL_BUFFSIZE=0x400000\nNCCL_PROTO=^LL128\nNCCL_IB_GID_INDEX=3\nNCCL_NET_GDR_LEVEL=SYS\nNCCL_DEBUG=INFO\n"
+    b"NCCL_SOCKET_NTHREADS=8\nNCCL_NSOCKS_PERTHREAD=16\nNCCL_IB_TC=106\nTORCH_NCCL_BLOCKING_WAIT=1\nNCCL_IB_HBA=x\n"
+    b"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,max_split_size_mb:128\nGLOO_SOCKET_IFNAME=eth0\n"
+)
+NCCL_LOG = (
+    b"node0:101:101 [0] NCCL INFO NCCL version 2.27.7+cuda12.9\n"
+    b"node0:101:140 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>\n"
+    b"node0:101:140 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
+    b"node0:101:140 [0] NCCL INFO Channel 01/0 : 8[0] -> 0[0] [receive] via NET/Socket/0\n"
+    b"node0:101:140 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via P2P/CUMEM/read\n"
+    b"node0:101:140 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5_0\n"
+    b"node0:101:140 [0] NCCL INFO comm 0x55 rank 0 nranks 16 cudaDev 0 nvmlDev 0 busId 1b000 - Init COMPLETE\n"
+    b"node0:101:140 [0] misc/socket.cc:58 NCCL WARN socketPollConnect: connect returned Connection refused\n"
+)
+XML = (
+    b'<system version="1"><cpu numaid="0" affinity="ff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">'
+    b'<pci busid="0000:1a:00.0" class="0x060400" vendor="0x1000" device="0xc030" link_speed="32.0 GT/s PCIe" '
+    b'link_width="16"><pci busid="0000:1b:00.0" class="0x030200" vendor="0x10de" device="0x2330" '
+    b'link_speed="32.0 GT/s PCIe" link_width="16"><gpu dev="0" sm="90" rank="0" gdr="1"><nvlink '
+    b'target="ffff:ff:ff" count="18" tclass="0x068000"/></gpu></pci><pci busid="0000:1c:00.0" class="0x020700" '
+    b'vendor="0x15b3" device="0x1021"><nic><net name="mlx5_0" dev="0" speed="400000" port="1" gdr="1"/></nic></pci>'
+    b"</pci></cpu></system>"
+)
+ENTITIES = (
+    b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY a "aaaaaaaa"><!ENTITY b "&a;&a;&a;&a;"><!ENTITY x SYSTEM '
+    b'"file:///etc/passwd">]><system><cpu numaid="&b;">&x;</cpu></system>'
+)
+TOPO = (
+    b"\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    b"GPU0\t X \tNV18\tPIX\tSYS\t0-55,112-167\t0\t\tN/A\nGPU1\tNV18\t X \tNODE\tSYS\t0-55\t0\t\tN/A\n"
+    b"NIC0\tPIX\tNODE\t X \tSYS\nNIC1\tSYS\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n\nNIC Legend:\n\n"
+    b"  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+)
+
+# --- readers
+
+
+def nccl_log(data: bytes) -> object:
+    """Evidence from a training log, judged."""
+    from collectives import evidence
+
+    read = evidence.read_file(io.BytesIO(data))
+    evidence.exit_code(read)
+    return json.dumps(evidence.to_json(read))
+
+
+def topo_text(data: bytes) -> object:
+    """`nvidia-smi topo -m`, drawn again."""
+    from topology.render import dot, json_document
+    from topology.text import parse, render
+
+    node = parse(data.decode("utf-8", errors="replace"))
+    render(node)
+    dot(node)
+    return json.dumps(json_document(node), allow_nan=False)
+
+
+def topo_xml(data: bytes) -> object:
+    """NCCL's topology XML, written again."""
+    from topology.render import json_document
+    from topology.xml import parse, write
+
+    node = parse(data.decode("utf-8", errors="replace"))
+    write(node)
+    return json.dumps(json_document(node), allow_nan=False)
+
+
+def model_config(data: bytes) -> object:
+    """A model's config.json, by both ways to it."""
+    from agent.advise import Request, RequestError, model_of
+    from planner.models import load_model
+
+    path = _scratch().file("config.json", _json(lambda: CONFIG, data))
+    with contextlib.suppress(RequestError):
+        model_of(Request(model=str(path)))
+    return load_model(str(path))
+
+
+def job_config(data: bytes) -> object:
+    """The fine-tune job's YAML."""
+    from finetune.config import read_config
+
+    return read_config(_scratch().file("job.yaml", _json(lambda: JOB, data)))
+
+
+def job_plan(data: bytes) -> object:
+    """plan.json of the fine-tune job."""
+    from finetune.plan import read_plan
+
+    return read_plan(_scratch().file("plan.json", _json(lambda: PLAN, data)))
+
+
+def environment(data: bytes) -> object:
+    """An environment of every kind, linted."""
+    from planner.lint import lint
+    from planner.lint_sources import KINDS, read_environment
+
+    kind = (None, *KINDS)[data[0] % (len(KINDS) + 1)] if data else None
+    found = read_environment(data[1:].decode("utf-8", errors="replace"), kind)
+    return [lint(each.environment, source=each.source) for each in found]
+
+
+def manifest(data: bytes) -> object:
+    """A manifest's environments, linted against each release."""
+    from planner.lint import lint
+    from planner.lint_sources import read_environment
+
+    found = read_environment(_json(lambda: POD, data).decode("utf-8", errors="replace"), "pod")
+    return [lint(each.environment, source=each.source, nccl_version=(2, 27, 7)) for each in found]
+
+
+def recording(data: bytes) -> object:
+    """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
+    from agent import metrics
+    from agent.report import document
+    from agent.view import look
+    from probes.recording import load
+    from probes.scan import scan
+    from probes.wire import dumps, loads
+
+    name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
+    host = load(_scratch().file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
+    snapshot = scan(host)
+    loads(dumps(snapshot))
+    view = look((snapshot,))
+    metrics.exposition(view, "")
+    return document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
+
+
+def snapshot(data: bytes) -> object:
+    """A snapshot from another process."""
+    from probes.wire import dumps, loads
+
+    return dumps(loads(_json(_snapshot, data)))
+
+
+def network_status(data: bytes) -> object:
+    """The network-status annotation, bare or in a file of annotations."""
+    from probes.interfaces_status import annotation, parse_network_status
+
+    text = _json(lambda: STATUS, data).decode("utf-8", errors="replace")
+    found = annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
+    annotation(text)
+    return parse_network_status(found or text)
+
+
+def baseline(data: bytes) -> object:
+    """A baseline: a report, or a recording."""
+    from agent.baseline import read, regressions
+
+    held = read(_scratch().file("report.json", _json(_report, data)))
+    return regressions((), held)
+
+
+def kubeconfig(data: bytes) -> object:
+    """A kubeconfig; its credential plugin is not run."""
+    from agent.kube_access import from_kubeconfig
+
+    return from_kubeconfig(_scratch().file("kubeconfig", _json(lambda: KUBECONFIG, data)))
+
+
+def node_graph(data: bytes) -> object:
+    """A node's graph as it comes from the cluster or a peer, joined with others and shown."""
+    import base64
+    import zlib
+
+    from agent.nodes import Fleet, NodeRecord
+    from agent.server_cluster import topology_document
+
+    raw = _json(_graph, data)
+    packed = base64.b64encode(zlib.compress(raw, 1)).decode() if not data[:1] or data[0] % 4 < 3 else data[1:].hex()
+    fleet = Fleet()
+    records = [
+        NodeRecord(name=name, host=name, verdict="pass", scanned_at_seconds=9e9, agent_version="1", graph=graph)
+        for name, graph in (("a", packed), ("b", _good()))
+    ]
+    fleet.set(records)
+    return json.dumps(topology_document(fleet), allow_nan=False)
+
+
+@cache
+def _good() -> str:
+    from agent.nodes import pack
+    from topology.wire import node_from_json
+
+    packed = pack(node_from_json(_graph()))
+    assert packed is not None  # noqa: S101 - a small machine
+    return packed
+
+
+def peer(data: bytes) -> object:
+    """Another agent's /nodes."""
+    from agent.nodes import Fleet, from_row, row
+    from agent.server_cluster import nodes_document, topology_document
+
+    whole = {"nodes": [row(_peer_record(), 9e9, graph=True)]}
+    found = json.loads(_json(lambda: whole, data))
+    if not isinstance(found, dict) or not isinstance(found.get("nodes"), list):
+        raise ValueError("no rows")
+    fleet = Fleet()
+    fleet.set(from_row(made) for made in found["nodes"])
+    return json.dumps([nodes_document(fleet, "peers"), topology_document(fleet)], allow_nan=False)
+
+
+@cache
+def _peer_record() -> Any:
+    from agent.nodes import NodeRecord
+
+    return NodeRecord(
+        name="p", host="p", verdict="warn", scanned_at_seconds=9e9, agent_version="1", gpus=2, graph=_good(),
+        findings=({"code": "x.y", "severity": "warn", "subject": "s", "message": "m"},),
+    )  # fmt: skip
+
+
+@cache
+def _view() -> Any:
+    from agent.view import look
+    from probes.recording import RecordedHost
+    from probes.scan import scan
+
+    return look((scan(RecordedHost(_recording("titan-rtx-2x-nv2"))),))
+
+
+def _served(**more: Any) -> object:
+    """What the agent makes of it: metrics, page, JSON."""
+    from agent import metrics, pages
+    from agent.report import document
+    from agent.view import look
+
+    view = look(_view().snapshots, **more)
+    metrics.exposition(view, "")
+    pages.node_page(view, None, "", digest="", trouble=None)
+    return document({"bench": view.bench, "flights": view.flights, "checks": view.checks})
+
+
+@cache
+def _bench() -> Any:
+    from collectives.results import BenchResult, Latency, Measurement, Straggler
+    from collectives.transport import ChannelCount, Evidence
+    from collectives.wire import result_to_json
+
+    made = Measurement(
+        op="all_gather", backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << 20, iteration_seconds=(0.01,),
+        median_seconds=0.01, spread_ratio=0.02, algbw_bytes_per_second=2e10, busbw_bytes_per_second=1e10,
+        expected_busbw_bytes_per_second=4e10, verified=True,
+    )  # fmt: skip
+    evidence = Evidence(
+        inter_node_transport="IB", gdrdma="partial", send=ChannelCount(total=16, gdrdma=12), transports={"NET/IB/0": 4}
+    )
+    result = BenchResult(
+        measurements=(made,), world_size=2, backend="nccl", hosts=("a", "b"), environment={}, versions={},
+        started_at_seconds=1.79e9, seconds=30.0, evidence=evidence,
+        latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
+        stragglers=(Straggler(rank=1, host="b", late_seconds=0.1, iterations=20, share=0.9),),
+    )  # fmt: skip
+    return json.loads(json.dumps(result_to_json(result)))
+
+
+def bench_result(data: bytes) -> object:
+    """A benchmark's kept result, as the agent finds and shows it."""
+    from collectives.wire import result_from_json
+
+    return _served(bench=result_from_json(json.loads(_json(_bench, data))), bench_at_seconds=1.8e9)
+
+
+def calibration(data: bytes) -> object:
+    """A calibration file."""
+    from planner.calibration import dump_calibration, load_calibration
+
+    return dump_calibration(load_calibration(_scratch().file("calibration.json", _json(lambda: CALIBRATION, data))))
+
+
+def flight(data: bytes) -> object:
+    """A fine-tune job's record, as launch and the agent read and show it."""
+    from agent import flight as flights
+
+    record = flights.read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
+    found = flights.parse(record)
+    return found.placements, flights.compare(None, found), _served(flights=(record,))
+
+
+def words(data: bytes) -> object:
+    """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
+    from agent import advise
+    from agent.page_routes import question
+    from agent.whatif import layout_of
+
+    text = data[1:].decode("utf-8", errors="replace")
+    match data[0] % 4 if data else 0:
+        case 0:
+            return layout_of(text, 8)
+        case 1:
+            return advise.version(text)
+        case 2:
+            return advise.histogram_of(text)
+        case _:
+            return question(dict.fromkeys(("model", "machine", "nodes", "sequence_length", "global_batch"), text))
+
+
+def pci_config(data: bytes) -> object:
+    """PCI configuration space."""
+    from probes.pci_config import parse_config
+
+    return parse_config(data[:4096])
+
+
+def token_file(data: bytes) -> object:
+    """The file of bearer tokens."""
+    from agent.doors import read_tokens
+
+    path = _scratch().file("tokens", data)
+    path.chmod(0o600)
+    return read_tokens(path)
+
+
+def _own(module: str, *names: str) -> tuple[type[Exception], ...]:
+    import importlib
+
+    return tuple(getattr(importlib.import_module(module), name) for name in names)
+
+
+def _with_steps(*plain: bytes) -> Callable[[], list[bytes]]:
+    """Plain texts, marked as such, and a few changes of the whole document."""
+    made = [b"\1" + text for text in plain] + [bytes([0, *range(i, i + 40, 3)]) for i in range(0, 240, 24)]
+    return lambda: made
+
+
+def _kinds(text: bytes) -> list[bytes]:
+    return [bytes([kind]) + text for kind in range(7)]
+
+
+def targets() -> Mapping[str, Target]:
+    """Every target by name."""
+    kube, lints = _own("agent.kube_access", "AccessError"), _own("planner.lint_sources", "EnvironmentTextError")
+    jobs, records = _own("finetune.config", "ConfigError"), _own("probes.recording", "RecordingError")
+    gates, flights = _own("agent.gate", "GateError"), _own("agent.flight", "FlightError")
+    lay = (*_own("planner.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
+    dumped = json.dumps
+    return {
+        "nccl_log": Target(run=nccl_log, errors=(), seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3]),
+        "topo_text": Target(run=topo_text, errors=_own("topology.text", "TopologyTextError"), seeds=lambda: [TOPO]),
+        "topo_xml": Target(
+            run=topo_xml, errors=_own("topology.xml", "TopologyXmlError"), seeds=lambda: [XML, ENTITIES]
+        ),
+        "model_config": Target(
+            run=model_config, errors=_own("planner.models", "ModelError"), seeds=_with_steps(dumped(CONFIG).encode())
+        ),
+        "job_config": Target(
+            run=job_config, errors=jobs, seeds=_with_steps((ROOT / "finetune/default.yaml").read_bytes(), BOMB)
+        ),
+        "job_plan": Target(run=job_plan, errors=jobs, seeds=_with_steps(dumped(PLAN).encode())),
+        "environment": Target(
+            run=environment, errors=lints, seeds=lambda: [*_kinds(ENVIRONMENT), *_kinds(BOMB), *_kinds(NCCL_LOG)]
+        ),
+        "manifest": Target(run=manifest, errors=lints, seeds=_with_steps(dumped(POD).encode(), BOMB)),
+        "recording": Target(
+            run=recording, errors=records, seeds=_with_steps(b"\0" + b'{"kind": "topoflight-recording"}')
+        ),
+        "snapshot": Target(run=snapshot, errors=_own("probes.wire", "SnapshotError"), seeds=_with_steps(b"{}")),
+        "network_status": Target(
+            run=network_status, errors=(ValueError,), seeds=_with_steps(dumped(STATUS).encode(), dumped("[]").encode())
+        ),
+        "baseline": Target(run=baseline, errors=gates, seeds=_with_steps(b'{"checks": []}')),
+        "kubeconfig": Target(run=kubeconfig, errors=kube, seeds=_with_steps(dumped(KUBECONFIG).encode(), BOMB)),
+        "node_graph": Target(run=node_graph, errors=(), seeds=_with_steps(b"{}")),
+        "peer": Target(run=peer, errors=(ValueError,), seeds=_with_steps(b'{"nodes": []}')),
+        "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
+        "calibration": Target(
+            run=calibration, errors=_own("planner.calibration", "CalibrationError"), seeds=_with_steps(b"{}")
+        ),
+        "flight": Target(run=flight, errors=flights, seeds=_with_steps(b"{}")),
+        "words": Target(
+            run=words,
+            errors=lay,
+            seeds=lambda: [b"\0dp_shard=4,tp=2", b"\x012.27.7+cuda12", b"\x0264:9,512:1", b"\x0312"],
+        ),
+        "pci_config": Target(run=pci_config, errors=(), seeds=lambda: [bytes(range(256)) * 16, b"\xff" * 256]),
+        "token_file": Target(run=token_file, errors=(ValueError,), seeds=lambda: [b"# x\n" + b"a" * 32 + b"\n"]),
+    }
+
+
+def check(target: Target, data: bytes) -> None:
+    """Feed one input; anything but a result or the reader's own error comes out of here."""
+    try:
+        target.run(data)
+    except target.errors as error:
+        _plain(error)
+
+
+def _plain(error: Exception) -> None:
+    text = str(error)
+    if not text or re.fullmatch(r"\s*", text):
+        raise AssertionError(f"{type(error).__name__} without a word")

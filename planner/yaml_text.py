@@ -1,0 +1,51 @@
+"""YAML of strangers as plain data: bounded in size, in aliases and in what merge keys make of them.
+
+Specification: YAML 1.1 as PyYAML's safe loader reads it. That loader makes plain data only, but an alias in a list of
+aliases, or a merge key over merge keys, still multiplies, and a broken scalar raises whatever its constructor raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MOST_CHARACTERS = 1 << 20  # PyYAML reads some 100 kB a second
+MOST_PAIRS = 1000  # of one mapping, merged ones included
+MOST_MERGED = 64  # mappings under one merge key
+
+
+class YamlTextError(ValueError):
+    """The text is no YAML, or no YAML that is read here."""
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with an end to merging."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" and len(getattr(value, "value", ())) > MOST_MERGED:
+                raise YamlTextError(f"a merge key with more than {MOST_MERGED} mappings")
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_PAIRS:
+            raise YamlTextError(f"a mapping of more than {MOST_PAIRS} members")
+
+
+def load_all(text: str, *, most_aliases: int) -> list[Any]:
+    """Every document in the text. Raises YamlTextError."""
+    if len(text) > MOST_CHARACTERS:
+        raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
+    try:
+        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:
+            raise YamlTextError(f"more than {most_aliases} aliases")
+        return list(yaml.load_all(text, Loader=_Loader))
+    except YamlTextError:
+        raise
+    except yaml.YAMLError as error:
+        raise YamlTextError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
+    except RecursionError:
+        raise YamlTextError("not YAML: nested too deeply") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        # `!!int ""`, `!!bool x`, `!!timestamp x`, 5000 digits: the constructors check nothing
+        raise YamlTextError(f"not YAML: a value that its tag does not fit ({type(error).__name__})") from None
