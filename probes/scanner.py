@@ -105,10 +105,14 @@ class _Worker:
             return f"the probe process crashed: {signal.Signals(-code).name}"
         return f"the probe process ended with exit code {code}"
 
-    def kill(self) -> bool:
-        """Kill the child's process group; False where it is stuck in the kernel and lingers."""
+    def strike(self) -> None:
+        """Kill the child's process group and wait for nothing; whoever waits for an answer is told."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> bool:
+        """Kill the child's process group; False where it is stuck in the kernel and lingers."""
+        self.strike()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -131,7 +135,8 @@ class Scanner:
         self._probes = tuple(probes)
         self._timeout_seconds = timeout_seconds
         self._worker: _Worker | None = None
-        self._lingering: list[_Worker] = []
+        self._lingering: list[tuple[str, _Worker]] = []  # the probe that was asked, and who hangs in the kernel with it
+        self._closing = False
         self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
         self._lock = threading.Lock()
 
@@ -156,9 +161,13 @@ class Scanner:
         return self._worker.process.pid if self._worker else None
 
     def close(self) -> None:
-        """End the child."""
+        """End the child; a scan under way ends with it."""
+        self._closing = True
+        if (worker := self._worker) is not None:
+            worker.strike()
         with self._lock:
             self._drop()
+            self._closing = False
 
     def __enter__(self) -> Scanner:
         return self
@@ -168,6 +177,11 @@ class Scanner:
 
     def _run(self, probe: Probe[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
         start = time.perf_counter()
+        stuck = next(
+            (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
+        )
+        if stuck is not None:  # the next child would join it there
+            return Failed(error=f"not asked again: process {stuck.pid} still hangs in the kernel with this question")
         try:
             worker = self._started()
             answer = worker.ask(probe.name, self._timeout_seconds or probe.timeout_seconds, record=record)
@@ -175,13 +189,15 @@ class Scanner:
             for method, answered in answer["answers"].items() if record else ():
                 _merge(answers.setdefault(method, {}), answered)
         except (WorkerError, SnapshotError) as error:
-            self._drop()
+            self._drop(probe.name)
             return Failed(error=str(error), seconds=time.perf_counter() - start)
         return outcome
 
     def _started(self) -> _Worker:
         if self._start_error is not None:
             raise WorkerError(self._start_error)
+        if self._closing:
+            raise WorkerError("the scan was ended")
         if self._worker is None:
             try:
                 self._worker = _Worker(self._root)
@@ -190,12 +206,12 @@ class Scanner:
                 raise WorkerError(self._start_error) from None
         return self._worker
 
-    def _drop(self) -> None:
+    def _drop(self, asked: str = "") -> None:
         """Kill the child, and look again at those that could not be killed before."""
         worker, self._worker = self._worker, None
         if worker is not None and not worker.kill():
-            self._lingering.append(worker)
-        self._lingering = [old for old in self._lingering if old.process.poll() is None]
+            self._lingering.append((asked, worker))
+        self._lingering = [(name, old) for name, old in self._lingering if old.process.poll() is None]
 
 
 def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:

@@ -46,6 +46,7 @@ def _as_oserror() -> Iterator[None]:
 
 def _version() -> str:
     import pyverbs
+    import pyverbs.device  # the part that loads libibverbs, which may be missing where the binding is not
 
     return str(getattr(pyverbs, "__version__", "unknown"))
 

@@ -1,0 +1,256 @@
+"""Where a drill happens: a folder, a mark on every process, and a mount namespace with a benchmark lock of its own.
+
+Commands run as a user would run them, `python -m agent.cli VERB`, with TMPDIR, state folder and lock below the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from collectives import lock, processes, scratch
+
+ROOT = Path(__file__).parents[2]
+MACHINES = ROOT / "tests" / "machines"
+MARK = "TOPOFLIGHT_DRILL"
+GONE_SECONDS = 20.0  # for the kernel and the signals' handlers; a busy machine takes its time
+SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
+# The lock of this ground in the place of the machine's, and whatever else a drill wants mounted.
+_ENTER = 'mount --bind "$DRILL_LOCK" /run/lock && eval "$DRILL_MOUNTS" && exec "$@"'
+
+
+@dataclass(slots=True)
+class Ground:
+    """One run of one drill."""
+
+    folder: Path
+    random: random.Random
+    long: bool = False
+    notes: list[str] = field(default_factory=list)  # facts for the table
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        for name in ("lock", "tmp", "state", "home"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    @property
+    def state(self) -> Path:
+        """The agent's state folder."""
+        return self.folder / "state"
+
+    @property
+    def tmp(self) -> Path:
+        """Where its processes put temporary files."""
+        return self.folder / "tmp"
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """This process's environment, marked and turned to this ground."""
+        kept = {k: v for k, v in os.environ.items() if k not in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "CI")}
+        return {
+            **kept, MARK: self.mark, "TMPDIR": str(self.tmp), "TOPOFLIGHT_STATE": str(self.state),
+            "HOME": str(self.folder / "home"), "DRILL_LOCK": str(self.folder / "lock"), "DRILL_MOUNTS": ":",
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(more or {}),
+        }  # fmt: skip
+
+    def start(self, *words: str, network: bool = False, **environment: str) -> subprocess.Popen[str]:
+        """Start `topoflight WORDS`; its pid is that of the agent. DRILL_MOUNTS are commands run before it."""
+        space = ["unshare", "-m", *(["-n"] if network else []), "sh", "-c", _ENTER, "sh"]
+        return subprocess.Popen(
+            [*space, sys.executable, "-m", "agent.cli", *words], env=self.environment(environment), cwd=self.folder,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, *words: str, seconds: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run `topoflight WORDS` to its end."""
+        process = self.start(*words, **environment)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            err += f"\nkilled after {seconds} s by the drill"
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    @contextlib.contextmanager
+    def agent(self, *words: str, **environment: str) -> Iterator[Agent]:
+        """A `topoflight serve` that is ended at the end of the block."""
+        log = (self.folder / f"serve-{uuid.uuid4().hex[:6]}.log").open("w+b")
+        space = ["unshare", "-m", "sh", "-c", _ENTER, "sh", sys.executable, "-m", "agent.cli"]
+        process = subprocess.Popen(
+            [*space, "serve", "--port=0", f"--state={self.state}", *words], env=self.environment(environment),
+            cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            yield Agent(process, Path(log.name))
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                process.kill()
+                process.wait()
+            log.close()
+
+    def ours(self) -> list[psutil.Process]:
+        """Every living process that this ground's commands started."""
+        alive = []
+        for process in processes.marked(MARK, self.mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+    def orphans(self) -> list[str]:
+        """What still lives after a moment of grace; it is killed here, so that one drill does not spoil the next."""
+        left = eventually(lambda: self.ours() or None, wanted=None)
+        for process in left or ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return [f"orphan: {_words(process)}" for process in left or ()]
+
+    def lock_stuck(self) -> list[str]:
+        """Whether the next benchmark would be refused."""
+        try:
+            with lock.hold(self.folder / "lock" / lock.FILE_NAME):
+                return []
+        except lock.BusyError as error:
+            return [f"the lock is stuck: {error}"]
+
+    def litter(self) -> list[str]:
+        """Temporary files that even the next benchmark would not sweep."""
+        scratch.sweep(self.tmp)
+        return [f"litter: {path.name}" for path in self.tmp.iterdir()]
+
+    def halves(self, *folders: Path) -> list[str]:
+        """Files that a reader would trust and that are not whole."""
+        broken = []
+        for folder in (self.state, *folders):
+            for path in folder.rglob("*.json"):
+                if any(part.startswith(".") for part in path.relative_to(folder).parts):
+                    continue  # written beside its name, to be renamed when it is whole
+                try:
+                    json.loads(path.read_text())
+                except ValueError as error:
+                    broken.append(f"half-written: {path.relative_to(self.folder)}: {error}")
+        return broken
+
+    def after(self, *folders: Path) -> list[str]:
+        """All that a fault must not leave behind."""
+        return [*self.orphans(), *self.lock_stuck(), *self.halves(*folders), *self.litter()]
+
+
+@dataclass(slots=True)
+class Agent:
+    """A serving agent."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def words(self) -> str:
+        """All that it has logged."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it does: uvicorn's log does not say it at this level, the kernel does."""
+
+        def listening() -> int | None:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the agent ended with {self.process.returncode}: {self.words()[-2000:]}")
+            found = psutil.Process(self.process.pid).net_connections(kind="inet")
+            return next((c.laddr.port for c in found if c.status == psutil.CONN_LISTEN), None)
+
+        port = eventually(listening)
+        if port is None:
+            raise RuntimeError(f"the agent does not listen: {self.words()[-2000:]}")
+        return port
+
+    def ask(
+        self, path: str, method: str = "GET", body: Any = None, seconds: float = 20.0, **headers: str
+    ) -> tuple[int, Any]:
+        """(status, JSON or text)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            sent = None if body is None else json.dumps(body)
+            connection.request(method, path, sent, {"Content-Type": "application/json", **headers})
+            answer = connection.getresponse()
+            raw = answer.read()
+        finally:
+            connection.close()
+        with contextlib.suppress(ValueError):
+            return answer.status, json.loads(raw)
+        return answer.status, raw.decode(errors="replace")
+
+    def ready(self) -> bool:
+        """Whether /readyz says so within a moment."""
+        return bool(eventually(lambda: self.ask("/readyz")[0] == 200 or None))
+
+    def term(self, seconds: float = 25.0) -> float | None:
+        """SIGTERM; how long it took to end, None where it did not within `seconds` (a kubelet waits 30)."""
+        started = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return time.monotonic() - started
+
+
+def eventually(look: Callable[[], Any], *, wanted: Any = ..., seconds: float = GONE_SECONDS) -> Any:
+    """Look until the answer is `wanted` (by default anything but None); the last answer."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if (found is not None) if wanted is ... else found == wanted:
+            return found
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def obstacle() -> str | None:
+    """Why drills cannot run here; None where they can."""
+    if os.geteuid() != 0:
+        return "mount namespaces need root"
+    absent = [tool for tool in ("unshare", "mount", "cc", "ip", "openssl") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def compiled(source: Path, folder: Path, *more: str) -> Path:
+    """A shared library from one C file beside this one."""
+    library = folder / f"{source.stem}.so"
+    command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source), *more]
+    subprocess.run(command, check=True)
+    return library
+
+
+def machine(name: str) -> dict[str, Any]:
+    """A recorded machine's content."""
+    content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}"
+    except psutil.NoSuchProcess:
+        return str(process.pid)
+
+
+needs_root = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))

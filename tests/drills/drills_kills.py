@@ -1,0 +1,146 @@
+"""SIGKILL of the agent at random moments: of a benchmark, a launch, a whole preflight, and while it serves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from drill_ground import MACHINES, SMALL_BENCH, Ground, eventually
+from drill_register import LONG_KILLS, drill
+
+from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
+from agent.state import State
+from collectives.results import BenchResult
+from collectives.wire import result_to_json
+from probes.recording import load
+from probes.scan import scan
+
+OWNER = "drill-token-of-the-owner"
+KEPT = BenchResult(
+    measurements=(), world_size=2, backend="gloo", hosts=("kept",), environment={}, versions={},
+    started_at_seconds=1.0, seconds=1.0,
+)  # fmt: skip
+FLIGHT = {"schema_version": 1, "status": "complete", "reason": "kept"}
+SMALL_JOB = (
+    "--ranks=2", "--set=max_steps=6", "--set=save_steps=2", "--set=dataset_rows=64", "--set=eval_strategy=no",
+    "--set=profile_steps=0",
+)  # fmt: skip
+# Seconds that a run takes, corrected by each that ended before its kill came: kills fall on the whole life.
+_life = {"bench": 7.0, "launch": 16.0, "preflight": 45.0, "serve": 8.0}
+
+
+def keep_something(ground: Ground) -> None:
+    """What earlier runs left in the state folder."""
+    flights = ground.state / FLIGHTS_FOLDER
+    flights.mkdir(exist_ok=True)
+    (ground.state / BENCH_FILE).write_text(json.dumps(result_to_json(KEPT)))
+    (flights / "20260101T000000-1.json").write_text(json.dumps(FLIGHT))
+
+
+def state_lost(folder: Path) -> list[str]:
+    """Whether what was kept before can be read back, or something newer in its place."""
+    snapshot = scan(load(MACHINES / "hgx-h100-8xH100-8hca.json"))
+    view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
+    lost = [] if view.bench is not None else ["the last benchmark's result is gone"]
+    return lost if FLIGHT in view.flights else [*lost, "the record of an earlier flight is gone"]
+
+
+def _stage(ground: Ground) -> str:
+    """Which processes there are tells how far a run has come."""
+    lines = [" ".join(process.info["cmdline"] or ()) for process in _listed(ground)]
+    for stage, word in (
+        ("ranks", "collectives.rank"), ("job", "finetune.train"), ("launcher", "torch.distributed.run"),
+        ("calibration", "collectives.calibrate"), ("scan", "probes.worker"),
+    ):  # fmt: skip
+        if any(word in line for line in lines):
+            return stage
+    return "start or end"
+
+
+def _listed(ground: Ground) -> list:
+    for process in (found := ground.ours()):
+        process.info = process.as_dict(attrs=["cmdline"])
+    return found
+
+
+def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
+    """Start, wait for a moment of its life, kill; a run that ended first sets the length of life and is repeated."""
+    while True:
+        process = ground.start(*words)
+        started = time.monotonic()
+        try:
+            process.communicate(timeout=ground.random.uniform(0.0, _life[kind]))
+        except subprocess.TimeoutExpired:
+            ground.notes.append(f"killed at: {_stage(ground)}")
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            return
+        _life[kind] = time.monotonic() - started
+
+
+def _again(ground: Ground, seconds: float, *words: str) -> list[str]:
+    """Every tenth time in the long form: the same command, undisturbed, ends well."""
+    if not ground.long or ground.random.random() > 0.1:
+        return []
+    done = ground.run(*words, seconds=seconds)
+    return [] if done.returncode == 0 else [f"the next run ends with {done.returncode}: {done.stderr[-300:]}"]
+
+
+def _share(part: float) -> int:
+    return max(1, round(part * LONG_KILLS))
+
+
+@drill("SIGKILL of the agent during a benchmark", short=2, long=_share(0.45), marks=("ranks",))
+def kill_during_a_benchmark(ground: Ground) -> list[str]:
+    """The verb bench, two ranks."""
+    keep_something(ground)
+    words = (*SMALL_BENCH, f"--save={ground.folder / 'saved.json'}")
+    _kill_at_random(ground, "bench", *words)
+    lost = [*ground.after(ground.folder), *state_lost(ground.state)]
+    return [*lost, *_again(ground, 120, *words)]
+
+
+@drill("SIGKILL of the agent during a launch", short=1, long=_share(0.3), marks=("ranks",))
+def kill_during_a_launch(ground: Ground) -> list[str]:
+    """The verb launch, two ranks that train and save."""
+    keep_something(ground)
+    words = ("launch", f"--output={ground.folder / 'out'}", *SMALL_JOB)
+    _kill_at_random(ground, "launch", *words)
+    lost = [*ground.after(ground.folder / "out"), *state_lost(ground.state)]
+    return [*lost, *_again(ground, 180, *words)]
+
+
+@drill("SIGKILL of the agent during a preflight that flies", short=0, long=_share(0.1), marks=("ranks",))
+def kill_during_a_preflight(ground: Ground) -> list[str]:
+    """Scan, benchmark, calibration, launch and report."""
+    keep_something(ground)
+    reports = ground.folder / "reports"
+    _kill_at_random(ground, "preflight", "preflight", "--fly", "-q", f"--report={reports}", *SMALL_JOB)
+    return [*ground.after(reports), *state_lost(ground.state)]
+
+
+@drill("SIGKILL of the serving agent while its benchmark runs", short=1, long=_share(0.15), marks=("ranks",))
+def kill_of_the_server(ground: Ground) -> list[str]:
+    """A benchmark that came in by HTTP; the next agent serves what was kept."""
+    keep_something(ground)
+    tokens = ground.folder / "tokens"
+    tokens.write_text(f"{OWNER}\n")
+    tokens.chmod(0o600)
+    asked = {"ranks": 2, "ops": ["all_gather"], "min_bytes": 1024, "max_bytes": 1024, "budget_seconds": 1}
+    with ground.agent(f"--token-file={tokens}") as agent:
+        agent.ready()
+        status, told = agent.ask("/benchmarks", "POST", asked, Authorization=f"Bearer {OWNER}")
+        if status != 202:
+            return [f"POST /benchmarks: {status} {told}"]
+        time.sleep(ground.random.uniform(0.0, _life["serve"]))
+        ground.notes.append(f"killed at: {_stage(ground)}")
+        agent.process.send_signal(signal.SIGKILL)
+        agent.process.wait()
+    lost = [*ground.after(), *state_lost(ground.state)]
+    with ground.agent() as agent:
+        if not eventually(lambda: agent.ask("/measurements")[0] == 200 or None):
+            lost.append(f"the next agent does not serve what was kept: {agent.ask('/measurements')}")
+    return [*lost, *ground.orphans()]
