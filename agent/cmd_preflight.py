@@ -299,7 +299,9 @@ def _launch_here(advice: Recommendation, folder: Path, timeout: float, dry_run: 
     if done.exit_code != 0:
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"the job ended with exit code {done.exit_code}; whole log: {done.output}", err=True)
-        sys.exit(EXIT_FAILED)
+        if done.exit_code == launcher.RESUMABLE:
+            click.echo("saved: the same command goes on from there", err=True)
+        sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     record = read(folder / "flight.json")
     keep_flight(record)
     flown = parse(record)

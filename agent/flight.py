@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent import units
 from planner.advice import Forecast, Interval
 from probes.plain import loads as plain
+
+COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
+PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
+              "pipeline": "pipeline sends", "idle": "between operators"}  # fmt: skip
+_MOST_PARTS = 16  # of a record: the job writes seven
 
 
 class FlightError(Exception):
@@ -26,6 +32,7 @@ class Comparison:
     forecast: Interval | None
     measured: float | None
     inside: bool | None  # None: not measured or not forecast
+    detail: str = ""  # the parts: "all-gather 31 % exposed; compute 1.1 s (forecast 1.0 s), ..."
 
     @property
     def words(self) -> str:
@@ -35,6 +42,21 @@ class Comparison:
         if self.inside:
             return "inside"
         return "above" if self.measured > self.forecast.high else "below"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlownPart:
+    """One part of a step, from the profiler: what nothing else hides."""
+
+    name: str  # "compute", "gather", "reduce", "tensor_parallel", "pipeline", "optimizer", "idle"
+    measured_seconds: float
+    share: float  # of the profiled step
+    forecast_seconds: float | None
+
+    @property
+    def words(self) -> str:
+        """The name in a sentence."""
+        return PART_WORDS.get(self.name, self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +79,26 @@ class Flight:
     forecast_step_seconds: dict[str, float] | None
     started_at: str | None
     model: str | None
+    parts: tuple[FlownPart, ...] = ()  # empty: nothing was profiled, or an older record
+    saved_model: str | None = None  # of a full fine-tune, in place of an adapter
+
+    @property
+    def worst(self) -> str:
+        """The communication that the step waits for longest: "all-gather 31 % exposed"; empty without any."""
+        talking = [part for part in self.parts if part.name in COMMUNICATION]
+        if not talking:
+            return ""
+        most = max(talking, key=lambda part: part.share)
+        return f"{most.words} {100 * most.share:.0f} % exposed"
+
+    @property
+    def by_part(self) -> str:
+        """Measured and forecast seconds of each part: "compute 1.1 s (forecast 1.0 s), all-gather ..."."""
+        return ", ".join(
+            f"{part.words} {units.seconds(part.measured_seconds)}"
+            + (f" (forecast {units.seconds(part.forecast_seconds)})" if part.forecast_seconds is not None else "")
+            for part in self.parts
+        )
 
     @property
     def placements(self) -> str:
@@ -92,7 +134,24 @@ def parse(record: dict[str, Any]) -> Flight:
         forecast_step_seconds=forecast or None,
         started_at=_text(record.get("started_at")),
         model=_text(_mapping(record.get("model")).get("name")),
+        parts=_parts(record.get("parts")),
+        saved_model=_text(record.get("saved_model")),
     )
+
+
+def _parts(raw: Any) -> tuple[FlownPart, ...]:
+    found = []
+    for one in raw[:_MOST_PARTS] if isinstance(raw, list) else ():
+        part = _mapping(one)
+        name, measured, share = (
+            _text(part.get("part")),
+            _number(part.get("measured_seconds")),
+            _number(part.get("share")),
+        )
+        if name is not None and measured is not None and share is not None:
+            said = _number(part.get("forecast_seconds"))
+            found.append(FlownPart(name=name, measured_seconds=measured, share=share, forecast_seconds=said))
+    return tuple(found)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -127,12 +186,13 @@ def read(path: Path) -> dict[str, Any]:
 def compare(forecast: Forecast | None, flown: Flight) -> tuple[Comparison, ...]:
     """Forecast against measurement: step time and memory."""
     step, memory = (forecast.step_seconds, forecast.memory_bytes) if forecast else (None, None)
+    detail = "; ".join(text for text in (flown.worst, flown.by_part) if text)
     return (
-        _line("step time", "s", step, flown.step_seconds),
+        _line("step time", "s", step, flown.step_seconds, detail),
         _line("peak memory per rank", "bytes", memory, flown.memory_bytes),
     )
 
 
-def _line(what: str, unit: str, interval: Interval | None, value: float | None) -> Comparison:
+def _line(what: str, unit: str, interval: Interval | None, value: float | None, detail: str = "") -> Comparison:
     inside = None if interval is None or value is None else interval.low <= value <= interval.high
-    return Comparison(what=what, unit=unit, forecast=interval, measured=value, inside=inside)
+    return Comparison(what=what, unit=unit, forecast=interval, measured=value, inside=inside, detail=detail)

@@ -29,7 +29,7 @@ def flights(records: Iterable[Mapping[str, Any]]) -> tuple[Flown, ...]:
 
 
 def _one(record: dict[str, Any]) -> Flown:
-    lines = []
+    lines, flight = [], parse(record)
     compared = record.get("comparison")
     for line in compared if isinstance(compared, list) else []:
         forecast = _interval(line.get("forecast")) if isinstance(line, Mapping) else None
@@ -39,8 +39,11 @@ def _one(record: dict[str, Any]) -> Flown:
         name = str(line.get("quantity", "?"))
         unit = "s" if name.endswith("_seconds") else "B" if name.endswith("_bytes") else "/s"
         figure = charts.interval(forecast, float(measured))
+        if name == "step_seconds" and flight.parts:
+            told = "; ".join(text for text in (flight.worst, flight.by_part) if text)
+            figure += Markup('<div class="soft">{}</div>').format(told)
         lines.append((name.rsplit("_", 1)[0].replace("_", " "), unit, forecast, float(measured), figure))
-    return Flown(flight=parse(record), transport=_transport(record), lines=tuple(lines))
+    return Flown(flight=flight, transport=_transport(record), lines=tuple(lines))
 
 
 def _interval(value: Any) -> Interval | None:

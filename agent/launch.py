@@ -17,14 +17,16 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agent.flight import FlightError, read
 from agent.report import document, write_atomic
 from collectives import processes, scratch
 from planner.advice import Recommendation
 
 RUN_VARIABLE = "TOPOFLIGHT_RUN"
+RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
 
 
@@ -36,7 +38,7 @@ class LaunchError(Exception):
 class Launched:
     """A job that ended."""
 
-    exit_code: int
+    exit_code: int  # the job's own (docs/finetune.md) where it could write it, else torchrun's
     seconds: float
     output: Path
     last_lines: tuple[str, ...]
@@ -80,7 +82,20 @@ def fly(
     layout = advice.chosen.layout if advice.chosen else None
     assert layout is not None  # noqa: S101 - plan_document has refused otherwise
     words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
-    return run(words, environment(advice), output, timeout_seconds, on_line)
+    began = time.time()
+    ended = run(words, environment(advice), output, timeout_seconds, on_line)
+    return replace(ended, exit_code=own_exit_code(output / "flight.json", ended.exit_code, began))
+
+
+def own_exit_code(record: Path, exit_code: int, began: float) -> int:
+    """The job's own code where torchrun, which makes 1 of every failure, hides it; 75 is "start again to go on"."""
+    if exit_code == 0:
+        return 0
+    try:
+        own = read(record).get("exit_code") if record.stat().st_mtime >= began else None  # of this start, not before
+    except (FlightError, OSError):
+        return exit_code
+    return own if isinstance(own, int) and not isinstance(own, bool) and 0 < own < 256 else exit_code
 
 
 def environment(advice: Recommendation) -> dict[str, str]:

@@ -360,6 +360,8 @@ def comparison(out: Console, lines: Iterable[Comparison]) -> None:
             f"{line.what}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
             f"{line.words}"
         )
+        if line.detail:
+            out.print(f"  {escape(line.detail)}")
 
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
@@ -447,4 +449,5 @@ def flight(out: Console, flown: Flight) -> None:
     tokens = f"{flown.tokens_per_second:.0f} tokens/s" if flown.tokens_per_second else "tokens/s unknown"
     exposed = f", communication {flown.exposed_communication:.0%} exposed" if flown.exposed_communication else ""
     out.print(f"{flown.steps} steps, {loss}, {tokens}{exposed}")
-    out.print(f"adapter: {flown.adapter or 'none'}\ncheckpoint: {flown.checkpoint or 'none'}", markup=False)
+    saved = f"model: {flown.saved_model}" if flown.saved_model else f"adapter: {flown.adapter or 'none'}"
+    out.print(f"{saved}\ncheckpoint: {flown.checkpoint or 'none'}", markup=False)

@@ -1,0 +1,80 @@
+"""What the agent makes of flight.json: parts beside the forecast, older records, the job's own exit code."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from agent import flight, flown, launch
+from planner.advice import Forecast, Interval
+
+PARTS = [
+    {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
+    {"part": "gather", "measured_seconds": 0.62, "share": 0.31, "hidden_seconds": 0.1, "forecast_seconds": None},
+    {"part": "reduce", "measured_seconds": 0.02, "share": 0.01, "hidden_seconds": 0.0, "forecast_seconds": 0.01},
+]
+INTERVAL = {"low": 1.6, "mid": 1.9, "high": 2.3}
+RECORD = {
+    "status": "complete", "measured": {"step_seconds": 2.0}, "parts": PARTS,
+    "comparison": [{"quantity": "step_seconds", "forecast": INTERVAL, "measured": 2.0}],
+}  # fmt: skip
+
+
+def forecast():
+    """A forecast of 1.9 s."""
+    return Forecast(
+        step_seconds=Interval(**INTERVAL), memory_bytes=Interval(low=1, mid=2, high=3), time_parts=(), memory_parts=(),
+        dominant="", tokens_per_second=1.0,
+    )  # fmt: skip
+
+
+def test_the_parts_stand_beside_the_forecast():
+    """The worst communication is named; a part that was not forecast has no figure."""
+    step, memory = flight.compare(forecast(), flight.parse(RECORD))
+    assert (step.words, memory.words) == ("inside", "unknown")
+    assert step.detail == (
+        "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
+        "gradient reduction 20 ms (forecast 10 ms)"
+    )
+    (one,) = flown.flights([RECORD])
+    assert "all-gather 31 % exposed" in one.lines[0][-1]
+
+
+@pytest.mark.parametrize(
+    "raw", [None, [], "x", [1, {"part": "gather"}, {"part": 3, "measured_seconds": 1, "share": 1}]]
+)
+def test_records_without_parts_are_read(raw):
+    """Older files, and what is no part, give none."""
+    read = flight.parse({**RECORD, "parts": raw})
+    assert read.parts == ()
+    assert flight.compare(forecast(), read)[0].detail == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "torchrun", "told"),
+    [({"exit_code": 75}, 1, 75), ({"exit_code": 65}, 1, 65), ({"exit_code": None}, 1, 1), ({}, 1, 1), (None, 1, 1),
+     ({"exit_code": 75}, 0, 0), ({"exit_code": "75"}, 1, 1)],
+)  # fmt: skip
+def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, told):
+    """Torchrun makes 1 of every failure; the record of this start says which."""
+    path = tmp_path / "flight.json"
+    began = time.time() - 1
+    if written is not None:
+        path.write_text(json.dumps(written))
+    assert launch.own_exit_code(path, torchrun, began) == told
+
+
+def test_the_record_of_an_earlier_start_says_nothing(tmp_path):
+    """A job that dies before it writes leaves the file of the one before."""
+    path = tmp_path / "flight.json"
+    path.write_text(json.dumps({"exit_code": 75}))
+    os.utime(path, (1, 1))
+    assert launch.own_exit_code(path, 1, time.time()) == 1
+
+
+def test_a_killed_job_has_no_code_of_its_own(tmp_path):
+    """A status of the process stands where there is no record."""
+    ended = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
+    assert ended.exit_code == 3
