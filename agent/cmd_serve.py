@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from agent.hosts import host_option, root_option
+
+BACKLOG = 1024  # connections that the kernel holds until they are taken
+SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
 
 @click.command()
@@ -43,6 +47,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     import uvicorn
 
     from agent.hosts import snapshots
+    from agent.listener import KEEP_ALIVE_SECONDS, Seldom, protocol
     from agent.state import State
     from probes.scanner import Scanner
 
@@ -52,10 +57,13 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     state = State(scan, interval_seconds=interval, folder=given["folder"])
     try:
         level = logging.getLevelName(logging.getLogger().level).lower()
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(Seldom())
+        sys.setswitchinterval(SWITCH_SECONDS)
         uvicorn.run(
-            _application(state, given), host=address, port=port, log_level=level, access_log=False,
-            timeout_graceful_shutdown=5,
-        )  # fmt: skip
+            _application(state, given), host=address, port=port, log_level=level, access_log=False, ws="none",
+            http=protocol(), timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG, timeout_graceful_shutdown=5,
+        )  # type: ignore[arg-type]  # fmt: skip
     finally:
         if scanner:
             scanner.close()

@@ -6,6 +6,7 @@ Nothing here that node_exporter or dcgm-exporter already exports; `node` and `in
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -31,17 +32,29 @@ class Rendered:
     """Expositions of one view, each format rendered once: a scan is scraped more often than it is made."""
 
     def __init__(self) -> None:
-        self._view: View | None = None
-        self._kept: dict[str, bytes] = {}
+        self._made: tuple[View | None, dict[tuple[str, bool], bytes]] = None, {}
+        self._asked: dict[tuple[str, bool], str] = {}  # formats asked for since the last scan, with their Accept header
 
-    def __call__(self, view: View, accept: str) -> tuple[bytes, str]:
-        """As `exposition`; another view drops what was kept."""
-        if view is not self._view:
-            self._view, self._kept = view, {}
-        content_type = choose_encoder(accept)[1]
-        if content_type not in self._kept:
-            self._kept[content_type] = exposition(view, accept)[0]
-        return self._kept[content_type], content_type
+    def __call__(self, view: View, accept: str, *, zipped: bool = False) -> tuple[bytes, str]:
+        """As `exposition`, gzipped where wanted; another view drops what was kept."""
+        of, kept = self._made
+        if view is not of:
+            self._made = of, kept = view, {}
+        key = choose_encoder(accept)[1], zipped
+        self._asked[key] = accept
+        if key not in kept:
+            kept[key] = _rendered(view, accept, zipped=zipped)
+        return kept[key], key[0]
+
+    def prepare(self, view: View) -> None:
+        """Render for a new view, in the thread that made it, what was asked of the last one."""
+        asked, self._asked = self._asked, {}
+        self._made = view, {key: _rendered(view, accept, zipped=key[1]) for key, accept in asked.items()}
+
+
+def _rendered(view: View, accept: str, *, zipped: bool) -> bytes:
+    body = exposition(view, accept)[0]
+    return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body
 
 
 def families(view: View) -> Iterator[Metric]:

@@ -12,8 +12,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import RequestResponseEndpoint
 
 from agent import advise, metrics, page_routes, problem, server_cluster, server_load
+from agent.desk import Desk
 from agent.doors import Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
+from agent.kept import Kept, keep, takes_gzip
 from agent.output import render
 from agent.problem import ProblemError
 from agent.publish import Publisher
@@ -36,7 +38,7 @@ def create(
 
     Without `doors` whatever makes load is closed; without `cluster` the cluster is what this agent scans.
     """
-    doors, cluster = doors or Doors(), cluster or Cluster(state)
+    doors, cluster, desk = doors or Doors(), cluster or Cluster(state), Desk()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -57,12 +59,13 @@ def create(
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
     problem.install(app)
+    app.add_middleware(Kept, current=lambda: state.view)
     if not doors.reads_open:
         _close_reads(app, doors)
     _health(app, state)
     page_routes.install(app, state, _current, cluster)
-    _facts(app, state, cluster)
-    _advice(app, state, cluster)
+    _facts(app, state, cluster, desk)
+    _advice(app, state, cluster, desk)
     server_cluster.install(app, cluster)
     bencher = server_load.install(app, state, doors)
     return app
@@ -114,31 +117,43 @@ def _health(app: FastAPI, state: State) -> None:
         return "ok\n"
 
     rendered = metrics.Rendered()
+    state.before.append(rendered.prepare)
 
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
-        body, content_type = rendered(_current(state), request.headers.get("accept", ""))
-        return Response(body, headers={"Content-Type": content_type})
+        view, zipped = _current(state), takes_gzip(request.headers.get("accept-encoding", "").encode("latin-1"))
+        body, content_type = rendered(view, request.headers.get("accept", ""), zipped=zipped)
+        keep(request, view)
+        encoding = {"Content-Encoding": "gzip"} if zipped else {}
+        return Response(body, headers={"Content-Type": content_type, **encoding})
 
 
-def _facts(app: FastAPI, state: State, cluster: Cluster) -> None:
+def _facts(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
     @app.get("/snapshot", tags=["facts"], operation_id="snapshot")
     def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
-        return _answer(request, _one_or_all(_current(state).snapshots), form)
+        view = _current(state)
+        keep(request, view)
+        return _answer(request, _one_or_all(view.snapshots), form)
 
     @app.get("/topology", tags=["facts"], operation_id="topology")
-    def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
+    async def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
         """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
         if scope == "cluster":
-            return _answer(request, topology_document(cluster.fleet()), form)
-        return _answer(request, _one_or_all([json_document(n) for n in _current(state).topologies]), form)
+            fleet = await run_in_threadpool(cluster.fleet)
+            return await desk.ask(request, lambda: _answer(request, topology_document(fleet), form))
+        view = _current(state)
+        keep(request, view)
+        return await run_in_threadpool(
+            lambda: _answer(request, _one_or_all([json_document(n) for n in view.topologies]), form)
+        )
 
     @app.get("/findings", tags=["facts"], operation_id="findings")
     def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
         view = _current(state)
+        keep(request, view)
         return _answer(request, [c for c in worst_first(view.checks) if c.status != "pass"], form)
 
     @app.get("/measurements", tags=["facts"], operation_id="measurements")
@@ -155,9 +170,9 @@ def _facts(app: FastAPI, state: State, cluster: Cluster) -> None:
         return _answer(request, list(_current(state).flights), form)
 
 
-def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
+def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
     @app.get("/recommendations", tags=["advice"], operation_id="recommendations")
-    def recommendations(
+    async def recommendations(
         request: Request,
         form: Format = None,
         model: Annotated[str | None, Query(max_length=200, description="Known model name.")] = None,
@@ -185,22 +200,31 @@ def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
             steps=steps, tokens=tokens, hours=hours, machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
         )  # fmt: skip
         view = _current(state)
-        try:
-            if scope == "cluster" and machine is None:
-                advice, hosts = advise_cluster(view, cluster.fleet(), wanted, own=cluster.name_of(view))
+        if form is not None and form not in advise.FORMATS:
+            raise ProblemError(
+                400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
+            )
+        whole = scope == "cluster" and machine is None
+        fleet = await run_in_threadpool(cluster.fleet) if whole else None
+
+        def answer() -> Response:
+            if fleet is not None:
+                advice, hosts = advise_cluster(view, fleet, wanted, own=cluster.name_of(view))
             else:
                 advice = advise.for_view(view, wanted)
                 hosts = nodes or (1 if machine else len(view.snapshots))
             if form in advise.EXPORTS:
                 text = advise.export(advice, form, nodes=hosts)
                 return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
+            return _answer(request, advice, form)
+
+        try:
+            response = await desk.ask(request, answer)
         except advise.RequestError as error:
             raise ProblemError(400, str(error)) from None
-        if form is not None and form not in advise.FORMATS:
-            raise ProblemError(
-                400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
-            )
-        return _answer(request, advice, form)
+        if not whole:
+            keep(request, view)
+        return response
 
     @app.get("/preflight", tags=["gate"], operation_id="preflight")
     def preflight(
@@ -218,6 +242,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster) -> None:
         except GateError as error:
             raise ProblemError(400, str(error)) from None
         verdict = judge(checks, fail_on=checked)
+        keep(request, view)
         return _answer(request, {"verdict": verdict, "checks": worst_first(checks)}, form)
 
 

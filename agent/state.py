@@ -32,6 +32,7 @@ class State:
         self._folder = folder
         self._view: View | None = None
         self._error: str | None = None
+        self.before: list[Callable[[View], None]] = []  # called with each new view before it is handed out
         self._stop = threading.Event()
         self._scanning = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
@@ -71,6 +72,11 @@ class State:
             bench, bench_at = self._last_bench()
             earlier = self._view.snapshots if self._view else ()
             view = look(self._scan(), bench=bench, bench_at_seconds=bench_at, flights=self._flights(), earlier=earlier)
+            for prepare in self.before:
+                try:
+                    prepare(view)
+                except Exception:
+                    log.exception("a new view could not be prepared for")
             self._view = view
             self._error = None
             return view
