@@ -23,6 +23,7 @@ class Alert:
     quiet: dict[str, str]
     labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside instance, job and severity
     says: str  # the description as it fires
+    after: int = 0  # minutes until the firing case is one
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
 
 
 def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
-    """Unit tests for promtool: each alert fires on its case, waits for its `for:`, and is silent otherwise."""
+    """Unit tests for promtool: each alert fires when its `for:` is over and no minute before, and is silent otherwise."""
     tests: list[dict[str, Any]] = []
     for alert in alerts:
         told = {
@@ -99,8 +100,10 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
                 "runbook_url": alert.rule["annotations"]["runbook_url"],
             },
         }  # fmt: skip
-        tests.append(_case(f"{alert.name} fires", alert.firing, alert.name, [("60m", [told]), ("0m", [])]))
-        tests.append(_case(f"{alert.name} is quiet", alert.quiet, alert.name, [("60m", [])]))
+        fires = alert.after + int(alert.hold.removesuffix("m"))
+        moments = [(f"{fires}m", [told]), (f"{fires - 1}m", [])]
+        tests.append(_case(f"{alert.name} fires", alert.firing, alert.name, moments))
+        tests.append(_case(f"{alert.name} is quiet", alert.quiet, alert.name, [(f"{fires + 5}m", [])]))
     return {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
 
 

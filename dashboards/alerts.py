@@ -240,12 +240,13 @@ ALERTS: tuple[Alert, ...] = (
         description="The facts of the {{ $labels.fact }} probe on {{ $labels.instance }} are "
         "{{ $value | humanizeDuration }} old; the default is a scan every 30 s.",
         firing={series("topoflight_fact_timestamp_seconds", fact="gpu"): "0x120"},
+        after=11,
         quiet={
             series("topoflight_fact_timestamp_seconds", fact="gpu"): "0+60x120",
             series("topoflight_fact_timestamp_seconds", fact="bench"): "0x120",
         },
         labels={"fact": "gpu"},
-        says="The facts of the gpu probe on node-a:9402 are 1h 0m 0s old; the default is a scan every 30 s.",
+        says="The facts of the gpu probe on node-a:9402 are 16m 0s old; the default is a scan every 30 s.",
     ),
     Alert(
         name="TopoflightBenchTooOld",
@@ -254,9 +255,10 @@ ALERTS: tuple[Alert, ...] = (
         summary="The last benchmark is more than a month old.",
         description="The last benchmark on {{ $labels.instance }} is {{ $value | humanizeDuration }} old.",
         firing={series("topoflight_fact_timestamp_seconds", fact="bench"): f"{-MONTH_SECONDS}x120"},
+        after=1,
         quiet={series("topoflight_fact_timestamp_seconds", fact="bench"): "0x120"},
         labels={"fact": "bench"},
-        says="The last benchmark on node-a:9402 is 30d 1h 0m 0s old.",
+        says="The last benchmark on node-a:9402 is 30d 0h 6m 0s old.",
     ),
     Alert(
         name="TopoflightProbeFailing",

@@ -112,7 +112,9 @@ def test_promtool_notices_a_broken_rule(programs: dict[str, str], tmp_path: Path
     """The unit tests can fail: with a threshold turned round, promtool names the alert."""
     text = RULES.read_text().replace("> 600", "> 60000")
     (tmp_path / "rules.yaml").write_text(text)
-    (tmp_path / "rules_test.yaml").write_text((ROOT / "dashboards" / "rules_test.yaml").read_text())
+    whole = yaml.safe_load((ROOT / "dashboards" / "rules_test.yaml").read_text())
+    whole["tests"] = [case for case in whole["tests"] if case["name"].startswith("TopoflightFactTooOld")]
+    (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(whole))
     done = subprocess.run(
         [programs["promtool"], "test", "rules", str(tmp_path / "rules_test.yaml")], capture_output=True, text=True
     )
