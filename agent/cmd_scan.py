@@ -9,7 +9,7 @@ import click
 
 from agent import terminal
 from agent.hosts import host_option, root_option, snapshots
-from agent.output import emit, format_option
+from agent.output import console, emit, format_option
 from agent.view import look
 
 
@@ -54,10 +54,10 @@ def capture(root: str, target: Path | None) -> None:
 @click.command()
 @click.argument("code")
 def explain(code: str) -> None:
-    """Explain a finding CODE: what it means, how to see it, how to mend it and prove it mended."""
+    """Explain a finding CODE or an alert: what it means, how to see it, how to mend it and prove it mended."""
     from agent.explain import UnknownCodeError, section
 
     try:
-        click.echo(section(code))
+        terminal.explanation(console(), section(code))
     except UnknownCodeError as error:
         raise click.UsageError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Explanations of finding codes: sections of docs/findings.md, which is packaged beside this module."""
+"""Explanations of finding codes and of alerts: sections of docs/findings.md and docs/runbook.md, packaged with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-_PLACES = (Path(__file__).with_name("findings.md"), Path(__file__).parent.parent / "docs" / "findings.md")
+_FINDINGS = r"^### `([a-z0-9_.]+)`\n"
+_ALERTS = r"^## Alert Name: (\w+)\n"
 
 
 class UnknownCodeError(KeyError):
@@ -19,11 +20,16 @@ class UnknownCodeError(KeyError):
 
 @cache
 def sections() -> dict[str, str]:
-    """Every code of the page with its text, heading included."""
-    page = next((place for place in _PLACES if place.exists()), None)
+    """Every code and every alert with its text, its name first."""
+    return {**_split("findings.md", _FINDINGS), **_split("runbook.md", _ALERTS)}
+
+
+def _split(name: str, heading: str) -> dict[str, str]:
+    places = (Path(__file__).with_name(name), Path(__file__).parent.parent / "docs" / name)
+    page = next((place for place in places if place.exists()), None)
     if page is None:
-        raise UnknownCodeError("docs/findings.md is not packaged with this installation")
-    parts = re.split(r"^### `([a-z0-9_.]+)`\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        raise UnknownCodeError(f"docs/{name} is not packaged with this installation")
+    parts = re.split(heading, page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     # parts: preamble, code, text, code, text ...; a text ends where the next section of the page begins
     pairs = zip(parts[1::2], parts[2::2], strict=True)
     return {
@@ -32,13 +38,13 @@ def sections() -> dict[str, str]:
 
 
 def section(code: str) -> str:
-    """The text of one code; UnknownCodeError names close codes."""
+    """The text of one code or alert; UnknownCodeError names close ones."""
     known = sections()
     if code in known:
         return known[code]
     close = get_close_matches(code, known, n=3, cutoff=0.4)
     hint = f"; close: {', '.join(close)}" if close else ""
-    raise UnknownCodeError(f"{code}: no such finding code{hint}")
+    raise UnknownCodeError(f"{code}: no such finding code or alert{hint}")
 
 
 def mend(code: str) -> str:

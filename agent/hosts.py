@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from agent.output import waiting
 from probes.api import Snapshot
 
 host_option = click.option(
@@ -24,8 +26,18 @@ root_option = click.option(
 )
 
 
-def snapshots(hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0) -> tuple[Snapshot, ...]:
-    """Scan this host in a bounded child process, or replay the recordings in order."""
+def snapshots(
+    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, told: bool = False
+) -> tuple[Snapshot, ...]:
+    """Scan this host in a bounded child process, or replay the recordings in order.
+
+    A person at a terminal sees that it is under way; `told` is for callers that say so themselves.
+    """
+    with contextlib.nullcontext() if told else waiting("scan: asking this host" if not hosts else "scan: replaying"):
+        return _snapshots(hosts, root, timeout_seconds)
+
+
+def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float) -> tuple[Snapshot, ...]:
     if not hosts:
         from probes.scanner import scan_live
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import click
@@ -70,6 +71,16 @@ def render(value: Any, form: str) -> str:
     import yaml
 
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A live line on a terminal for what takes a second or two; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True, highlight=False).status(text):
+        yield
 
 
 class Progress:

@@ -24,7 +24,7 @@ from agent.advise import EXPORTS
 from agent.fleet import glance
 from agent.flown import by_network, flights, side_by_side
 from agent.gate import judge, worst_first
-from agent.prose import explained, headline, inline, told
+from agent.prose import explained, headline, inline, sentence, told
 from agent.terminal import GLYPHS, facts_lines
 from agent.view import grouped
 from planner import machines, models
@@ -55,7 +55,7 @@ def _environment(*, html: bool) -> Environment:
     made.filters.update(
         size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
-        headline=headline, inline=inline, rest=units.rest, counted=units.count, need=units.need,
+        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     made.globals.update(

@@ -59,7 +59,7 @@ def run(options: Options, progress: Progress) -> Report:
     started, clock = time.time(), time.monotonic()
     before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
     progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
-    found = read_snapshots(options.hosts, root=options.root)
+    found = read_snapshots(options.hosts, root=options.root, told=True)
     notes: list[str] = []
     extra: list[Check] = []
 

@@ -38,16 +38,16 @@ def headline(group: Group) -> Markup:
     first = group.checks[0].subject
     if first and (len(group.subjects) == 1 or not group.alike):
         return told(first, message)
-    return inline(_sentence(message))
+    return inline(sentence(message))
 
 
 def told(subject: str, message: str) -> Markup:
     """A message behind its subject, where it does not begin with it."""
     if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
-        return inline(_sentence(message))
+        return inline(sentence(message))
     return Markup("<code>{}</code>: {}").format(subject, inline(message))
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     """A capital letter at the start, where a plain word stands there and not a name such as eth0."""
     return text[:1].upper() + text[1:] if re.match(r"[a-z]+(?:[ ,]|$)", text) else text

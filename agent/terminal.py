@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -244,7 +245,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
 def bench(out: Console, result: BenchResult) -> None:
     """Measured collectives, one row per op and size."""
     expected = any(m.expected_busbw_bytes_per_second for m in result.measurements)
-    rows = table("op", "bytes", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
+    rows = table("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
     for column in rows.columns:
         column.no_wrap = True
     for m in result.measurements:
@@ -304,6 +305,22 @@ def parts(out: Console, ranked: RankedLayout) -> None:
     out.print(rows)
     for line in ranked.forecast.inputs:
         out.print(f"· {escape(line)}")
+
+
+def explanation(out: Console, text: str) -> None:
+    """A section of the pages of findings or alerts: its points under each other, commands marked."""
+    title, _, body = text.partition("\n\n")
+    out.print(f"[bold]{escape(title)}[/bold]\n")
+    for piece in re.split(r"^- ", body, flags=re.MULTILINE):
+        words = escape(" ".join(piece.split()))
+        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", words)
+        if not words:
+            continue
+        shown = re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words)
+        if words.startswith("[bold]"):
+            _indented(out, shown, 2)
+        else:
+            out.print(shown)
 
 
 def point(out: Console, mark: str, text: str) -> None:
@@ -433,10 +450,10 @@ def by_network(out: Console, whole: Report) -> None:
     from agent import charts, flown
 
     for bars in flown.by_network(flown.flights(whole.flights)):
-        rows = table(bars.title, "", "")
+        out.print(f"\n[bold]{escape(bars.title)}[/bold]")
+        rows = Table.grid(padding=(0, 2))
         for label, bar, shown in charts.blocks(bars.runs, 20):
             rows.add_row(escape(label), bar, shown)
-        out.print()
         out.print(rows)
 
 

@@ -122,12 +122,18 @@ def only(view: View, hostname: str) -> View:
         for snapshot, node in zip(view.snapshots, view.topologies, strict=True)
         if snapshot.hostname == hostname
     ]
-    checks = tuple(check for check in view.checks if check.node in (hostname, ""))
+    others = {snapshot.hostname for snapshot in view.snapshots} - {hostname}
+    checks = tuple(check for check in view.checks if hostname in _nodes(check) or not others & _nodes(check))
     topologies = tuple(node for _, node in chosen)
     return replace(
         view, snapshots=tuple(snapshot for snapshot, _ in chosen), topologies=topologies, cluster=join(topologies),
         checks=checks, verdict=judge(checks),
     )  # fmt: skip
+
+
+def _nodes(check: Check) -> set[str]:
+    """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
+    return set(check.node.split(", "))
 
 
 def digest(view: View) -> str:

@@ -87,7 +87,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     def show(out: Console) -> None:
         shown = terminal.table("part", *(ranked.layout.family for ranked in (first, second)))
         for name, left, right in rows:
-            shown.add_row(name, units.seconds(left), units.seconds(right))
+            shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
         shown.add_row("memory per GPU", *memory)
         shown.add_row("allowed", *((ranked.why or "yes") for ranked in (first, second)))

@@ -87,7 +87,7 @@ def prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
 
 
 def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
-    """Unit tests for promtool: each alert fires when its `for:` is over and no minute before, and is silent otherwise."""
+    """Unit tests for promtool: each alert fires when its `for:` is over, no minute before, and is silent otherwise."""
     tests: list[dict[str, Any]] = []
     for alert in alerts:
         told = {

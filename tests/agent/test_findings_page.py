@@ -66,10 +66,14 @@ def test_named_codes_exist() -> None:
 
 def test_explain_prints_the_section() -> None:
     """`topoflight explain CODE` answers for every code, and helps with a wrong one."""
-    for code in sorted(EVERY_CODE):
+    alerts = re.findall(r"^## Alert Name: (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), flags=re.MULTILINE)
+    assert alerts
+    for code in sorted({*EVERY_CODE, *alerts}):
         result = CliRunner().invoke(explain, [code])
-        assert result.exit_code == 0 and "Mend" in result.output, code
+        assert result.exit_code == 0 and result.output.startswith(f"{code}\n"), code
+        assert all(word in result.output for word in ("Means:", "See:", "Mend:", "Prove:")), code
         assert "\n## " not in result.output, f"{code}: the next chapter is printed too"
+        assert max(map(len, result.output.splitlines())) <= 80, code
     wrong = CliRunner().invoke(explain, ["rdma.port.dwn"])
     assert wrong.exit_code == 2 and "rdma.port.down" in wrong.output
 
@@ -79,6 +83,7 @@ def test_wheel_carries_the_page(tmp_path: Path) -> None:
     built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(built) as wheel:
         assert wheel.read("agent/findings.md").decode() == PAGE.read_text(encoding="utf-8")
+        assert wheel.read("agent/runbook.md").decode() == (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["findings.md", "runbook.md", "metrics.md"])
