@@ -36,8 +36,8 @@ HYPERVISORS = (
 def read(host: Host) -> HostinfoFacts:
     """Ask every question; whatever is not there stays None."""
     identity, cpu = host.identity(), host.cpu()
-    processors = _processors(sysfs.text(host, "/proc/cpuinfo"))
-    first = processors[0] if processors else {}
+    cpuinfo = sysfs.text(host, "/proc/cpuinfo")
+    first = _processor(cpuinfo)
     vendor, product = sysfs.text(host, DMI + "sys_vendor"), sysfs.text(host, DMI + "product_name")
     conf, conf_files = nccl_conf(host, str(identity.get("home") or ""))
     balancing = sysfs.number(host, "/proc/sys/kernel/numa_balancing")
@@ -51,7 +51,7 @@ def read(host: Host) -> HostinfoFacts:
         cpu_name=first.get("model name") or first.get("cpu"),
         cpu_family=sysfs.parse_number(first.get("cpu family")),
         cpu_model=sysfs.parse_number(first.get("model")),
-        sockets=len({p["physical id"] for p in processors if "physical id" in p}) or None,
+        sockets=_sockets(cpuinfo),
         cores=cpu.get("physical"),
         threads=cpu.get("logical"),
         memory_bytes=cpu.get("memory_bytes"),
@@ -72,8 +72,7 @@ def read(host: Host) -> HostinfoFacts:
 def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
     """The hypervisor's name; None on bare metal, or where nothing tells."""
     if processor is None:
-        processors = _processors(sysfs.text(host, "/proc/cpuinfo"))
-        processor = processors[0] if processors else {}
+        processor = _processor(sysfs.text(host, "/proc/cpuinfo"))
     vendor, product = sysfs.text(host, DMI + "sys_vendor") or "", sysfs.text(host, DMI + "product_name") or ""
     flags = processor.get("flags")
     if flags is not None and "hypervisor" not in flags.split():
@@ -120,10 +119,14 @@ def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, 
     return (settings if files else None), tuple(files)
 
 
-def _processors(content: str | None) -> list[dict[str, str]]:
-    """One dict per block of /proc/cpuinfo."""
-    blocks = (sysfs.fields(block) for block in re.split(r"\n[ \t]*\n", content or ""))
-    return [block for block in blocks if block]
+def _processor(content: str | None) -> dict[str, str]:
+    """The first block of /proc/cpuinfo."""
+    return sysfs.fields(re.split(r"\n[ \t]*\n", (content or "").lstrip(), maxsplit=1)[0])
+
+
+def _sockets(content: str | None) -> int | None:
+    """How many different "physical id" there are."""
+    return len(set(re.findall(r"^physical id[ \t]*:[ \t]*(\d+)", content or "", re.MULTILINE | re.ASCII))) or None
 
 
 def _cpu_vendor(processor: dict[str, str]) -> str | None:

@@ -1,11 +1,11 @@
 """The machine this process runs on, asked through files, NVML, netlink, verbs and getrlimit.
 
-Specification: path_resolution(7); rtnetlink(7) through pyroute2. What is heavy to import is imported when asked for.
+Specification: rtnetlink(7) through pyroute2. What is heavy to import is imported when asked for.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
 import os
 import platform
@@ -18,18 +18,18 @@ from typing import Any
 
 from probes import nldev, verbs
 from probes.host import GpuHandle, Json
+from probes.kernel_log import KernelLog
+from probes.live_paths import Paths
 from probes.nvml import Nvml
 
 TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
 ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|(CUDA_VISIBLE_DEVICES|TOPOFLIGHT_NETWORK_STATUS)$")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
-_LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
-_SYSLOG_ACTION_READ_ALL = 3  # leaves the log as it is
-_LOG_BYTES, _LOG_LINES = 1 << 20, 256  # kernels keep 128 KiB to 1 MiB; a failing GPU repeats itself
+# What the kernel stores when it finds a device, or the device cannot change. A third of all files that a scan reads.
+_FIXED = re.compile(r"/sys/bus/pci/devices/[^/]+/(?:class|vendor|device|max_link_speed|max_link_width|sriov_totalvfs)")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
-_FOLDERS_SECONDS = 5.0  # longer than the files of one scan take, shorter than the time between two
 _LEFT_OUT = {"attrs", "header", "event", "__align", "UNKNOWN", "IFLA_AF_SPEC", "IFLA_MAP", "IFLA_STATS", "IFLA_XDP"}
 
 
@@ -39,11 +39,19 @@ class LiveHost:
     def __init__(self, root: str = "/") -> None:
         if not Path(root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
-        self._prefix = os.path.realpath(root).rstrip("/")  # "" is this machine's own root
+        self._paths = Paths(os.path.realpath(root).rstrip("/"))
+        self._prefix = self._paths.prefix  # "" is this machine's own root
+        self._texts: dict[str, str] | None = None  # of the scan under way, by path
+        self._identities: dict[str, tuple[int, int]] = {}  # folder -> (device, inode), of the scan under way
+        self._fixed: dict[str, tuple[tuple[int, int], str]] = {}  # path -> its folder's identity, text
         self._nvml = Nvml()
+        self._log = KernelLog()
         self._route: Any = None  # a pyroute2.IPRoute: opening one costs more than all that is asked of it
-        self._folders: dict[str, str] = {}
-        self._folders_since = 0.0
+
+    def begin_scan(self) -> None:
+        """Look at everything again. Within one scan, what two probes ask is read once."""
+        self._paths.forget()
+        self._texts, self._identities = {}, {}
 
     # Files -----------------------------------------------------------------------------------------------------
 
@@ -51,25 +59,32 @@ class LiveHost:
         """Where the path lies on this machine."""
         if not self._prefix:
             return path
-        folder, name = self._folder(path)
+        folder, name = self._paths.place(path)
         found = f"{folder}/{name}"
         return f"{self._prefix}{self.resolve(path)}" if os.path.islink(found) else found  # noqa: PTH114
 
-    def _folder(self, path: str) -> tuple[str, str]:
-        """(folder on this machine, name). A scan asks many files of one folder, which is looked up once."""
-        now = time.monotonic()
-        if now - self._folders_since > _FOLDERS_SECONDS:
-            self._folders, self._folders_since = {}, now
-        folder, _, name = path.rpartition("/")
-        if name in ("", ".", ".."):
-            return f"{self._prefix}{self.resolve(path)}", "."
-        if folder not in self._folders:
-            self._folders[folder] = f"{self._prefix}{self.resolve(folder)}"
-        return self._folders[folder], name
-
     def read_text(self, path: str) -> str:
         """Content of a small file."""
+        if self._texts is None:
+            return self._text(path)
+        if path not in self._texts:
+            self._texts[path] = self._fixed_text(path) if _FIXED.fullmatch(path) else self._text(path)
+        return self._texts[path]
+
+    def _text(self, path: str) -> str:
         return self.read_bytes(path, TEXT_LIMIT_BYTES).decode(errors="replace")
+
+    def _fixed_text(self, path: str) -> str:
+        """An attribute that a device keeps for life; another device in its slot has another folder."""
+        place, _ = self._paths.place(path)
+        if place not in self._identities:
+            found = os.stat(place)  # noqa: PTH116
+            self._identities[place] = found.st_dev, found.st_ino
+        known, text = self._fixed.get(path, (None, ""))
+        if known != self._identities[place]:
+            text = self._text(path)
+            self._fixed[path] = self._identities[place], text
+        return text
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """First `limit` bytes of a file; never waits for a device or a pipe."""
@@ -88,7 +103,7 @@ class LiveHost:
     def _open(self, path: str) -> int:
         if not self._prefix:
             return os.open(path, _READ)
-        folder, name = self._folder(path)
+        folder, name = self._paths.place(path)
         try:
             return os.open(f"{folder}/{name}", _READ | os.O_NOFOLLOW)
         except OSError as error:
@@ -109,30 +124,7 @@ class LiveHost:
 
     def resolve(self, path: str) -> str:
         """The path with every link followed, never leaving the root."""
-        if not self._prefix:
-            return os.path.realpath(path, strict=True)
-        pending, done, links = path.split("/")[::-1], "", 0
-        while pending:
-            part = pending.pop()
-            if part in ("", "."):
-                continue
-            if part == "..":
-                done = done.rpartition("/")[0]
-                continue
-            candidate = f"{self._prefix}{done}/{part}"
-            try:
-                target = os.readlink(candidate)  # noqa: PTH115
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # EINVAL: not a link
-                    raise
-                done += f"/{part}"
-                continue
-            links += 1
-            if links > _LINKS_FOLLOWED:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            done = "" if target.startswith("/") else done
-            pending += target.split("/")[::-1]
-        return done or "/"
+        return self._paths.resolve(path)
 
     def usable(self, path: str) -> bool:
         """Whether this process may open the path for reading and writing."""
@@ -183,14 +175,8 @@ class LiveHost:
         }
 
     def kernel_log(self, word: str) -> tuple[str, ...]:
-        """Lines of syslog(2)'s buffer with the word; the buffer is the kernel's, whatever container asks."""
-        content = ctypes.create_string_buffer(_LOG_BYTES)
-        libc = ctypes.CDLL(None, use_errno=True)
-        length = libc.klogctl(_SYSLOG_ACTION_READ_ALL, content, _LOG_BYTES)
-        if length < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "kernel log")
-        lines = content.raw[:length].decode(errors="replace").splitlines()
-        return tuple([line for line in lines if word in line][-_LOG_LINES:])
+        """Lines of the kernel's log with the word; the log is the kernel's, whatever container asks."""
+        return self._log.lines(word)
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
 
@@ -198,7 +184,7 @@ class LiveHost:
         """Call one NVML function."""
         return self._nvml.call(symbol, *arguments)
 
-    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+    def netlink(self, what: str, *, again: bool = False) -> tuple[dict[str, Json], ...]:
         """ "links", "addresses" or "routes" of this network namespace."""
         import pyroute2
 
@@ -209,10 +195,14 @@ class LiveHost:
             raise ValueError(f"netlink answers {sorted(asked)}, not {what!r}")
         try:
             return tuple(_flat(message) for message in getattr(self._route, asked[what])())
-        except pyroute2.NetlinkError as error:
-            self._route.close()
-            self._route = None
-            raise OSError(error.code, str(error)) from error
+        except (pyroute2.NetlinkError, OSError) as error:
+            route, self._route = self._route, None
+            with contextlib.suppress(OSError):  # pyroute2 raises the same error again
+                route.close()
+            number = error.errno if isinstance(error, OSError) else error.code
+            if number == errno.ENOBUFS and not again:  # the socket overran: what is left in it is worth nothing
+                return self.netlink(what, again=True)
+            raise OSError(number, str(error)) from error
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "devices", "ports" or "system" through NETLINK_RDMA."""

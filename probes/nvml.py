@@ -26,6 +26,13 @@ ERROR_NAMES = {
 ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
 
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
+_DRIVER_CHANGED = {1, 9, 12, 15, 16, 18}  # a GPU or the driver went: what comes back need not be the same
+_FIXED = {  # of a GPU, a link that is up, or a place on the board; the driver cannot be unloaded while it is open
+    "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability",
+    "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNvLinkVersion", "nvmlDeviceGetNvLinkRemoteDeviceType",
+    "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxClockInfo",
+    "nvmlDeviceGetPowerManagementDefaultLimit",
+}  # fmt: skip
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
 
 
@@ -35,30 +42,45 @@ def failure(symbol: str, name: str) -> NvmlError:
 
 
 class Nvml:
-    """A loaded and initialised NVML; handles are kept between calls."""
+    """A loaded and initialised NVML; handles and what cannot change are kept between calls."""
 
     def __init__(self) -> None:
         self._pynvml: Any = None
         self._handles: dict[int, Any] = {}
+        self._functions: dict[str, Callable[..., Json]] = {}
+        self._fixed: dict[tuple[Any, ...], Json] = {}  # only answers: an error may pass
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle."""
-        pynvml = self._library(symbol)
-        special = _SPECIAL.get(symbol)
-        function = special or getattr(pynvml, symbol, None)
-        if function is None or not symbol.startswith("nvml"):
-            raise failure(symbol, "FUNCTION_NOT_FOUND")
+        fixed = (symbol, *arguments) if symbol in _FIXED else None
+        if fixed in self._fixed:
+            return self._fixed[fixed]
+        function = self._functions.get(symbol) or self._function(symbol)
+        pynvml = self._pynvml
         try:
-            answer = function(*[self._argument(a) for a in arguments])
-            return answer if special else plain(answer)
+            answer = function(*[self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments])
+            answer = answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
         except pynvml.NVMLError as error:
             if error.value in _STALE_HANDLE:
                 self._handles.clear()
+            if error.value in _DRIVER_CHANGED:
+                self._fixed.clear()
             raise NvmlError(symbol, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
         except pynvml.NVMLLibraryMismatchError:
             raise failure(symbol, "FUNCTION_NOT_FOUND") from None
         except UnicodeDecodeError:
             raise NvmlError(symbol, 999, "GARBLED_TEXT") from None
+        if fixed is not None:
+            self._fixed[fixed] = answer
+        return answer
+
+    def _function(self, symbol: str) -> Callable[..., Json]:
+        library = self._library(symbol)
+        function = _SPECIAL.get(symbol) or getattr(library, symbol, None)
+        if function is None or not symbol.startswith("nvml"):
+            raise failure(symbol, "FUNCTION_NOT_FOUND")
+        self._functions[symbol] = function
+        return function
 
     def _library(self, symbol: str) -> Any:
         if self._pynvml is None:
@@ -71,12 +93,10 @@ class Nvml:
             self._pynvml = pynvml
         return self._pynvml
 
-    def _argument(self, argument: GpuHandle | int | str) -> Any:
-        if not isinstance(argument, GpuHandle):
-            return argument
-        if argument.index not in self._handles:
-            self._handles[argument.index] = self._pynvml.nvmlDeviceGetHandleByIndex(argument.index)
-        return self._handles[argument.index]
+    def _handle(self, index: int) -> Any:
+        if index not in self._handles:
+            self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
+        return self._handles[index]
 
 
 def plain(value: Any) -> Json:
@@ -116,10 +136,10 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     import pynvml
 
     wanted = [tuple(map(int, field.split(":"))) if isinstance(field, str) else field for field in fields]
+    # The fields' own descriptors: pynvml's attribute access looks for text in every one and costs ten times as much.
+    fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
     return [
-        getattr(answer.value, _MEMBERS[answer.valueType])
-        if answer.nvmlReturn == 0 and answer.valueType < len(_MEMBERS)
-        else None
+        getattr(value(answer), _MEMBERS[kind(answer)]) if fail(answer) == 0 and kind(answer) < len(_MEMBERS) else None
         for answer in pynvml.nvmlDeviceGetFieldValues(handle, wanted)
     ]
 

@@ -60,10 +60,10 @@ class _Worker:
             self.kill()
             raise
 
-    def ask(self, probe: str, seconds: float, *, record: bool) -> dict[str, Json]:
+    def ask(self, probe: str, seconds: float, *, record: bool, begin: bool) -> dict[str, Json]:
         """One request, one answer. Raises WorkerError."""
         self._requests += 1
-        request = {"id": self._requests, "probe": probe, "record": record}
+        request = {"id": self._requests, "probe": probe, "record": record, "begin": begin}
         assert self.process.stdin is not None  # noqa: S101 - opened above
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -184,7 +184,8 @@ class Scanner:
             return Failed(error=f"not asked again: process {stuck.pid} still hangs in the kernel with this question")
         try:
             worker = self._started()
-            answer = worker.ask(probe.name, self._timeout_seconds or probe.timeout_seconds, record=record)
+            seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
+            answer = worker.ask(probe.name, seconds, record=record, begin=begin)
             outcome = outcome_from_json(probe.name, answer.get("outcome"))
             for method, answered in answer["answers"].items() if record else ():
                 _merge(answers.setdefault(method, {}), answered)

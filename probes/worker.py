@@ -22,8 +22,13 @@ from probes.wire import outcome_to_json
 
 
 def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
-    """Run the probe that is asked for; with "record", every answer of the host comes back as well."""
+    """Run the probe that is asked for.
+
+    With "record", every answer of the host comes back as well; with "begin" it is a scan's first.
+    """
     probe = BY_NAME[request["probe"]]
+    if request.get("begin"):
+        host.begin_scan()
     if not request.get("record"):
         return {"id": request["id"], "outcome": outcome_to_json(run(probe, host))}
     recorder = RecordingHost(host)

@@ -171,3 +171,23 @@ def test_the_same_handles_serve_the_next_scan(scanner_of: Callable[..., Scanner]
     with scanner_of(H100) as scanner:
         first, second = scanner.scan(), scanner.scan()
     assert first.facts(GpuFacts) == second.facts(GpuFacts)
+
+
+def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
+    scanner_of: Callable[..., Scanner], tmp_path: Path
+) -> None:
+    """What is kept between scans hides neither."""
+    failures = tmp_path / "failures"
+    failures.write_text("")
+    with scanner_of(H100, inject=f"@{failures}") as scanner:
+        first = scanner.scan().facts(GpuFacts)
+        failures.write_text("*@gpu5=gpu_lost")
+        second = scanner.scan().facts(GpuFacts)
+        failures.write_text("nvmlDeviceGetNvLinkState@gpu2=timeout")
+        third = scanner.scan().facts(GpuFacts)
+        failures.write_text("")
+        fourth = scanner.scan().facts(GpuFacts)
+    assert first is not None and second is not None and third is not None
+    assert [gpu.index for gpu in second.gpus if gpu.error] == [5]
+    assert [gpu.index for gpu in third.gpus if not gpu.nvlinks_known] == [2]
+    assert fourth == first

@@ -9,7 +9,8 @@
  *
  * FAKE_NVML_INJECT is a list "SYMBOL=KIND" or "SYMBOL@gpu3=KIND", divided by semicolons; SYMBOL "*" is every device
  * call. KIND is not_supported, no_permission, gpu_lost, timeout, driver_not_loaded, unknown, hang, crash, garbage
- * (success, and nonsense in every byte of the answer) or noise (prints on stdout, then answers).
+ * (success, and nonsense in every byte of the answer) or noise (prints on stdout, then answers). "@FILE" instead of the
+ * list is a file with it, so that a GPU may fail between two scans.
  */
 #include <signal.h>
 #include <stdarg.h>
@@ -76,11 +77,28 @@ static void load(void)
         fclose(file);
 }
 
+/* The list of failures; one in a file is read again with every count of the GPUs, which begins a scan. */
+static const char *wanted(const char *symbol)
+{
+    static char list[512];
+    const char *value = getenv("FAKE_NVML_INJECT");
+
+    if (!value || *value != '@')
+        return value;
+    if (!strcmp(symbol, "nvmlDeviceGetCount")) {
+        FILE *file = fopen(value + 1, "r");
+        list[file ? fread(list, 1, sizeof list - 1, file) : 0] = 0;
+        if (file)
+            fclose(file);
+    }
+    return list;
+}
+
 /* The kind of failure that is asked for this symbol on this GPU (-1: none); NULL where there is none. */
 static const char *injected(const char *symbol, int gpu)
 {
     static char kind[32];
-    const char *list = getenv("FAKE_NVML_INJECT");
+    const char *list = wanted(symbol);
     char where[96];
 
     while (list && *list) {

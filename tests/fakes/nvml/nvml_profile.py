@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,11 +65,32 @@ def _numbers(values: list[int]) -> str:
 
 
 def restore_files(answers: dict[str, dict[str, Json]], root: Path) -> None:
-    """Write the recorded text files below /sys/bus/pci and the folders' names, as far as the gpu probe reads them."""
-    for name in answers["list_dir"].get("/sys/bus/pci/devices", ()):
-        (root / "sys/bus/pci/devices" / name).mkdir(parents=True)
-    for path, text in answers["read_text"].items():
-        if path.startswith("/sys/bus/pci/devices/") and isinstance(text, str):
-            target = root / path.lstrip("/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
+    """Write the recorded machine's files, links and folders below `root`; what could not be read is left out."""
+    root.mkdir(parents=True, exist_ok=True)
+    links = {p: t for p, t in answers.get("resolve", {}).items() if isinstance(t, str) and t != p}
+    for path, target in sorted(links.items(), key=lambda link: link[0].count("/")):
+        here, there = _below(root, path), root / target.lstrip("/")
+        there.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(here):
+            # Relative, as in sysfs: an absolute link would lead out of the root.
+            here.symlink_to(os.path.relpath(there, here.parent.resolve()))
+    for path, text in answers.get("read_text", {}).items():
+        if isinstance(text, str):
+            _below(root, path).write_text(text, encoding="utf-8")
+    for question, packed in answers.get("read_bytes", {}).items():
+        if isinstance(packed, str):
+            _below(root, question.rpartition(",")[0]).write_bytes(zlib.decompress(base64.b64decode(packed)))
+    for folder, names in answers.get("list_dir", {}).items():
+        for name in names if isinstance(names, list) else ():
+            if not os.path.lexists(entry := _below(root, f"{folder}/{name}")):
+                entry.mkdir()
+    for path, there_is in answers.get("exists", {}).items():
+        if there_is is True and not os.path.lexists(entry := _below(root, path)):
+            entry.mkdir()
+
+
+def _below(root: Path, path: str) -> Path:
+    """Where the path lies below the root; the folder it is in is there afterwards."""
+    found = root / path.lstrip("/")
+    found.parent.mkdir(parents=True, exist_ok=True)
+    return found

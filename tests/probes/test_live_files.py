@@ -1,0 +1,96 @@
+"""What a live host keeps between two questions and two scans, and what it looks at again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from probes.kernel_log import LINES_MAX, KernelLog
+from probes.live import LiveHost
+
+GPU = "/sys/bus/pci/devices/0000:1b:00.0"
+
+
+def _plug(root: Path, device: str, bridge: str = "0000:00:01.0") -> None:
+    """Put a device below a bridge, as sysfs shows it."""
+    place = root / f"sys/devices/pci0000:00/{bridge}/0000:1b:00.0"
+    place.mkdir(parents=True)
+    for name, text in (("class", "0x030200"), ("device", device), ("current_link_width", "16")):
+        (place / name).write_text(f"{text}\n")
+    link = root / GPU.lstrip("/")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(place, link.parent))
+
+
+def test_what_changes_is_seen_by_the_next_scan(tmp_path: Path) -> None:
+    """A narrower link, another device in the slot, another bridge above it."""
+    _plug(tmp_path, "0x2330")
+    host = LiveHost(str(tmp_path))
+    host.begin_scan()
+    assert [host.read_text(f"{GPU}/{name}") for name in ("device", "current_link_width")] == ["0x2330\n", "16\n"]
+    assert host.resolve(GPU).endswith("/0000:00:01.0/0000:1b:00.0")
+
+    (tmp_path / GPU.lstrip("/") / "current_link_width").write_text("8\n")
+    host.begin_scan()
+    assert host.read_text(f"{GPU}/current_link_width") == "8\n"
+
+    # The old folder is kept aside, so that the new one cannot get its inode number.
+    old = tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
+    old.rename(tmp_path / "aside")
+    _plug(tmp_path, "0x2331")
+    host.begin_scan()
+    assert host.read_text(f"{GPU}/device") == "0x2331\n"
+
+    shutil.rmtree(old)
+    _plug(tmp_path, "0x2331", bridge="0000:00:03.0")
+    host.begin_scan()
+    assert host.resolve(GPU).endswith("/0000:00:03.0/0000:1b:00.0")
+    assert host.read_text(f"{GPU}/class") == "0x030200\n"
+
+    shutil.rmtree(tmp_path / "sys/devices")
+    host.begin_scan()
+    with pytest.raises(FileNotFoundError):
+        host.read_text(f"{GPU}/device")
+
+
+def test_within_one_scan_two_probes_see_the_same(tmp_path: Path) -> None:
+    """A scan is one picture: the second question of a file is answered as the first."""
+    _plug(tmp_path, "0x2330")
+    host = LiveHost(str(tmp_path))
+    host.begin_scan()
+    assert host.read_text(f"{GPU}/current_link_width") == "16\n"
+    (tmp_path / GPU.lstrip("/") / "current_link_width").write_text("8\n")
+    assert host.read_text(f"{GPU}/current_link_width") == "16\n"
+
+
+def test_the_kernel_log_is_read_on_from_its_last_record() -> None:
+    """Records of other subsystems are passed over, only the newest lines are kept."""
+    reader, writer = os.pipe2(os.O_DIRECT)  # gives back packets as they were written, as /dev/kmsg gives records
+    log = KernelLog(f"/proc/self/fd/{reader}")
+    os.write(writer, b"4,1,100,-;NVRM: Xid (PCI:0000:1b:00): 79, lost\n SUBSYSTEM=pci\n")
+    os.write(writer, b"6,2,200,-;eth0: link up\n")
+    assert log.lines("NVRM: Xid") == ("NVRM: Xid (PCI:0000:1b:00): 79, lost",)
+    assert log.lines("NVRM: Xid") == ("NVRM: Xid (PCI:0000:1b:00): 79, lost",)
+    for number in range(LINES_MAX):
+        os.write(writer, b"4,%d,300,-;NVRM: Xid (PCI:0000:1c:00): 31, pid=%d\n" % (number, number))
+        found = log.lines("NVRM: Xid")
+    assert len(found) == LINES_MAX
+    assert found[0].endswith("pid=0")
+    assert found[-1].endswith(f"pid={LINES_MAX - 1}")
+    log.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_without_the_device_the_kernel_log_is_asked_in_one_piece() -> None:
+    """Where this process may not read it at all, that is an error and not an empty log."""
+    try:
+        found = KernelLog("/nowhere/kmsg").lines("no line of any kernel has these words in it")
+    except OSError as error:
+        assert error.filename == "kernel log" or "kernel log" in str(error)
+    else:
+        assert found == ()
