@@ -65,8 +65,10 @@ def read_device(host: Host, address: str) -> PciDevice | None:
     """One device; None where its class is none of ours."""
     folder = f"{DEVICES}/{address}"
     code = sysfs.number(host, f"{folder}/class")
+    if code is None or not (is_bridge(code) or is_gpu(code) or is_network(code)):
+        return None
     vendor, device = sysfs.number(host, f"{folder}/vendor"), sysfs.number(host, f"{folder}/device")
-    if code is None or vendor is None or device is None or not (is_bridge(code) or is_gpu(code) or is_network(code)):
+    if vendor is None or device is None:
         return None
     if code >> 8 == NVSWITCH and vendor != NVIDIA:
         return None  # "other bridge" of a chipset
@@ -89,9 +91,9 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         link_width=_width(sysfs.number(host, f"{folder}/current_link_width")),
         link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
         iommu_group=sysfs.parse_number(group),
-        physical_function=sysfs.target_name(host, f"{folder}/physfn"),
-        sriov_vfs=sysfs.number(host, f"{folder}/sriov_numvfs"),
-        sriov_vfs_max=sysfs.number(host, f"{folder}/sriov_totalvfs"),
+        physical_function=None if is_bridge(code) else sysfs.target_name(host, f"{folder}/physfn"),
+        sriov_vfs=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_numvfs"),
+        sriov_vfs_max=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_totalvfs"),
         rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
     )
 
