@@ -23,6 +23,7 @@ from collectives.watch import Event, Outcome, Watch, Where
 
 POLL_SECONDS = 0.05
 TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
+LOG_LIMIT_BYTES = 64 << 20  # torch with every debug variable prints some 100 KiB a rank before it works
 
 
 def command(where: Where, plan_path: Path) -> list[str]:
@@ -63,7 +64,7 @@ def fly(
         try:
             verdict = None
             while launcher.poll() is None and verdict is None:
-                verdict = watch.look(stopped)
+                verdict = watch.look(stopped) or _flood(log.fileno())
                 time.sleep(POLL_SECONDS)
         finally:
             watch.read()
@@ -87,9 +88,16 @@ def _end(mark: str) -> list[str]:
     return [f"could not be killed, it hangs in the kernel: pid {process.pid}" for process in left]
 
 
+def _flood(descriptor: int) -> str | None:
+    """Why to stop: a library that fails in a loop would fill the host's disk with its complaint."""
+    size = os.fstat(descriptor).st_size
+    return f"the ranks printed more than {LOG_LIMIT_BYTES >> 20} MiB" if size > LOG_LIMIT_BYTES else None
+
+
 def _tail(path: Path, size: int = 16_384) -> str:
-    data = path.read_bytes()[-size:]
-    return data.decode(errors="replace").strip()
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read(size).decode(errors="replace").strip()
 
 
 @contextmanager
