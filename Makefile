@@ -4,13 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # tiers that start processes, namespaces, guests or browsers run one after another: they measure or are heavy
 HEAVY := ranks or netns or rdma or browser or prometheus or kube or gpu
 
-.PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e clean
+.PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e clean lock audit sbom fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -44,12 +43,36 @@ serve: $(READY)
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
 
+# the locks anew from pyproject.toml; UPGRADE=1 takes the newest versions (locks/README.md)
+lock: .cache/tools/uv/bin/uv
+	locks/write.sh $< $(if $(UPGRADE),--upgrade)
+
+# known vulnerabilities of everything that is locked; --strict, as a package that nothing is known of must not pass
+audit: .cache/tools/pip-audit/bin/pip-audit
+	$< --strict --require-hashes --disable-pip -r locks/dev.txt
+
+# what the agent consists of: CycloneDX at reports/sbom.cdx.json, and the licences at docs/licences.md
+sbom: $(READY)
+	$(BIN)/python locks/inventory.py --sbom reports/sbom.cdx.json --licences docs/licences.md
+
+# a minute of fuzzing; docs/measurements/fuzz.md has the long run's command
+fuzz: $(READY)
+	$(BIN)/python bench/fuzz.py --seconds 60
+
+.cache/tools/uv/bin/uv: VERSION := 0.13.8
+.cache/tools/pip-audit/bin/pip-audit: VERSION := 2.10.1
+.cache/tools/%:
+	$(PYTHON) -m venv .cache/tools/$(notdir $@)
+	.cache/tools/$(notdir $@)/bin/pip install -q $(notdir $@)==$(VERSION)
+
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
 
-$(READY): pyproject.toml constraints.txt
+# everything by hash from the lock; torch by version only, as each machine has its own file of it (locks/README.md)
+$(READY): pyproject.toml locks/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, %s is %d.%d; set PYTHON=" % (sys.executable, *sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --no-deps --require-hashes -r locks/dev.txt
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -e '.[finetune,dev]'
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@

@@ -81,7 +81,7 @@ class PciTree:
         common = sum(1 for a, b in zip(*above, strict=False) if a == b)
         links = [self.slot_bytes_per_second(bus_id) for chain in above for bus_id in chain[common:]]
         ends = self.slot_bytes_per_second(first), self.slot_bytes_per_second(second)
-        return None if None in ends else min(link for link in links if link is not None)
+        return None if None in ends else min((link for link in links if link is not None), default=None)
 
 
 def _most(device: PciDevice) -> tuple[float | None, int | None]:

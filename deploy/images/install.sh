@@ -10,13 +10,21 @@ source=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
 
 case $kind in
-    agent) wanted=$source ;;
-    finetune) wanted="$source[finetune]" ;;
+    agent | finetune) ;;
     *) echo "install.sh: $kind: must be agent or finetune" >&2; exit 2 ;;
 esac
 "$python" -m venv "$prefix"
-"$prefix/bin/pip" install --quiet --no-cache-dir --disable-pip-version-check \
-    --constraint "$source/constraints.txt" "$wanted"
+install() { "$prefix/bin/pip" install --quiet --no-cache-dir --disable-pip-version-check "$@"; }
+# everything by hash; what builds the wheel lies in a folder of its own and never comes into the prefix
+install --no-deps --require-hashes -r "$source/locks/$kind.txt"
+if [ "$kind" = finetune ]; then
+    # by version only: each machine has its own file of it (locks/README.md)
+    install "$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' "$source/pyproject.toml")"
+fi
+tools=$(mktemp -d)
+trap 'rm -rf "$tools"' EXIT
+install --no-deps --require-hashes --target "$tools" -r "$source/locks/build.txt"
+PYTHONPATH=$tools install --no-deps --no-build-isolation "$source"
 # what the running product never needs
 "$prefix/bin/pip" uninstall --quiet --yes pip
 "$prefix/bin/topoflight" --version
