@@ -14,20 +14,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import boards
 import pytest
+import uvicorn
 import yaml
 from panels import Panel
 
+from agent.server import create
+from agent.state import State
 from collectives.results import BenchResult, Latency, Measurement, Straggler
 from collectives.transport import ChannelCount, Evidence, LogProblem
 from collectives.wire import result_to_json
+from probes.recording import load
+from probes.scan import scan
 
 pytestmark = pytest.mark.prometheus
 
@@ -128,27 +135,45 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
+@contextmanager
+def serving(machine: str, folder: Path, port: int) -> Iterator[None]:
+    """An agent on a recording, in a thread of this process: a dozen of their own would take a dozen start-ups."""
+    snapshot = scan(load(MACHINES / f"{machine}.json"))
+    state = State(lambda: (snapshot,), interval_seconds=3600, folder=folder)
+    state.refresh()
+    server = uvicorn.Server(uvicorn.Config(create(state), port=port, log_level="error", access_log=False))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    yield
+    server.should_exit = True
+    thread.join(10)
+
+
 @pytest.fixture(scope="module")
 def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Agents on loopback, each with what benchmark and flight left, and a Prometheus that scrapes them every second."""
+    """Agents on loopback, each with what benchmark and flight left, and a Prometheus that scrapes them every second.
+
+    The healthy machine's is `topoflight serve` itself, a process of its own.
+    """
     folder = tmp_path_factory.mktemp("prometheus")
     own, *ports = free_ports(1 + len(AGENTS))
     where = dict(zip(AGENTS, ports, strict=True))
-    running: list[subprocess.Popen[bytes]] = []
-    try:
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        stack.callback(end, running)
         for machine, port in where.items():
             state = folder / machine
             (state / "flights").mkdir(parents=True)
             (state / "bench.json").write_text(json.dumps(result_to_json(bench(machine))))
             (state / "flights" / "1.json").write_text(json.dumps(flight(machine)))
-            command = [
-                str(Path(sys.executable).with_name("topoflight")),
-                "serve",
-                "--host",
-                str(MACHINES / f"{machine}.json"),
-            ]
-            command += ["--port", str(port), "--interval", "3600", "--state", str(state)]
-            running.append(start(command, folder / f"{machine}.log"))
+            if machine == HEALTHY:
+                command = [str(Path(sys.executable).with_name("topoflight")), "serve"]
+                command += ["--host", str(MACHINES / f"{machine}.json"), "--port", str(port)]
+                command += ["--interval", "3600", "--state", str(state)]
+                running[machine] = start(command, folder / f"{machine}.log")
+        for machine, port in where.items():
+            if machine != HEALTHY:
+                stack.enter_context(serving(machine, folder / machine, port))
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "dashboards" / "rules.yaml")],
@@ -159,27 +184,30 @@ def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactor
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         command = [programs["prometheus"], f"--config.file={folder / 'prometheus.yml'}"]
         command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{own}"]
-        running.append(start(command, folder / "prometheus.log"))
+        running["prometheus"] = start(command, folder / "prometheus.log")
         server = Prometheus(port=own, ports=where)
         wait_for(server, folder, running)
         yield server
-    finally:
-        for process in running:
-            process.send_signal(signal.SIGTERM)
-        for process in running:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
-def wait_for(server: Prometheus, folder: Path, running: list[subprocess.Popen[bytes]]) -> None:
+def end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Ask every process to end, then see to it."""
+    for process in running.values():
+        process.send_signal(signal.SIGTERM)
+    for process in running.values():
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for(server: Prometheus, folder: Path, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
     """Until every agent was scraped twice (a rate needs two samples) and the rules were evaluated."""
     deadline = time.monotonic() + 120
     seen: list[dict[str, Any]] = []
     while time.monotonic() < deadline:
-        for process, name in zip(running, (*AGENTS, "prometheus"), strict=True):
+        for name, process in running.items():
             assert process.poll() is None, (folder / f"{name}.log").read_text()[-2000:]
         try:
             seen = server.query("count_over_time(topoflight_build_info[1m]) >= 2")
