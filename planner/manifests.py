@@ -217,6 +217,9 @@ def _resources(spec: JobSpec) -> Document:
     if spec.limits:
         # an extended resource must be requested as it is limited, or the pod is refused
         resources = {"limits": dict(spec.limits), "requests": dict(spec.limits)}
+        if any(name.startswith("hugepages-") for name in spec.limits) and not {"cpu", "memory"} & spec.limits.keys():
+            # Kubernetes refuses huge pages alone ("HugePages require cpu or memory"); each rank keeps one core busy
+            resources["requests"]["cpu"] = str(spec.processes_per_node)
     if spec.resource_claim_template:
         resources["claims"] = [{"name": "gpu-nic"}]
     return resources

@@ -37,11 +37,14 @@ NAMESPACES = ("topoflight", "topoflight-bench")
 MACHINES = ROOT / "tests/machines"
 CONTROLLER_SECONDS = 30.0  # a controller that has not moved by then is not there
 
-real = [
-    pytest.mark.kube,
-    pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no API server"),
-    pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed"),
-]
+
+def real() -> list[pytest.MarkDecorator]:
+    """Marks of a module that needs the server of KUBECONFIG; without it the module is skipped, once."""
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG names no API server", allow_module_level=True)
+    if shutil.which("kubectl") is None:
+        pytest.skip("KUBECONFIG is set, but kubectl is not installed", allow_module_level=True)
+    return [pytest.mark.kube]
 
 
 def kubectl(*words: str, stdin: str | None = None, check: bool = True, config: Path | None = None) -> str:

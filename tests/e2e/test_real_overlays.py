@@ -31,7 +31,7 @@ from real_cluster import (
 from agent.kube import path_of
 
 OVERLAYS = sorted(path.name for path in (ROOT / "deploy/daemonset/overlays").iterdir())
-pytestmark = real
+pytestmark = real()
 
 
 def kinds() -> list[tuple[str, str]]:

@@ -42,7 +42,7 @@ from agent.nodes import API_VERSION, PLURAL, NodeRecord, from_resource
 from agent.problem import ProblemError
 from agent.publish import NFD_VERSION, Publisher
 
-pytestmark = real
+pytestmark = real()
 AGENT, ADMISSION, OTHER = f"{RUN}:topoflight", f"{RUN}:topoflight-admission", f"{RUN}:default"
 
 CAN = [

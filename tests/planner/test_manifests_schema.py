@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -175,3 +176,14 @@ def test_reserved_environment_is_refused(name: str) -> None:
     """The Trainer's webhook would refuse it later and say less."""
     with pytest.raises(JobError, match=name):
         JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), environment={name: "1"})
+
+
+@pytest.mark.parametrize(("given", "cpu"), [({}, "2"), ({"cpu": "4"}, "4"), ({"memory": "8Gi"}, None)])
+def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) -> None:
+    """Kubernetes refuses a container with huge pages and neither cpu nor memory."""
+    limits = {"nvidia.com/gpu": "2", "hugepages-2Mi": "5120Mi", **given}
+    for document in manifests.APIS["job"](replace(SPEC, limits=limits)):
+        if document["kind"] == "Job":
+            (container,) = document["spec"]["template"]["spec"]["containers"]
+            assert container["resources"]["requests"].get("cpu") == cpu
+            assert container["resources"]["limits"] == limits

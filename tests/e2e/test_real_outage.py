@@ -1,0 +1,232 @@
+"""A real API server that goes away, comes back, and has forgotten: publishing and watching go on by themselves.
+
+Between agent and server stands a door that shuts on demand. With TOPOFLIGHT_E2E_DOWN and TOPOFLIGHT_E2E_UP, commands
+that stop and start the API server itself, it goes for real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import pytest
+import urllib3
+from e2e_client import eventually
+from real_cluster import RUN, admin, kubectl, real
+
+from agent.kube import ApiError, Client, path_of
+from agent.kube_access import Access, find
+from agent.kube_watch import Watcher
+from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, to_resource
+from agent.publish import Publisher
+
+pytestmark = real()
+NODES = path_of(API_VERSION, PLURAL)
+
+
+class Door:
+    """Passes requests on to the API server while it is open."""
+
+    def __init__(self, access: Access) -> None:
+        self.access, self.is_open, self.watches = access, True, 0
+        self.forget = 0  # watches to come that ask for a version long gone
+        more: dict[str, Any] = {"ssl_context": access.tls} if access.tls else {}
+        self.pool = urllib3.PoolManager(maxsize=8, retries=False, **more)
+        self.changed = threading.Event()
+        handler = type("Handler", (_Through,), {"door": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def client(self, **more: Any) -> Client:
+        """Of whoever stands before the door."""
+        return Client(Access(server=f"http://127.0.0.1:{self.server.server_address[1]}"), **more)
+
+    def shut(self) -> None:
+        """No answer to anybody; watches break off."""
+        self.is_open = False
+
+
+class _Through(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    door: Door
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def _pass(self) -> None:
+        url = urlsplit(self.path)
+        query = dict(parse_qsl(url.query))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length) if length else None
+        if not self.door.is_open:
+            self.close_connection = True
+            return
+        if query.get("watch"):
+            self.door.watches += 1
+            if self.door.forget:
+                self.door.forget -= 1
+                query["resourceVersion"] = "1"  # the server itself then says that this is too old
+        headers = {k: v for k, v in self.headers.items() if k in ("Accept", "Content-Type", "User-Agent")}
+        if bearer := self.door.access.token():
+            headers["Authorization"] = f"Bearer {bearer}"
+        try:
+            answer = self.door.pool.urlopen(
+                self.command, f"{self.door.access.server}{url.path}?{urlencode(query)}", body=body, headers=headers,
+                preload_content=False, timeout=urllib3.Timeout(connect=5, read=1 if query.get("watch") else 60),
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError:
+            self.close_connection = True
+            return
+        self.send_response(answer.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self._stream(answer)
+
+    def _stream(self, answer: Any) -> None:
+        while self.door.is_open:
+            try:
+                part = answer.read1(65536)
+            except urllib3.exceptions.ReadTimeoutError:
+                continue
+            except urllib3.exceptions.HTTPError:
+                break
+            if not part:
+                self.wfile.write(b"0\r\n\r\n")
+                return
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+        answer.close()
+        self.close_connection = True
+
+    do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _pass  # noqa: N815 - the standard library's names
+
+
+@pytest.fixture
+def door(definition: None) -> Iterator[Door]:
+    made = Door(find())
+    yield made
+    made.shut()
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.fixture
+def name(definition: None) -> Iterator[str]:
+    """Of a node; its record is taken away."""
+    yield f"{RUN}-outage"
+    kubectl("delete", "nodetopology", f"{RUN}-outage", "--ignore-not-found")
+
+
+@contextlib.contextmanager
+def watching(client: Client, *, seconds: int = 300) -> Iterator[tuple[Watcher, Fleet]]:
+    fleet = Fleet()
+    watcher = Watcher(client, NODES, fleet, seconds=seconds)
+    watcher.start()
+    assert watcher.wait(20)
+    yield watcher, fleet
+    watcher.stop()
+
+
+def record_of(name: str, verdict: str = "pass") -> NodeRecord:
+    return NodeRecord(name=name, host=name, verdict=verdict, scanned_at_seconds=time.time())
+
+
+def put(name: str, verdict: str) -> None:
+    whole, status = to_resource(record_of(name, verdict))
+    admin().apply(path_of(API_VERSION, PLURAL, name), whole)
+    admin().apply(path_of(API_VERSION, PLURAL, name, sub="status"), status)
+
+
+def verdict(fleet: Fleet, name: str) -> str | None:
+    return next((r.verdict for r in fleet.records() if r.name == name), None)
+
+
+def test_a_version_long_gone_is_410(definition: None) -> None:
+    """As the client tells it; a definition that was made just now is 429 for a moment, which says nothing."""
+
+    def answer() -> int:
+        try:
+            list(admin().watch(NODES, "1", seconds=5))
+        except ApiError as error:
+            return error.status
+        return 200
+
+    eventually(lambda: answer() != 429, "the definition's storage is up")
+    assert answer() == 410
+
+
+def test_an_expired_watch_lists_again_and_misses_nothing(door: Door, name: str) -> None:
+    """The server's own 410, in the middle of a watcher's life."""
+    with watching(door.client(), seconds=2) as (watcher, fleet):
+        put(name, "pass")
+        eventually(lambda: verdict(fleet, name) == "pass", "the first record")
+        door.forget = 1
+        eventually(lambda: watcher.lists == 2, "a second list", 30)
+        put(name, "fail")
+        eventually(lambda: verdict(fleet, name) == "fail", "what came after")
+        assert watcher.lists == 2 and watcher.error is None
+
+
+def test_a_watch_is_taken_up_where_it_ended(door: Door, name: str) -> None:
+    """The server ends each watch after its time; nothing is listed again."""
+    with watching(door.client(), seconds=1) as (watcher, fleet):
+        eventually(lambda: door.watches >= 3, "several watches", 30)
+        put(name, "warn")
+        eventually(lambda: verdict(fleet, name) == "warn", "what was written between")
+        assert watcher.lists == 1
+
+
+def test_watch_and_publisher_outlive_an_outage(door: Door, name: str) -> None:
+    """What happened meanwhile arrives on both sides, and the watch goes on from where it was."""
+    held = [record_of(name)]
+    publisher = Publisher(door.client(tries=1), lambda: held[0], namespace="default", labels=False, look_seconds=0.05)
+    publisher.start()
+    with watching(door.client()) as (watcher, fleet):
+        eventually(lambda: verdict(fleet, name) == "pass", "published and seen")
+        door.shut()
+        held[0] = replace(held[0], verdict="fail")
+        eventually(lambda: publisher.error is not None, "the publisher notices")
+        eventually(lambda: watcher.error is not None, "the watcher notices", 60)
+        door.is_open = True
+        eventually(lambda: publisher.error is None and publisher.writes == 2, "written after all", 60)
+        eventually(lambda: verdict(fleet, name) == "fail", "and seen", 90)
+        assert watcher.lists == 1 and watcher.error is None
+    publisher.stop()
+
+
+def command(variable: str) -> None:
+    subprocess.run(shlex.split(os.environ[variable]), check=True, timeout=120)
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("TOPOFLIGHT_E2E_DOWN") and os.environ.get("TOPOFLIGHT_E2E_UP")),
+    reason="TOPOFLIGHT_E2E_DOWN and TOPOFLIGHT_E2E_UP name no commands that stop and start the API server",
+)
+def test_the_api_server_is_restarted(name: str) -> None:
+    """The process itself ends and begins anew: its watch cache is empty, so that an old version may be 410."""
+    held = [record_of(name)]
+    publisher = Publisher(Client(find(), tries=1), lambda: held[0], namespace="default", labels=False,
+                          look_seconds=0.05)  # fmt: skip
+    publisher.start()
+    with watching(Client(find())) as (watcher, fleet):
+        eventually(lambda: verdict(fleet, name) == "pass", "published and seen")
+        command("TOPOFLIGHT_E2E_DOWN")
+        try:
+            held[0] = replace(held[0], verdict="fail")
+            eventually(lambda: publisher.error is not None and watcher.error is not None, "both notice", 60)
+        finally:
+            command("TOPOFLIGHT_E2E_UP")
+        eventually(lambda: publisher.writes == 2 and publisher.error is None, "written after all", 120)
+        eventually(lambda: verdict(fleet, name) == "fail", "and seen", 120)
+        assert watcher.lists <= 2 and watcher.error is None
+    publisher.stop()
