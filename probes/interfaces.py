@@ -1,6 +1,6 @@
 """Network interfaces and their roles, as a training pod sees them.
 
-Specification: rtnetlink(7) through pyroute2; the Multus annotation k8s.v1.cni.cncf.io/network-status.
+Specification: rtnetlink(7); the Multus annotation k8s.v1.cni.cncf.io/network-status.
 """
 
 from __future__ import annotations

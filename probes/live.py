@@ -1,11 +1,10 @@
 """The machine this process runs on, asked through files, NVML, netlink, verbs and getrlimit.
 
-Specification: rtnetlink(7) through pyroute2. What is heavy to import is imported when asked for.
+What is heavy to import is imported when asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import platform
@@ -14,13 +13,13 @@ import resource
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 from probes import nldev, verbs
 from probes.host import GpuHandle, Json
 from probes.kernel_log import KernelLog
 from probes.live_paths import Paths
 from probes.nvml import Nvml
+from probes.rtnl import Route
 
 TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
 ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|(CUDA_VISIBLE_DEVICES|TOPOFLIGHT_NETWORK_STATUS)$")
@@ -30,7 +29,6 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?
 _FIXED = re.compile(r"/sys/bus/pci/devices/[^/]+/(?:class|vendor|device|max_link_speed|max_link_width|sriov_totalvfs)")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
-_LEFT_OUT = {"attrs", "header", "event", "__align", "UNKNOWN", "IFLA_AF_SPEC", "IFLA_MAP", "IFLA_STATS", "IFLA_XDP"}
 
 
 class LiveHost:
@@ -46,7 +44,7 @@ class LiveHost:
         self._fixed: dict[str, tuple[tuple[int, int], str]] = {}  # path -> its folder's identity, text
         self._nvml = Nvml()
         self._log = KernelLog()
-        self._route: Any = None  # a pyroute2.IPRoute: opening one costs more than all that is asked of it
+        self._route = Route()
 
     def begin_scan(self) -> None:
         """Look at everything again. Within one scan, what two probes ask is read once."""
@@ -184,25 +182,9 @@ class LiveHost:
         """Call one NVML function."""
         return self._nvml.call(symbol, *arguments)
 
-    def netlink(self, what: str, *, again: bool = False) -> tuple[dict[str, Json], ...]:
+    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "links", "addresses" or "routes" of this network namespace."""
-        import pyroute2
-
-        if self._route is None:
-            self._route = pyroute2.IPRoute()
-        asked = {"links": "get_links", "addresses": "get_addr", "routes": "get_routes"}
-        if what not in asked:
-            raise ValueError(f"netlink answers {sorted(asked)}, not {what!r}")
-        try:
-            return tuple(_flat(message) for message in getattr(self._route, asked[what])())
-        except (pyroute2.NetlinkError, OSError) as error:
-            route, self._route = self._route, None
-            with contextlib.suppress(OSError):  # pyroute2 raises the same error again
-                route.close()
-            number = error.errno if isinstance(error, OSError) else error.code
-            if number == errno.ENOBUFS and not again:  # the socket overran: what is left in it is worth nothing
-                return self.netlink(what, again=True)
-            raise OSError(number, str(error)) from error
+        return self._route.ask(what)
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "devices", "ports" or "system" through NETLINK_RDMA."""
@@ -211,22 +193,3 @@ class LiveHost:
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """A question to libibverbs."""
         return verbs.ask(what, *arguments)
-
-
-def _flat(message: Any) -> dict[str, Json]:
-    """A pyroute2 message as one dict: header fields and attributes together, nested ones as dicts."""
-    flat = {k: _plain(v) for k, v in message.items() if k not in _LEFT_OUT}
-    for name, value in message.get("attrs", ()):
-        if name not in _LEFT_OUT:
-            flat.setdefault(name, _plain(value))
-    return flat
-
-
-def _plain(value: Any) -> Json:
-    if isinstance(value, dict):
-        return _flat(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import cattrs
-import pyroute2  # noqa: F401 - the probes import it when they need it
 
 from probes import interfaces, limits, rdma
 from probes.api import UnavailableError

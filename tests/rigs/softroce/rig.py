@@ -191,10 +191,9 @@ def probe_paths() -> list[Path]:
     import cattr
     import cattrs
     import psutil
-    import pyroute2
     import typing_extensions
 
-    packages = (attr, attrs, cattr, cattrs, psutil, pyroute2)
+    packages = (attr, attrs, cattr, cattrs, psutil)
     folders = [Path(str(package.__file__)).parent for package in packages]
     return [build.ROOT / "probes", build.ROOT / "topology", *folders, Path(typing_extensions.__file__)]
 
