@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.gate import ORDER, Check, GateError, Status
+from agent.report import SCHEMA_VERSION
 from probes.plain import PlainError
 from probes.plain import loads as plain
 
@@ -34,6 +35,11 @@ def read(path: Path) -> dict[Key, Status]:
     except PlainError:
         value = None
     if isinstance(value, dict) and isinstance(value.get("checks"), list):
+        version = value.get("schema_version")
+        if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+            raise GateError(
+                f"--baseline {path}: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}"
+            )
         return _of_report(path, value["checks"])
     from agent.view import look
     from probes.recording import RecordingError, load

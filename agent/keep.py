@@ -20,10 +20,13 @@ from probes.plain import loads as plain
 
 log = logging.getLogger(__name__)
 
+_told: set[str] = set()
+
 DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE = "bench.json"
 FLIGHTS_FOLDER = "flights"
 KEPT_FLIGHTS = 50
+FLIGHT_SCHEMA_VERSION = 1  # docs/finetune.md, flight.json
 MOST_RECORD_BYTES = 16 << 20  # a flight of 100 000 steps takes 2 MB, a long benchmark alike
 
 
@@ -49,7 +52,8 @@ def keep_flight(record: dict[str, Any], place: Path | None = None) -> Path | Non
     flights = where / FLIGHTS_FOLDER
     stamp = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}.json"
     kept = _write(flights / stamp, record)
-    for old in sorted(flights.glob("*.json"), reverse=True)[KEPT_FLIGHTS:]:
+    others = [path for path in flights.glob("*.json") if path != kept]  # a clock set back makes the new one look old
+    for old in sorted(others, reverse=True)[KEPT_FLIGHTS - 1 :]:
         old.unlink(missing_ok=True)
     return kept
 
@@ -78,10 +82,23 @@ def read(path: Path) -> Any:
 def _record(path: Path) -> dict[str, Any] | None:
     try:
         record = read(path)
+        if not isinstance(record, dict):
+            raise ValueError("no JSON object")
+        version = record.get("schema_version", FLIGHT_SCHEMA_VERSION)
+        if version != FLIGHT_SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {version!r}; this release reads {FLIGHT_SCHEMA_VERSION}")
     except (OSError, ValueError) as error:
-        log.warning("%s is left out: %s", path, error)
+        left_out(path, error)
         return None
-    return record if isinstance(record, dict) else None
+    return record
+
+
+def left_out(path: Path, error: Exception) -> None:
+    """Name a file that cannot be used, once: it is looked at with every scan."""
+    told = f"{path} is left out: {error}"
+    if told not in _told:
+        _told.add(told)
+        log.warning(told)
 
 
 def _write(path: Path, value: dict[str, Any]) -> Path | None:

@@ -101,7 +101,7 @@ class State:
         except FileNotFoundError:
             return None, None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s is left out: %s", path, error)
+            keep.left_out(path, error)
             return None, None
 
     def _flights(self) -> tuple[dict[str, Any], ...]:
@@ -111,5 +111,5 @@ class State:
 
 
 def age_seconds(view: View) -> float:
-    """How old the newest view is."""
-    return max(0.0, time.time() - view.made_at_seconds)
+    """How old the newest view is, whatever has been done to the clock since."""
+    return time.monotonic() - view.made_at_monotonic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, worst_first
@@ -32,6 +32,7 @@ class View:
     checks: tuple[Check, ...]
     verdict: Verdict
     made_at_seconds: float
+    made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
     flights: tuple[dict[str, Any], ...] = ()  # newest first
