@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 import click
 from rich.console import Console
 
-from agent.report import document
+from agent.report import render
 
 FORMATS = ("table", "json", "yaml")
 
@@ -61,16 +60,6 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
         table(console())
         return
     click.echo(render(value, form), nl=False)
-
-
-def render(value: Any, form: str) -> str:
-    """`value` as a JSON or YAML document, newline at the end."""
-    plain = document(value)
-    if form == "json":
-        return json.dumps(plain, indent=1) + "\n"
-    import yaml
-
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
 
 
 @contextlib.contextmanager

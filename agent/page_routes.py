@@ -15,7 +15,8 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from agent import advise, pages
+from agent import advise
+from agent.desk import Desk
 from agent.problem import ProblemError
 from agent.server_cluster import Cluster
 from agent.state import State
@@ -26,6 +27,7 @@ MOST_STREAMS = 64  # open pages that are kept fresh; one more is told to come ba
 LOOK_SECONDS = 0.5  # how often a stream looks whether there is a newer view
 QUIET_SECONDS = 15.0  # a comment is sent after so long, so that proxies keep the connection
 _METHODS = ("full", "lora", "qlora")
+FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch")  # what the what-if page asks
 _SECURITY = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -34,14 +36,19 @@ _SECURITY = {
 }
 
 
-def install(app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster) -> None:
-    """Add the doors; `current` hands out the newest view or raises."""
-    _pages(app, state, current, cluster)
+def install(app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster, desk: Desk) -> None:
+    """Add the doors; `current` hands out the newest view or raises.
+
+    What draws a page is imported with the first one: a node that only a scraper asks does not pay for it.
+    """
+    _pages(app, state, current, cluster, desk)
     _fleet(app, cluster)
     _events(app, state)
 
 
 def _answer(html: str, status: int = 200) -> HTMLResponse:
+    from agent import pages
+
     return HTMLResponse(html, status, headers={**_SECURITY, "Content-Security-Policy": pages.policy()})
 
 
@@ -49,18 +56,24 @@ def _fleet(app: FastAPI, cluster: Cluster) -> None:
     @app.get("/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse)
     def whole() -> HTMLResponse:
         """Every node that publishes: verdict, first thing to read, age, and which nodes are alike."""
+        from agent import pages
+
         fleet = cluster.fleet()
         page = pages.fleet_page(fleet, source=cluster.source, behind=cluster.watch_error(), links=cluster.links())
         return _answer(page)
 
 
-def _pages(app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster) -> None:
+def _pages(
+    app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster, desk: Desk
+) -> None:  # fmt: skip
     @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse)
     def page(
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
     ) -> HTMLResponse:  # fmt: skip
         """The page: verdict, findings with remedies, topology, measurements, recommendation, flights."""
+        from agent import pages
+
         view = current(state)
         names = [snapshot.hostname for snapshot in view.snapshots]
         if node is not None and node not in names:
@@ -72,19 +85,27 @@ def _pages(app: FastAPI, state: State, current: Callable[[State], View], cluster
         return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names), others=others))
 
     @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse)
-    def what_if(request: Request) -> HTMLResponse:
+    async def what_if(request: Request) -> HTMLResponse:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
         view, asked = current(state), dict(request.query_params)
-        if not asked.get("model"):
-            return _answer(pages.what_if_page(view, asked, None, ""))
-        try:
-            return _answer(pages.what_if_page(view, asked, advise.for_view(view, question(asked)), ""))
-        except advise.RequestError as error:
-            return _answer(pages.what_if_page(view, asked, None, str(error)), 400)
+
+        def answer() -> HTMLResponse:
+            from agent import pages
+
+            if not asked.get("model"):
+                return _answer(pages.what_if_page(view, asked, None, ""))
+            try:
+                return _answer(pages.what_if_page(view, asked, advise.for_view(view, question(asked)), ""))
+            except advise.RequestError as error:
+                return _answer(pages.what_if_page(view, asked, None, str(error)), 400)
+
+        return await desk.ask(request, answer)
 
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
     def docs() -> HTMLResponse:
         """Every door with its parameters, from the OpenAPI document."""
+        from agent import pages
+
         return _answer(pages.doors_page(app.openapi()))
 
 
@@ -154,4 +175,6 @@ def _events(app: FastAPI, state: State) -> None:
 
 
 def _news(view: View) -> dict[str, str]:
+    from agent import pages
+
     return {"digest": digest(view), "verdict": view.verdict.word, "scanned": pages.when(view.made_at_seconds)}

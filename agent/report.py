@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import cattrs
 
@@ -54,6 +53,16 @@ def document(value: Any) -> Any:
     return json.loads(json.dumps(_converter.unstructure(value), default=str, allow_nan=False))
 
 
+def render(value: Any, form: str) -> str:
+    """`value` as a JSON or YAML document, newline at the end."""
+    plain = document(value)
+    if form == "json":
+        return json.dumps(plain, indent=1) + "\n"
+    import yaml
+
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+
+
 def write_folder(report: Report, folder: Path, html: str, markdown: str) -> tuple[Path, ...]:
     """Write the report's files into `folder`, made if need be; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,6 +93,8 @@ def write_atomic(path: Path, text: str) -> Path:
 
 def junit(report: Report) -> str:
     """JUnit XML: a suite per node, a case per check; unknown is an error only where it was required."""
+    from xml.etree import ElementTree
+
     root = ElementTree.Element("testsuites", name="topoflight preflight")
     nodes: dict[str, list[Check]] = {}
     for check in report.checks:

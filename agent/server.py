@@ -16,9 +16,9 @@ from agent.desk import Desk
 from agent.doors import Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
 from agent.kept import Kept, keep, takes_gzip
-from agent.output import render
 from agent.problem import ProblemError
 from agent.publish import Publisher
+from agent.report import render
 from agent.server_cluster import Cluster, advise_cluster, topology_document
 from agent.state import State, age_seconds
 from agent.version import VERSION
@@ -63,7 +63,7 @@ def create(
     if not doors.reads_open:
         _close_reads(app, doors)
     _health(app, state)
-    page_routes.install(app, state, _current, cluster)
+    page_routes.install(app, state, _current, cluster, desk)
     _facts(app, state, cluster, desk)
     _advice(app, state, cluster, desk)
     server_cluster.install(app, cluster)

@@ -25,8 +25,8 @@ from agent import advise
 from agent.kube import Client, path_of
 from agent.kube_watch import Watcher
 from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_row, records_of, row
-from agent.output import render
 from agent.problem import ProblemError
+from agent.report import render
 from agent.state import State
 from agent.view import View
 from planner.advice import Note, Recommendation

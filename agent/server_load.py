@@ -20,7 +20,6 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent.benchmark import gpu_processes
 from agent.codes import ALL_CODES
 from agent.doors import Bucket, Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
@@ -83,6 +82,8 @@ class Bencher:
 
     def start(self, wanted: Bench) -> dict[str, Any]:
         """Start it, or raise 409 where one runs, 501 where this image cannot."""
+        from agent.benchmark import gpu_processes
+
         words = wanted.words()
         if importlib.util.find_spec("torch") is None:
             raise ProblemError(501, "this image has no torch, so it runs no ranks",
