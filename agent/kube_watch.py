@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from agent.kube import ApiError, Client, backoff_seconds
+from agent.tallies import WatchTally, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,10 @@ class Store(Protocol):
 class Watcher:
     """A thread that keeps a Store in step with the API server until it is stopped."""
 
-    def __init__(self, client: Client, path: str, store: Store, *, seconds: int = 300) -> None:
+    def __init__(
+        self, client: Client, path: str, store: Store, *, seconds: int = 300, tally: WatchTally | None = None
+    ) -> None:
+        self._tally = tally or WatchTally()
         self._client, self._path, self._store, self._seconds = client, path, store, seconds
         self._stop = threading.Event()
         self._listed = threading.Event()
@@ -71,6 +75,7 @@ class Watcher:
                     self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
                     failures += 1
             except ApiError as error:
+                self._tally.restarts[reason_of(error.status)] += 1
                 if error.status == GONE:
                     version = ""
                     if failures == 0:  # the first time it is the rule, not a failure
@@ -81,6 +86,7 @@ class Watcher:
                 self._stop.wait(backoff_seconds(failures, error.retry_after))
                 failures += 1
             except (ValueError, KeyError, TypeError) as error:
+                self._tally.restarts["invalid"] += 1
                 self.error, version = f"{type(error).__name__}: {error}", ""
                 log.warning("watch of %s: an object that is none: %s", self._path, error)
                 self._stop.wait(backoff_seconds(failures))
@@ -96,6 +102,7 @@ class Watcher:
 
         self._store.replace(each())
         self.lists += 1
+        self._tally.lists += 1
         self._heard()
         self._listed.set()
         return version
@@ -114,3 +121,4 @@ class Watcher:
 
     def _heard(self) -> None:
         self.error, self.heard_at = None, time.monotonic()
+        self._tally.heard_at_seconds = time.time()

@@ -22,16 +22,20 @@ from probes.registry import ALL
 __all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
 
 
-def exposition(view: View, accept: str) -> tuple[bytes, str]:
+More = Iterable[tuple[str, Values]]  # families that are not of a view, by name
+
+
+def exposition(view: View, accept: str, more: More = ()) -> tuple[bytes, str]:
     """The whole exposition and its content type, negotiated by the Accept header. Pure: keep it as long as the view."""
     encoder, content_type = choose_encoder(accept)
-    return encoder(_Registry(lambda: families(view))), content_type
+    return encoder(_Registry(lambda: families(view, more))), content_type
 
 
 class Rendered:
     """Expositions of one view, each format rendered once: a scan is scraped more often than it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Callable[[], More] = tuple) -> None:
+        self._more = more  # asked once for each rendering
         self._made: tuple[View | None, dict[tuple[str, bool], bytes]] = None, {}
         self._asked: dict[tuple[str, bool], str] = {}  # formats asked for since the last scan, with their Accept header
 
@@ -43,23 +47,24 @@ class Rendered:
         key = choose_encoder(accept)[1], zipped
         self._asked[key] = accept
         if key not in kept:
-            kept[key] = _rendered(view, accept, zipped=zipped)
+            kept[key] = _rendered(view, accept, self._more(), zipped=zipped)
         return kept[key], key[0]
 
     def prepare(self, view: View) -> None:
         """Render for a new view, in the thread that made it, what was asked of the last one."""
         asked, self._asked = self._asked, {}
-        self._made = view, {key: _rendered(view, accept, zipped=key[1]) for key, accept in asked.items()}
+        made = {key: _rendered(view, accept, self._more(), zipped=key[1]) for key, accept in asked.items()}
+        self._made = view, made
 
 
-def _rendered(view: View, accept: str, *, zipped: bool) -> bytes:
-    body = exposition(view, accept)[0]
+def _rendered(view: View, accept: str, more: More, *, zipped: bool) -> bytes:
+    body = exposition(view, accept, more)[0]
     return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body
 
 
-def families(view: View) -> Iterator[Metric]:
-    """Every family of one view that has a value."""
-    values = dict(agent_values(view))
+def families(view: View, more: More = ()) -> Iterator[Metric]:
+    """Every family of one view, and of `more`, that has a value."""
+    values = {**dict(agent_values(view)), **dict(more)}
     yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": VERSION})
     for family in OWN:
         if values.get(family.name):

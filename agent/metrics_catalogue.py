@@ -60,7 +60,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "quantity": ("step_seconds or memory_bytes", "2"),
     "rank": ("rank of the last benchmark, the latest first", "8"),
     "rdma_device": ("RDMA device of an interface", ""),
-    "reason": ("what holds the clocks down", "10"),
+    "reason": ("what holds the clocks down, or why the API server was not reached or refused", "10"),
     "role": ("role of the interface", ""),
     "scope": ("island, node, rail or cluster", "4"),
     "severity": ("info, unknown, warn or fail", "4"),
@@ -120,6 +120,13 @@ OWN: tuple[Family, ...] = (
     _agent("findings", "Checks of the last scan that did not pass.", "code", "severity"),
     _agent("checks", "Checks of the last scan by their outcome.", "status"),
     _agent("gate_status", "1 for the status the gate is in: pass, warn, unknown, fail.", "status"),
+    # --- the cluster: of an agent that publishes, and of one that was asked for the cluster; as of the last scan
+    _agent("publish_attempts_total", "Attempts to write this node's record into the cluster.", kind="counter"),
+    _agent("publish_failures_total", "Attempts that failed.", "reason", kind="counter"),
+    _agent("publish_success_timestamp_seconds", "Unix time of the last write that succeeded."),
+    _agent("watch_lists_total", "Times that all nodes' records were listed.", kind="counter"),
+    _agent("watch_restarts_total", "Watches of the nodes' records that ended in an error.", "reason", kind="counter"),
+    _agent("watch_heard_timestamp_seconds", "Unix time of the last list, event or bookmark of the watch."),
     # --- links; GPU pairs in both orders, so that a heat map has both halves
     _agent("gpu_link_info", "1 for the path between two GPUs.", "gpu", "peer_gpu", "path", kind="info"),
     _agent("gpu_link_distance", "Place of the path in NCCL's order, 0 nearest (LOC 0, NVL 1, PIX 4, SYS 9).",

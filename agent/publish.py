@@ -17,6 +17,7 @@ from typing import Any
 
 from agent.kube import ApiError, Client, backoff_seconds, path_of
 from agent.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
+from agent.tallies import PublishTally
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Publisher:
         self._exists = False
         self._nfd_again = 0.0
         self.writes = 0
+        self.tally = PublishTally()
         self.error: str | None = None
 
     def start(self) -> None:
@@ -66,6 +68,7 @@ class Publisher:
                     failures = 0
             except ApiError as error:
                 self.error = str(error)
+                self.tally.failed(error.status)
                 log.warning("publish: %s", error)
                 pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
                 failures += 1
@@ -78,6 +81,7 @@ class Publisher:
 
     def write(self, record: NodeRecord) -> None:
         """Write object, status and labels once. Raises ApiError."""
+        self.tally.attempts += 1
         whole, status = to_resource(record)
         if not self._exists:
             self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
@@ -92,6 +96,7 @@ class Publisher:
             self._write_labels(record)
         self.writes += 1
         self.error = None
+        self.tally.succeeded()
         self._last = record
         # spread, so that thousands of agents that started together do not write together for ever
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret

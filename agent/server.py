@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import RequestResponseEndpoint
 
-from agent import advise, metrics, page_routes, problem, server_cluster, server_load
+from agent import advise, answers, metrics, page_routes, problem, server_cluster, server_load, tallies
 from agent.desk import Desk
 from agent.doors import Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
@@ -59,10 +59,11 @@ def create(
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
     problem.install(app)
+    answers.install(app)
     app.add_middleware(Kept, current=lambda: state.view)
     if not doors.reads_open:
         _close_reads(app, doors)
-    _health(app, state)
+    _health(app, state, lambda: tallies.samples(publisher.tally if publisher else None, cluster.tally))
     page_routes.install(app, state, _current, cluster, desk)
     _facts(app, state, cluster, desk)
     _advice(app, state, cluster, desk)
@@ -101,7 +102,7 @@ def _answer(request: Request, value: Any, form: str | None) -> Response:
     return Response(render(value, wanted), media_type=f"application/{wanted}", headers={"Cache-Control": "no-store"})
 
 
-def _health(app: FastAPI, state: State) -> None:
+def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
     @app.get("/healthz", tags=["health"], operation_id="healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
         """The process answers; touches no driver."""
@@ -116,7 +117,7 @@ def _health(app: FastAPI, state: State) -> None:
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
 
-    rendered = metrics.Rendered()
+    rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)
 
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse)

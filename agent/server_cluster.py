@@ -28,6 +28,7 @@ from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_row, record
 from agent.problem import ProblemError
 from agent.report import render
 from agent.state import State
+from agent.tallies import WatchTally
 from agent.view import View
 from planner.advice import Note, Recommendation
 from planner.recommend import recommend
@@ -60,6 +61,7 @@ class Cluster:
         self._fleet = Fleet()
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
+        self.tally = WatchTally()
         self._timer: threading.Timer | None = None
         self._asked = 0.0
         self._fetched = 0.0
@@ -114,7 +116,7 @@ class Cluster:
         with self._lock:
             self._asked = time.monotonic()
             if self._watcher is None:
-                self._watcher = Watcher(client, path_of(API_VERSION, PLURAL), self._fleet)
+                self._watcher = Watcher(client, path_of(API_VERSION, PLURAL), self._fleet, tally=self.tally)
                 self._watcher.start()
                 self._arm(self._idle)
             watcher = self._watcher

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent import metrics
 from agent.metrics_catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
+from agent.tallies import PublishTally, WatchTally, reason_of
+from agent.tallies import samples as tallies
 from agent.view import View, look
 from collectives.results import BenchResult, Latency, Measurement, Straggler
 from collectives.transport import ChannelCount, Evidence, LogProblem
@@ -83,9 +85,9 @@ def full() -> View:
     return look((snapshot_of(H100),), bench=bench(), flights=(FLIGHT,))
 
 
-def samples(view: View) -> dict[str, list[tuple[dict[str, str], float]]]:
+def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.exposition(view, "")[0].decode()):
+    for family in text_string_to_metric_families(metrics.exposition(view, "", more)[0].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
@@ -158,9 +160,20 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
 
 
 def test_whole_catalogue_can_appear(full: View) -> None:
-    """No family is dead: with a benchmark and a flight the machines together show all of the agent's own."""
+    """No family is dead: with a benchmark, a flight and a cluster one machine shows all of the agent's own."""
+    publish, watch = PublishTally(), WatchTally(lists=1, heard_at_seconds=1.0)
+    publish.failed(403)
+    publish.succeeded()
+    watch.restarts["expired"] += 1
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
-    assert names - set(samples(full)) <= {"topoflight_flight_mfu_ratio"}  # not known on this record
+    shown = set(samples(full, tallies(publish, watch)))
+    assert names - shown <= {"topoflight_flight_mfu_ratio"}  # not known on this record
+
+
+def test_reasons_of_failures_are_a_closed_set() -> None:
+    """The label's bound holds whatever a server answers."""
+    words = {reason_of(status) for status in (0, *range(100, 600))}
+    assert len(words) <= int(LABELS["reason"][1]) and "server" in words
 
 
 def test_last_benchmark_is_bounded_and_per_direction(full: View) -> None:

@@ -379,3 +379,42 @@ def test_peers_stand_in_for_kubernetes() -> None:
         thread.join(10)
     assert set(nodes) == {"me", "peer-1", "127.0.0.1:9"}
     assert nodes["peer-1"]["gpus"] == 8 and nodes["127.0.0.1:9"]["verdict"] == "unknown"
+
+
+def exported(http: TestClient, state: State) -> dict[str, float]:
+    """What /metrics says of publishing and watching once the next scan is done: name and reason -> value."""
+    state.refresh()
+    found = {}
+    for line in http.get("/metrics").text.splitlines():
+        if line.startswith(("topoflight_publish", "topoflight_watch")):
+            name, _, value = line.rpartition(" ")
+            found[name.removeprefix("topoflight_")] = float(value)
+    return found
+
+
+def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
+    """Attempts, failures by reason, the last success; lists and restarts of the watch."""
+    state = State(lambda: (scan(load(MACHINES / H100)),), interval_seconds=3600)
+    state.refresh()
+    cluster = Cluster(state, name="n1", client=client_of(api))
+    publisher = Publisher(
+        Client(client_of(api).access, tries=1), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
+    )
+    http = TestClient(create(state, cluster=cluster, publisher=publisher))
+    assert exported(http, state) == {"publish_attempts_total": 0.0}, "no watch before the first question"
+    api.faults = [(403, {}), (503, {}), (403, {})]
+    publisher.start()
+    eventually(lambda: publisher.writes == 1, "written after all")
+    assert http.get("/nodes").status_code == 200
+    api.expire()
+    eventually(lambda: cluster.tally.lists == 2, "a second list")
+    found = exported(http, state)
+    began = time.time() - 60
+    assert found.pop("publish_success_timestamp_seconds") > began and found.pop("watch_heard_timestamp_seconds") > began
+    assert found == {
+        "publish_attempts_total": 4.0, 'publish_failures_total{reason="forbidden"}': 2.0,
+        'publish_failures_total{reason="server"}': 1.0, "watch_lists_total": 2.0,
+        'watch_restarts_total{reason="expired"}': 1.0,
+    }  # fmt: skip
+    publisher.stop()
+    cluster.stop()
