@@ -95,7 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        no_temporary_folder = error.errno == errno.ENOENT and error.filename is None  # tempfile.gettempdir
+        if error.errno not in DISK_ERRORS and not no_temporary_folder:
             raise
         click.echo(f"Error: {error.filename or 'a disk'}: {error.strerror}", err=True)
         sys.exit(EXIT_TOOL_ERROR)
