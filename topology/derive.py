@@ -96,7 +96,9 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
             f"every pair without NVLink is PHB ({_span(affinities)}): a hypervisor hides the PCIe tree, or one "
             "host bridge carries them all"
         )
-    if label == "SYS" and len(nics) > 1:
+    # A GPU whose memory is a NUMA node hangs on a Grace CPU by C2C: SYS to every NIC is what those machines show.
+    coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
+    if label == "SYS" and len(nics) > 1 and not coherent:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
     return f"{shared} share a NUMA node and yet are SYS apart: the PCIe tree is hidden" if shared else None

@@ -62,10 +62,28 @@ def _parse(text: str, source: str) -> NodeTopology:
     raise first_error or _no_matrix(lines, source)
 
 
+_LINE_NUMBER = re.compile(r"[ \t]*(\d{1,6})(?:[ \t]*[|:\u2502]|[ \t]|$)")
+_OTHER_DEVICES = (  # what begins the header of a matrix of devices that are not called GPU0
+    (re.compile(r"[\s|]*NPU\s?\d"), "Huawei npu-smi"),
+    (re.compile(r"[\s|]*(DCU|HCU)\s?\d"), "Hygon hy-smi"),
+    (re.compile(r"[\s|]*GPU \d+/\d"), "Intel xpu-smi"),
+)
+
+
 def _lines(text: str) -> list[str]:
-    lines = [clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")]
+    lines = _without_numbers([clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")])
     prefix = _common_prefix(lines)
     return [line.removeprefix(prefix) if line.startswith(prefix) else "" for line in lines] if prefix else lines
+
+
+def _without_numbers(lines: list[str]) -> list[str]:
+    """What an editor or `cat -n` puts before every line, where it does count the lines."""
+    numbered = [_LINE_NUMBER.match(line) for line in lines]
+    numbers = [int(found[1]) for found in numbered if found]
+    counted = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if len(numbers) > 2 else False
+    if not counted or any(line.strip() and not found for line, found in zip(lines, numbered, strict=True)):
+        return lines
+    return [line[found.end() :] if found else line for line, found in zip(lines, numbered, strict=True)]
 
 
 def _common_prefix(lines: list[str]) -> str:
@@ -97,8 +115,16 @@ def _no_matrix(lines: list[str], source: str) -> TopologyTextError:
                 number + 1,
                 f'row {below[0]} begins with "{words}": expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC',
             )
+    number, tool = next(
+        ((number, tool) for number, line in enumerate(lines, 1) for mark, tool in _OTHER_DEVICES if mark.match(line)),
+        (1, ""),
+    )
     return TopologyTextError(
-        source, 1, "no header line with GPU0 and rows below it: expected the output of `nvidia-smi topo -m`"
+        source,
+        number,
+        "no header line with GPU0 and rows below it"
+        + (f"; this looks like {tool}" if tool else "")
+        + ": expected the output of `nvidia-smi topo -m`",
     )
 
 

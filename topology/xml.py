@@ -68,6 +68,8 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
 
 def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     warnings = []
+    if lines := found.stray_net_lines:
+        warnings.append(f"line {lines[0]}: <net> stands directly below <pci>: NCCL reads it below <nic> only")
     if found.without_class:
         warnings.append(
             f"{found.without_class} PCI devices have no class: a static file that NCCL completes on the host; "

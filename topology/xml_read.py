@@ -30,6 +30,7 @@ class Found:
     cpus: list[CpuNode] = field(default_factory=list)
     virtual_nets: int = 0
     without_class: int = 0
+    stray_net_lines: list[int] = field(default_factory=list)  # of `<net>` directly below `<pci>`
     dumped: bool = False  # a `<gpu>` was seen: NCCL wrote the file, and would have written the NVLinks too
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
@@ -97,6 +98,13 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     found.pci[bus_id] = node
     found.cpu_of[bus_id] = cpu
     gpus, nets = element.named("gpu"), [net for nic in element.named("nic") for net in nic.named("net")]
+    if stray := element.named("net"):
+        found.stray_net_lines.append(stray[0].line)
+        nets = nets or stray
+    if any("gcn" in gpu.attributes or gpu.named("xgmi") for gpu in gpus):
+        raise TopologyXmlError(
+            found.source, gpus[0].line, "a file of AMD's RCCL (gcn, xgmi), expected one of NCCL: NVIDIA GPUs only"
+        )
     base = class_code >> 8 if class_code is not None else None
     found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):

@@ -213,6 +213,16 @@ def test_sys_between_gpus_of_one_numa_node_is_not_believed():
     assert "GPU0 and GPU1 share a NUMA node" in (parse(text).virtual or "")
 
 
+def test_sys_to_every_nic_is_what_a_grace_machine_shows():
+    """The GPUs' memories are NUMA nodes: nothing is hidden, and yet the matrix does not tell the NICs apart."""
+    rows = ["X NV18 SYS SYS", "NV18 X SYS SYS", "SYS SYS X SYS", "SYS SYS SYS X"]
+    affinity = ["0-71\t0,2-9\t2", "72-143\t1,10-17\t10"]
+    node = parse(matrix(rows, "GPU0 GPU1 NIC0 NIC1", affinity, "CPU Affinity\tNUMA Affinity\tGPU NUMA ID"))
+    assert [gpu.gpu_numa_id for gpu in node.gpus] == ["2", "10"]
+    assert node.virtual is None
+    assert all(not near.decidable and "nothing tells" in near.why for near in node.nearest_nic)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
@@ -223,6 +233,8 @@ def test_sys_between_gpus_of_one_numa_node_is_not_believed():
         ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", 2, "MetaX mx-smi"),
         ("\tGPU0\tGPU1\nGPU0\tX\tICN6\nGPU1\tICN6\tX\n", 2, "Alibaba"),
         ("       GPU0    GPU1\nGPU0   0       XGMI\nGPU1   XGMI    0\n", 2, "rocm-smi"),
+        ("card\n\t   NPU0    NPU1\nNPU0    X       HCCS\nNPU1    HCCS    X\n", 2, "npu-smi"),
+        ("| GPU 0/0 | GPU 0/1 |\n| S | MDF |\n", 1, "xpu-smi"),
         ("\tGPU0\tGPU1\nGPU0\t X \tFOO\nGPU1\tFOO\t X\n", 2, '"FOO" is no label'),
         ("\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n", 2, "without a header"),
         ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU2\tSYS\tSYS\n", 2, "has 2 cells, expected 3"),

@@ -26,6 +26,10 @@ def gist(node):
     )
 
 
+def numbered(form):
+    return lambda text: "\n".join(form.format(n, line) for n, line in enumerate(text.split("\n"), 1))
+
+
 def each_line(change):
     return lambda text: "\n".join(change(line) for line in text.split("\n"))
 
@@ -113,6 +117,8 @@ SHAPES = {
     "hard blanks": lambda text: text.replace("\t", "\xa0\xa0\xa0"),
     "Markdown table": lambda text: ROW.sub(lambda m: "| " + re.sub(r"\s+", " | ", m[1].strip()) + " |", text),
     "printed twice": lambda text: text + "\n" + text,
+    "cat -n": numbered("{:6d}\t{}"),
+    "an editor's gutter": numbered("{:>4} | {}"),
     "log lines between": lambda text: text.replace("\nGPU2", "\n[INFO] worker started\nGPU2"),
 }
 

@@ -143,6 +143,7 @@ def test_only_the_first_host_of_a_file_is_read():
         ('<!DOCTYPE system [<!ENTITY a "b">]><system><cpu/></system>', 1, "refused"),
         ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><system><cpu/></system>', 1, "refused"),
         ("<system>" + "<cpu>" * 100 + "</cpu>" * 100 + "</system>", 1, "levels"),
+        ('<system><cpu><pci busid="0:1:0.0">\n<gpu dev="0" gcn="942"/></pci></cpu></system>', 2, "RCCL"),
         (
             '<system><cpu><pci busid="0:1:0.0"><gpu>\n<nvlink target="x" count="many"/></gpu></pci></cpu></system>',
             2,
@@ -154,6 +155,17 @@ def test_refused_with_the_line(text, line, words):
     with pytest.raises(xml.TopologyXmlError, match=words) as caught:
         xml.parse(text, "file.xml")
     assert caught.value.line == line or words == "expected <system>"
+
+
+def test_a_net_outside_a_nic_gives_its_name_and_a_warning():
+    """Written by hand so; NCCL itself passes over it."""
+    net = '<net name="mlx5_0" dev="0" speed="100000"/>'
+    text = (
+        f'<system version="1"><cpu numaid="0">\n<pci busid="0000:41:00.0" class="0x020000">\n{net}</pci></cpu></system>'
+    )
+    node = xml.parse(text)
+    assert [(nic.name, nic.rate_bytes_per_second) for nic in node.nics] == [("mlx5_0", 100e9 / 8)]
+    assert any(warning.startswith("line 3: <net>") for warning in node.warnings)
 
 
 def test_written_xml_reads_back_the_same():
