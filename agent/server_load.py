@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,31 +23,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agent.codes import ALL_CODES
 from agent.doors import Bucket, Doors
-from agent.gate import FailOn, GateError, judge, select, worst_first
+from agent.gate import Check, FailOn, GateError, judge, select, worst_first
 from agent.keep import BENCH_FILE
 from agent.problem import ProblemError
 from agent.report import document, write_atomic
 from agent.state import State
+from agent.view import View
 from collectives import processes, scratch
 from collectives.ops import OPS
+from collectives.results import BenchResult
 
 log = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 65536
 MOST_BENCH_BYTES = 1 << 30
+MOST_RANKS = 64
 MOST_BENCH_SECONDS = 300.0
 LATE_SECONDS = 240.0  # beyond the budget: start-up and the end of ranks that hang (collectives.spec.BenchSpec)
 POSTS_PER_MINUTE = 12.0
 
 
 class Preflight(BaseModel):
-    """What POST /preflight takes: the gate's options."""
+    """What POST /preflight takes: the gate's options, and whether to measure before judging."""
 
     model_config = ConfigDict(extra="forbid")
 
     require: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
     skip: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
     fail_on: FailOn = "fail"
+    measure: bool = Field(default=False, description="Measure collectives with real ranks first: makes load.")
+    ranks: int | None = Field(default=None, ge=1, le=MOST_RANKS, description="With measure.")
+    budget_seconds: float = Field(default=20.0, ge=1, le=MOST_BENCH_SECONDS, description="With measure.")
 
 
 class Bench(BaseModel):
@@ -55,7 +62,7 @@ class Bench(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     ops: list[str] = Field(default=["all_gather", "reduce_scatter"], min_length=1, max_length=len(OPS))
-    ranks: int | None = Field(default=None, ge=1, le=64)
+    ranks: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     min_bytes: int = Field(default=65536, ge=1, le=MOST_BENCH_BYTES)
     max_bytes: int = Field(default=16 << 20, ge=1, le=MOST_BENCH_BYTES)
     budget_seconds: float = Field(default=60.0, ge=1, le=MOST_BENCH_SECONDS)
@@ -82,6 +89,11 @@ class Bencher:
 
     def start(self, wanted: Bench) -> dict[str, Any]:
         """Start it, or raise 409 where one runs, 501 where this image cannot."""
+        self._begin(wanted)
+        return self.last
+
+    def _begin(self, wanted: Bench) -> Future[dict[str, Any]]:
+        """As `start`; the future is what `last` becomes."""
         from agent.benchmark import gpu_processes
 
         words = wanted.words()
@@ -100,8 +112,20 @@ class Bencher:
             self._until = time.monotonic() + wanted.budget_seconds + LATE_SECONDS
             self._running = True
             self.last = {"status": "running", "started_at_seconds": time.time(), "request": wanted.model_dump()}
-        threading.Thread(target=self._follow, args=(words,), name="benchmark", daemon=True).start()
-        return self.last
+        ended: Future[dict[str, Any]] = Future()
+        threading.Thread(target=self._follow, args=(words, ended), name="benchmark", daemon=True).start()
+        return ended
+
+    def measure(self, wanted: Bench) -> BenchResult:
+        """Start it, wait for its end, and return what it measured. ProblemError as `start`; 500 without a result."""
+        from collectives.wire import result_from_json
+
+        done = self._begin(wanted).result()  # the thread that sets it bounds the child's life
+        try:
+            return result_from_json(done["result"])
+        except (KeyError, TypeError, ValueError):
+            said = " | ".join(done.get("messages", ())[-3:])
+            raise ProblemError(500, f"the benchmark ended without a result: {said or done['status']}") from None
 
     def stop(self) -> None:
         """End a child that still runs; it ends its ranks by itself."""
@@ -109,7 +133,7 @@ class Bencher:
         if child is not None:
             child.terminate()
 
-    def _follow(self, words: Sequence[str]) -> None:
+    def _follow(self, words: Sequence[str], ended: Future[dict[str, Any]]) -> None:
         """Run the child in this thread, which lives as long as it does: the child dies when its starter does."""
         done = dict(self.last)
         try:
@@ -135,6 +159,7 @@ class Bencher:
         finally:
             with self._lock:
                 self.last, self._child, self._running = done, None, False
+            ended.set_result(done)
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
         """The child's exit code; None where it had to be ended."""
@@ -160,6 +185,16 @@ class Bencher:
             self._state.refresh()
 
 
+def judged(view: View, result: BenchResult | None) -> tuple[Check, ...]:
+    """The view's checks; those that rest on a benchmark by this result, though the state keeps none."""
+    if result is None:
+        return view.checks
+    from agent.measured import BENCH_CODES, checks_of_bench
+
+    scanned = (check for check in view.checks if check.id not in BENCH_CODES)
+    return (*scanned, *checks_of_bench(result, view.snapshots))
+
+
 def install(app: FastAPI, state: State, doors: Doors) -> Bencher:
     """Add the doors."""
     bencher = Bencher(state)
@@ -175,14 +210,19 @@ def install(app: FastAPI, state: State, doors: Doors) -> Bencher:
 
     @app.post("/preflight", tags=["gate"], operation_id="preflight_now")
     def preflight(request: Request, wanted: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
-        """The gate over a scan made now. Needs a token."""
+        """The gate over a scan made now; with `measure` over a benchmark made now too. Needs a token."""
         enter(request)
         wanted = wanted or Preflight()
+        if wanted.measure:  # whoever may scan may not therefore make load
+            doors.check(request.headers.get("authorization"), path="/benchmarks", verb="post")
         try:
             # before the scan: a wrong word costs none
             select((), require=wanted.require, skip=wanted.skip, known=ALL_CODES)
+            result = None
+            if wanted.measure:
+                result = bencher.measure(Bench(ranks=wanted.ranks, budget_seconds=wanted.budget_seconds))
             view = state.refresh()
-            checks = select(view.checks, require=wanted.require, skip=wanted.skip, known=ALL_CODES)
+            checks = select(judged(view, result), require=wanted.require, skip=wanted.skip, known=ALL_CODES)
         except GateError as error:
             raise ProblemError(400, str(error)) from None
         verdict = judge(checks, fail_on=wanted.fail_on)

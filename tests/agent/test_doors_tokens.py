@@ -209,6 +209,7 @@ def test_gpus_in_use_are_left_alone(token_file: Path) -> None:
     state.refresh()
     http = TestClient(create(state, doors=Doors(token_file=token_file)))
     refused = http.post("/benchmarks", headers=bearer())
+    assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 409
     assert refused.status_code == 409 and "4711" in refused.json()["detail"] and refused.headers["retry-after"]
 
 
@@ -234,3 +235,31 @@ def test_a_benchmark_runs_in_a_child_and_only_one_at_a_time(token_file: Path, tm
     assert done["result"]["measurements"][0]["verified"] is True
     assert http.get("/measurements").status_code == 200
     assert ("torch" in sys.modules) == had_torch
+
+
+def test_whoever_may_scan_may_not_therefore_measure(api: ApiServer) -> None:
+    """`measure` asks the other door too; sizes are capped as there."""
+    api.allowed.add((USER, "post", "/preflight"))
+    http = reviewing(api)
+    assert http.post("/preflight", headers=bearer()).status_code == 200
+    refused = http.post("/preflight", headers=bearer(), json={"measure": True})
+    assert refused.status_code == 403 and "/benchmarks" in refused.json()["grant"]
+    for body in ({"measure": True, "ranks": 65}, {"measure": True, "budget_seconds": 301}, {"measures": True}):
+        assert http.post("/preflight", headers=bearer(), json=body).status_code in (400, 422)
+
+
+@pytest.mark.ranks
+def test_the_gate_measures_first_where_it_is_asked_to(token_file: Path) -> None:
+    """As `preflight --measure`: checks that rest on a benchmark are judged by this one, which nothing keeps."""
+    snapshot = scan(load(MACHINE))
+    state = State(lambda: (snapshot,), interval_seconds=3600)
+    state.refresh()
+    http = TestClient(create(state, doors=Doors(token_file=token_file)))
+    asked = {"require": ["bench.result.unverified"]}
+    without = http.post("/preflight", headers=bearer(), json=asked).json()
+    assert without["verdict"]["exit_code"] in (3, 5)
+    done = http.post("/preflight", headers=bearer(),
+                     json={**asked, "measure": True, "ranks": 2, "budget_seconds": 5})  # fmt: skip
+    assert done.status_code == 200, done.text
+    (check,) = [c for c in done.json()["checks"] if c["id"] == "bench.result.unverified"]
+    assert check["status"] == "pass" and "verified element by element" in check["message"]
