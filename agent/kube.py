@@ -60,6 +60,10 @@ class Client:
         self._stop.set()
         self._pool.clear()
 
+    def once(self) -> Client:
+        """The same server and limits, each call tried once: for callers that wait by themselves."""
+        return Client(self.access, timeout_seconds=self._timeout, tries=1)
+
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Json:
         """One object, or one page."""
         return self.request("GET", path, query=query)

@@ -34,7 +34,8 @@ class Publisher:
         self, client: Client, latest: Callable[[], NodeRecord | None], *, namespace: str,
         interval_seconds: float = 300.0, look_seconds: float = 5.0, labels: bool = True,
     ) -> None:  # fmt: skip
-        self._client, self._latest, self._namespace = client, latest, namespace
+        self._shared, self._latest, self._namespace = client, latest, namespace
+        self._client = client.once()  # our pauses grow: five tries in each would be five times the load of thousands
         self._interval, self._look = interval_seconds, look_seconds
         self._labels = labels
         self._stop = threading.Event()
@@ -55,10 +56,12 @@ class Publisher:
         """End; a write under way is given a moment."""
         self._stop.set()
         self._client.close()
+        self._shared.close()
         self._thread.join(timeout=2)
 
     def _loop(self) -> None:
         failures = 0
+        self._stop.wait(random.uniform(0.0, self._look))  # noqa: S311 - a rollout starts all agents at once
         while not self._stop.is_set():
             pause = self._look
             try:
@@ -72,6 +75,10 @@ class Publisher:
                 log.warning("publish: %s", error)
                 pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
                 failures += 1
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                log.exception("publish: a record could not be made")
+                pause = MISSING_SECONDS
             self._stop.wait(pause)
 
     def _is_due(self, record: NodeRecord) -> bool:

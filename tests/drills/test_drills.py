@@ -7,14 +7,23 @@ import time
 from pathlib import Path
 
 import drills_bench
+import drills_cluster
 import drills_disk
+import drills_files
 import drills_kills
 import drills_scan
 import pytest
 from drill_ground import Ground, obstacle
 from drill_register import LONG, Drill, parameters
 
-ROOMS = (drills_scan, drills_bench, drills_disk, drills_kills)  # in the order of the table
+ROOMS = (
+    drills_scan,
+    drills_bench,
+    drills_disk,
+    drills_files,
+    drills_cluster,
+    drills_kills,
+)  # in the order of the table
 
 
 @pytest.mark.timeout(7200 if LONG else 300)

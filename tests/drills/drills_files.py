@@ -1,0 +1,166 @@
+"""Recordings, state and baselines that are corrupt or of a newer release: named and refused, the rest kept."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from drill_ground import MACHINES, Ground
+from drill_register import drill
+from drills_kills import FLIGHT, keep_something
+
+from agent import baseline
+from agent.gate import GateError
+from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
+from agent.state import State
+from probes.api import Failed
+from probes.recording import RecordingError, load
+from probes.scan import scan
+
+MACHINE = MACHINES / "titan-rtx-2x-nv2.json"
+CORRUPTIONS = 40  # of one file in one run
+
+
+def _corrupt(ground: Ground, whole: bytes) -> bytes:
+    """Cut off, bytes changed, a piece gone or doubled, another kind of file, or nested without end."""
+    at, width = ground.random.randrange(len(whole)), ground.random.randrange(1, 64)
+    noise = ground.random.randbytes(width)
+    return ground.random.choice(
+        (
+            whole[:at], whole[:at] + noise + whole[at + width :], whole[:at] + whole[at + width :],
+            whole[:at] + whole[max(0, at - width) :], noise, b"", b"[" * 100_000, b'{"a":' * 100_000,
+            gzip.compress(whole)[:at], b"\x1f\x8b" + whole, b"\0" * len(whole), whole + whole,
+        )
+    )  # fmt: skip
+
+
+def _newer(whole: bytes) -> bytes:
+    return json.dumps({**json.loads(whole), "schema_version": 99}).encode()
+
+
+@contextlib.contextmanager
+def _log() -> Iterator[list[str]]:
+    """The words that the agent logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("agent").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("agent").removeHandler(handler)
+
+
+@drill("Recording: corrupt or of a newer release")
+def recording_corrupt(ground: Ground) -> list[str]:
+    """Refused by its name; one that can still be read is scanned, and no probe's error leaves the scan."""
+    path, whole, lost = ground.folder / "machine.json", MACHINE.read_bytes(), []
+    for number in range(CORRUPTIONS):
+        content = _newer(whole) if number == 0 else _corrupt(ground, whole)
+        path.write_bytes(content)
+        try:
+            scan(load(path))
+            ground.notes.append("could still be read")
+            if number == 0:
+                lost.append("a newer recording is read")
+        except RecordingError as error:
+            ground.notes.append("refused by name")
+            if str(path) not in str(error) or (number == 0 and "99" not in str(error)):
+                lost.append(f"the error does not name the file: {error}")
+    path.write_bytes(_newer(whole))
+    done = ground.run("scan", f"--host={MACHINE}", f"--host={path}")
+    if done.returncode != 1 or str(path) not in done.stderr or "Traceback" in done.stderr:
+        lost.append(f"scan: {done.returncode} {done.stderr[-300:]}")
+    return lost
+
+
+@drill("Recording: one answer of many is of the wrong kind")
+def recording_partly_wrong(ground: Ground) -> list[str]:
+    """At most the probe that asked for it fails; the others answer as before."""
+    content = json.loads(MACHINE.read_text())
+    before = scan(load(MACHINE))
+    path, lost = ground.folder / "machine.json", []
+    for _ in range(CORRUPTIONS):
+        bent: dict[str, Any] = json.loads(json.dumps(content))
+        answers = bent["answers"][ground.random.choice(("read_text", "list_dir", "nvml", "netlink", "cpu"))]
+        if answers is bent["answers"]["nvml"]:
+            answers = answers[ground.random.choice(list(answers))]
+        answers[ground.random.choice(list(answers))] = ground.random.choice((None, 7, "x", [[]], {"a": {}}, [None] * 9))
+        path.write_text(json.dumps(bent))
+        found = scan(load(path)).outcomes
+        failed = [name for name, outcome in found.items() if isinstance(outcome, Failed)]
+        ground.notes.append(f"{len(failed)} probes failed")
+        if len(found) != len(before.outcomes) or len(failed) > 2:  # two probes may ask the same question
+            lost.append(f"failed: {failed}")
+    return lost
+
+
+@drill("State: last benchmark and flights corrupt or of a newer release")
+def state_corrupt(ground: Ground) -> list[str]:
+    """Each bad file is named in the log, the good record is served."""
+    keep_something(ground)
+    whole, lost = (ground.state / BENCH_FILE).read_bytes(), []
+    record = json.dumps({**FLIGHT, "layout": {"family": "fsdp"}, "measured": {"step_seconds": 1.0}}).encode()
+    snapshot = scan(load(MACHINE))
+    for number in range(CORRUPTIONS):
+        folder = ground.folder / f"state-{number}"
+        shutil.copytree(ground.state, folder)
+        bench, flights = folder / BENCH_FILE, folder / FLIGHTS_FOLDER
+        bench.write_bytes(_newer(whole) if number == 0 else _corrupt(ground, whole))
+        bad = flights / "20260102T000001-2.json"
+        bad.write_bytes(_newer(record) if number == 0 else _corrupt(ground, record))
+        with _log() as lines:
+            view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
+        told = "\n".join(lines)
+        lost += [] if FLIGHT in view.flights else ["the good flight is gone"]
+        lost += [] if view.bench is not None or BENCH_FILE in told else [f"{BENCH_FILE} is not named: {told}"]
+        lost += [] if len(view.flights) > 1 or bad.name in told else [f"{bad.name} is not named: {told}"]
+    return lost
+
+
+@drill("State: the agent starts on a corrupt state folder")
+def state_corrupt_at_start(ground: Ground) -> list[str]:
+    """It is ready, serves the good part on page and in JSON, and names the bad files in its log."""
+    keep_something(ground)
+    (ground.state / BENCH_FILE).write_text("[" * 100_000)
+    flights = ground.state / FLIGHTS_FOLDER
+    (flights / "20260102T000000-1.json").write_bytes(_newer(json.dumps(FLIGHT).encode()))
+    odd = {"schema_version": 1, "layout": 7, "comparison": [3, {"forecast": {"low": "x"}}], "model": [], "loss": "no"}
+    (flights / "20260103T000000-1.json").write_text(json.dumps(odd))
+    with ground.agent() as agent:
+        lost = [] if agent.ready() else [f"not ready: {agent.words()[-500:]}"]
+        served = agent.ask("/flights")
+        page = agent.ask("/", Accept="text/html")[0]
+        words = agent.words()
+    lost += [] if served[0] == 200 and FLIGHT in served[1] else [f"/flights: {served}"]
+    lost += [] if page == 200 else [f"the page: {page}"]
+    lost += [f"{name} is not named" for name in (BENCH_FILE, "20260102T000000-1.json") if name not in words]
+    return [*lost, *ground.orphans()]
+
+
+@drill("Baseline: corrupt or of a newer release")
+def baseline_corrupt(ground: Ground) -> list[str]:
+    """A usage error that names it, before anything runs."""
+    report = ground.run("preflight", f"--host={MACHINE}", "-q", "-o", f"json={ground.folder / 'report.json'}")
+    path = ground.folder / "report.json"
+    if not path.exists():
+        return [f"no report: {report.stderr[-300:]}"]
+    whole, bad, lost = path.read_bytes(), ground.folder / "baseline.json", []
+    for number in range(CORRUPTIONS):
+        bad.write_bytes(_newer(whole) if number == 0 else _corrupt(ground, whole))
+        try:
+            baseline.read(bad)
+            ground.notes.append("could still be read")
+            lost += ["a newer report is read"] if number == 0 else []
+        except GateError as error:
+            ground.notes.append("refused by name")
+            lost += [] if str(bad) in str(error) else [f"the error does not name the file: {error}"]
+    bad.write_bytes(_newer(whole))
+    done = ground.run("preflight", f"--host={MACHINE}", "-q", f"--baseline={bad}")
+    right = done.returncode == 2 and str(bad) in done.stderr and "99" in done.stderr
+    return lost if right else [*lost, f"preflight: {done.returncode} {done.stderr[-300:]}"]
