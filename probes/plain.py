@@ -1,4 +1,4 @@
-"""JSON of strangers as plain data: bounded in depth, every number finite and of 64 bits, every text writable as UTF-8.
+"""JSON of strangers as plain data: bounded in depth, every number within bounds, every text writable as UTF-8.
 
 Specification: RFC 8259. Python's own reader also takes NaN, integers of any length and halves of surrogate pairs, which
 later break whoever computes with them, or writes them out.
@@ -7,11 +7,11 @@ later break whoever computes with them, or writes them out.
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 DEEPEST = 64  # the deepest document of ours, a recording, has six levels
 LARGEST = 2**64  # NVML and the kernel count in unsigned 64 bits
+LARGEST_DECIMAL = 1e30  # no rate, time or size comes near; sums and products of what is read stay finite
 
 
 class PlainError(ValueError):
@@ -23,13 +23,13 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
 
     def refused(word: str) -> None:
         if not unknown_numbers:
-            raise PlainError(f"the number {word[:20]} is not finite, or has more than 64 bits")
+            raise PlainError(f"the number {word[:20]} is out of bounds: 64 bits, or 1e30 with decimals")
 
     def whole(word: str) -> int | None:
         return value if len(word) < 22 and -LARGEST < (value := int(word)) < LARGEST else refused(word)
 
     def decimal(word: str) -> float | None:
-        return value if math.isfinite(value := float(word)) else refused(word)
+        return value if abs(value := float(word)) < LARGEST_DECIMAL else refused(word)
 
     try:
         found = json.loads(text, parse_int=whole, parse_float=decimal, parse_constant=refused)
