@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # tiers that start processes, namespaces, guests or browsers run one after another: they measure or are heavy
 HEAVY := ranks or netns or rdma or browser or prometheus or kube or gpu
 
-.PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e clean lock audit sbom fuzz
+.PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e drills clean lock audit sbom fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -36,6 +36,10 @@ golden: $(READY)
 # without KUBECONFIG the same conversations with the stand-in
 e2e: $(READY)
 	$(BIN)/pytest -q -rs tests/e2e tests/agent/test_deploy_manifests.py
+
+# every fault for real, some of them hundreds of times (most of an hour, root); writes docs/measurements/drills.md
+drills: $(READY)
+	TOPOFLIGHT_DRILLS=long $(BIN)/pytest -q tests/drills
 
 serve: $(READY)
 	$(BIN)/topoflight serve
