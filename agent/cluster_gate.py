@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from agent import units
 from agent.gate import Check, GateError
@@ -30,6 +31,13 @@ def fleet(client: Client) -> Fleet:
     held = Fleet()
     held.replace(item for items, _ in client.pages(path_of(API_VERSION, PLURAL)) for item in items)
     return held
+
+
+def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
+    """The record of each node; one that no agent publishes is unknown and was never heard of."""
+    records = {record.name: record for record in held.records()}
+    nobody = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+    return tuple(records.get(name) or replace(nobody, name=name, host=name) for name in names)
 
 
 def checks_of(names: Iterable[str], held: Fleet, *, now: float | None = None) -> tuple[Check, ...]:

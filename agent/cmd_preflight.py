@@ -85,8 +85,6 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
     where = {name: given.pop(name) for name in ("nodes", "selector", "context")}
     try:
         if where["nodes"] or where["selector"]:
-            if folder is not None:
-                raise click.UsageError("--report is for a run on a host; with --nodes or --selector use -o FORMAT=FILE")
             report = _of_cluster(where, given)
         else:
             report = run(_options(given, folder), Progress(quiet=quiet))
@@ -105,7 +103,7 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
 
 def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
-    from agent.cluster_gate import checks_of, fleet, named
+    from agent.cluster_gate import checks_of, fleet, named, records_of
     from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
     from agent.preflight import report_of
@@ -120,8 +118,8 @@ def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     except (AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
     return report_of(
-        checks_of(names, held), require=given["require"], skip=given["skip"], fail_on=given["fail_on"],
-        baseline=given["baseline"],
+        checks_of(names, held), nodes=records_of(names, held), require=given["require"], skip=given["skip"],
+        fail_on=given["fail_on"], baseline=given["baseline"],
     )  # fmt: skip
 
 

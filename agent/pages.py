@@ -126,7 +126,8 @@ def doors_page(document: Mapping[str, Any]) -> str:
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
     template = _environment(html=True).get_template("report.html.j2")
-    return template.render(report=report, style=_file("style.css"), style_hash=_hash("style.css"))
+    rows = fleets.rows_of_records(report.nodes, report.checks, report.started_at_seconds, {})
+    return template.render(report=report, rows=rows, style=_file("style.css"), style_hash=_hash("style.css"))
 
 
 def report_markdown(report: Report) -> str:

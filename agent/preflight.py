@@ -16,6 +16,7 @@ from agent.codes import ALL_CODES
 from agent.flight import Comparison, Flight
 from agent.gate import Check, FailOn, judge, select
 from agent.hosts import snapshots as read_snapshots
+from agent.nodes import NodeRecord
 from agent.output import Progress
 from agent.report import Report
 from agent.version import VERSION
@@ -111,15 +112,16 @@ def _flights(options: Options) -> tuple[dict[str, Any], ...]:
 
 
 def report_of(
-    found: Sequence[Check], *, require: Sequence[str], skip: Sequence[str], fail_on: FailOn, baseline: Path | None
-) -> Report:
+    found: Sequence[Check], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
+    fail_on: FailOn, baseline: Path | None,
+) -> Report:  # fmt: skip
     """A report of checks that others made: nothing is scanned, measured or advised here."""
     checks = select(found, require=require, skip=skip, known=ALL_CODES)
     if baseline is not None:
         checks = regressions(checks, read_baseline(baseline))
     return Report(
         started_at_seconds=time.time(), seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(),
-        checks=checks, verdict=judge(checks, fail_on=fail_on),
+        checks=checks, verdict=judge(checks, fail_on=fail_on), nodes=tuple(replace(node, graph=None) for node in nodes),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 

@@ -17,12 +17,14 @@ import cattrs
 
 from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict, worst_first
+from agent.nodes import NodeRecord
 from collectives.results import BenchResult
 from planner.advice import Recommendation
 from probes.api import Snapshot
 from topology.graph import NodeTopology
 
 SCHEMA_VERSION = 1
+NAMED = 8  # hosts in a title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,14 @@ class Report:
     comparisons: tuple[Comparison, ...] = ()
     flights: tuple[dict[str, Any], ...] = ()  # records of this and earlier flights, newest first
     notes: tuple[str, ...] = ()  # steps that were left out, and why
+    nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def subject(self) -> str:
+        """The hosts or nodes that this is about, in words."""
+        names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
+        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 _converter = cattrs.Converter()

@@ -148,3 +148,21 @@ def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
     held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])
     (check,) = checks_of(["n"], held)
     assert isinstance(held.records()[0], NodeRecord) and check.status == "fail"
+
+
+def test_a_report_of_nodes_is_written_whole(api: ApiServer, tmp_path: Path) -> None:
+    """--report with --nodes: every file, each node with what it published, also one that nobody heard of."""
+    folder = tmp_path / "report"
+    done = CliRunner().invoke(preflight, ["--nodes", "good,sick,never", "--report", str(folder), "-q"])
+    assert done.exit_code == 3, done.output
+    assert {path.name for path in folder.iterdir()} == {"report.json", "report.html", "report.md", "junit.xml"}
+    whole = json.loads((folder / "report.json").read_text())
+    assert [(node["name"], node["verdict"], node["gpus"]) for node in whole["nodes"]] == [
+        ("good", "pass", 8), ("sick", "fail", 8), ("never", "unknown", None),
+    ]  # fmt: skip
+    assert not any(node["graph"] for node in whole["nodes"]), "graphs would make it megabytes"
+    page = (folder / "report.html").read_text()
+    assert "<h1>good, sick, never</h1>" in page and "NV18" in page and "cluster.node.silent" in page
+    assert "good, sick, never:" in (folder / "report.md").read_text()
+    again = CliRunner().invoke(preflight, ["--nodes", "good,sick", "--baseline", str(folder / "report.json"), "-q"])
+    assert again.exit_code == 0, "what stood there already is no regression"
