@@ -79,6 +79,12 @@ class Host(Protocol):
         Raises OSError where netlink is refused.
         """
 
+    def port_link(self, netdev: str) -> dict[str, Json]:
+        """What the driver of a network device says of its port, as far as it answers; see `probes.portlink.ask`.
+
+        Raises OSError where it answers nothing.
+        """
+
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "devices", "ports" or "system" through NETLINK_RDMA. Raises OSError where the kernel has none."""
 

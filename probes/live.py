@@ -14,7 +14,7 @@ import socket
 import time
 from pathlib import Path
 
-from probes import nldev, verbs
+from probes import nldev, portlink, verbs
 from probes.host import GpuHandle, Json
 from probes.kernel_log import KernelLog
 from probes.live_paths import Paths
@@ -185,6 +185,10 @@ class LiveHost:
     def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "links", "addresses" or "routes" of this network namespace."""
         return self._route.ask(what)
+
+    def port_link(self, netdev: str) -> dict[str, Json]:
+        """Fastest mode and priority flow control of a network device."""
+        return dict(portlink.ask(netdev))
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "devices", "ports" or "system" through NETLINK_RDMA."""

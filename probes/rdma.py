@@ -41,7 +41,8 @@ class RdmaPort:
     gids: tuple[Gid, ...] = ()
     gids_known: bool = False
     counters: dict[str, int] | None = None  # counters/ and hw_counters/ together
-    pfc_priorities: tuple[int, ...] | None = None  # priorities with PFC on, where readable
+    pfc_priorities: tuple[int, ...] | None = None  # priorities with PFC on (DCB netlink); None where not answered
+    rate_max_bytes_per_second: float | None = None  # fastest mode the netdev's driver supports (ethtool netlink)
     ecn: bool | None = None
     traffic_class: int | None = None  # /sys/kernel/config or /sys/class/infiniband/*/tc where set
 
@@ -144,7 +145,10 @@ PROBE = Probe(
         "rdma.port.down",
         "rdma.port.unknown",
         "rdma.port.rate",
+        "rdma.port.below_max",
         "rdma.port.family_rate",
+        "rdma.pfc.off",
+        "rdma.pfc.mixed",
         "rdma.port.mixed_link_layer",
         "rdma.gid.missing_rocev2",
         "rdma.gid.choice",

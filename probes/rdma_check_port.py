@@ -53,7 +53,8 @@ def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
             evidence=(f"{where_of(device, port)}/rate: {port.rate_text}",),
             remedy="Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
         )
-    best = FAMILY_RATES.get(device.model or "")
+    yield from _below_max(device, port)
+    best = None if port.rate_max_bytes_per_second else FAMILY_RATES.get(device.model or "")
     if best and port.rate_bytes_per_second and port.rate_bytes_per_second < best:
         yield Finding(
             code="rdma.port.family_rate",
@@ -68,6 +69,33 @@ def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
                 f"{where_of(device, port)}/rate: {port.rate_text}",
                 f"{SYSFS}/{device.name}/board_id: {device.board}",
             ),
+        )
+
+
+def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """A port against its own maximum, which its driver knows: a slower switch port is a choice, but one to know of."""
+    rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
+    virtual = device.is_vf or (device.model or "").endswith(" VF")  # its rate is what its owner gives it
+    if most is None and device.kind == "hca" and not virtual and device.model not in FAMILY_RATES:
+        yield Finding(
+            code="rdma.port.below_max",
+            severity=Severity.UNKNOWN,
+            subject=subject(device, port),
+            message="Whether the port could be faster is unknown: neither its driver nor its model tells.",
+            evidence=(f"ethtool {port.netdev or '(no netdev here)'}: no link modes", f"model {device.model}"),
+            remedy="Compare the rate with the card's data sheet.",
+        )
+    if rate and most and rate < most:
+        yield Finding(
+            code="rdma.port.below_max",
+            severity=Severity.WARN,
+            subject=subject(device, port),
+            message=f"The port runs at {gbps(rate)}, its driver supports up to {gbps(most)}: {rate / most:.0%} of it.",
+            evidence=(
+                f"{where_of(device, port)}/rate: {port.rate_text}",
+                f"ethtool {port.netdev}, supported link modes: up to {most * 8 / 1e6:.0f} Mb/s",
+            ),
+            remedy="Compare cable, transceiver and switch port with what the card can do; look for a forced speed.",
         )
 
 

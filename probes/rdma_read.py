@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from probes import sysfs
 from probes.api import UnavailableError
-from probes.host import Host
+from probes.host import Host, Json
 from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
 from probes.rdma_gids import read_gids
 from probes.rdma_memlock import prove_memlock
@@ -175,6 +175,8 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
     link_layer = sysfs.text(host, f"{folder}/link_layer")
     rate_text = sysfs.text(host, f"{folder}/rate")
     counters = _counters(host, folder)
+    said = _port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
+    fastest, pfc = said.get("speed_max_megabits"), said.get("pfc_mask")
     return RdmaPort(
         port=number,
         state=_after_colon(sysfs.text(host, f"{folder}/state")),
@@ -188,9 +190,18 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         gids=gids,
         gids_known=known,
         counters=counters,
+        pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
+        rate_max_bytes_per_second=fastest * 1e6 / 8 if isinstance(fastest, int) and fastest > 0 else None,
         ecn=_ecn(host, netdev, counters),
         traffic_class=_traffic_class(host, device_folder, number),
     )
+
+
+def _port_link(host: Host, netdev: str) -> dict[str, Json]:
+    try:
+        return host.port_link(netdev)
+    except OSError:
+        return {}
 
 
 def parse_rate(value: str | None) -> float | None:

@@ -35,7 +35,7 @@ _SECRET_PAIR = re.compile(
 )
 _METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
-    "identity", "nvml", "netlink", "rdma_netlink", "verbs", "cpu", "kernel_log",
+    "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
 )  # fmt: skip
 
 
@@ -167,6 +167,10 @@ class RecordedHost:
     def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """Recorded links, addresses or routes."""
         return tuple(self._answer("netlink", what))
+
+    def port_link(self, netdev: str) -> dict[str, Json]:
+        """What the recorded driver said of its port."""
+        return dict(self._answer("port_link", netdev))
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """Recorded devices, ports or system."""

@@ -126,6 +126,10 @@ class BuiltHost(LiveHost):
             return tuple(_address(net, address) for net in nets for address in net.addresses)
         return tuple(_routes(nets, self.machine.default_route))
 
+    def port_link(self, netdev: str) -> dict[str, Json]:
+        """Drivers that were not asked when the machine was described."""
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), netdev)
+
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """What sysfs says, as NETLINK_RDMA says it."""
         try:

@@ -25,6 +25,7 @@ class DictHost:
         *,
         netlink: dict[str, list[dict[str, Any]]] | None = None,
         rdma_netlink: dict[str, list[dict[str, Any]]] | None = None,
+        port_links: dict[str, dict[str, Any]] | None = None,
         limits: dict[str, tuple[int | None, int | None]] | None = None,
         environment: dict[str, str] | None = None,
         identity: dict[str, Any] | None = None,
@@ -36,6 +37,7 @@ class DictHost:
         self.files = dict(files or {})
         self.links = dict(links or {})
         self.answers = {"netlink": netlink, "rdma_netlink": rdma_netlink}
+        self.port_links = port_links or {}
         self.limits = limits or {}
         self.env = environment or {}
         self.who = {
@@ -158,6 +160,12 @@ class DictHost:
     def netlink(self, what: str) -> tuple[dict[str, Any], ...]:
         """What was given; refused where nothing was."""
         return self._answer("netlink", what)
+
+    def port_link(self, netdev: str) -> dict[str, Any]:
+        """What was given for the netdev; not supported where nothing was."""
+        if netdev not in self.port_links:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), netdev)
+        return self.port_links[netdev]
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Any], ...]:
         """What was given; refused where nothing was."""

@@ -25,6 +25,9 @@ V1, V2 = "IB/RoCE v1", "RoCE v2"
 ROCE_TABLE = [(LINK_LOCAL, V1), (LINK_LOCAL, V2), (IPV4, V1), (IPV4, V2)]
 
 
+PFC_ON = {f"eth{number}": {"pfc_classes": 8, "pfc_mask": 0b1000} for number in range(16)}
+
+
 class Fabric:
     """Collects devices, then becomes a host."""
 
@@ -85,8 +88,8 @@ class Fabric:
         return self
 
     def host(self, **more: Any) -> DictHost:
-        """The fabric so far."""
-        return DictHost(self.files, self.links, **more)
+        """The fabric so far; every driver says that PFC is on for priority 3, where nothing else is given."""
+        return DictHost(self.files, self.links, **{"port_links": PFC_ON, **more})
 
 
 def findings(host: DictHost) -> list[Finding]:
@@ -202,6 +205,37 @@ def test_rates() -> None:
         None,
         None,
     ]
+
+
+def test_a_port_below_what_its_driver_supports() -> None:
+    """The port's own maximum replaces the guess by the card's family; a driver that does not answer proves nothing."""
+    slow = Fabric().add("mlx5_0", 0, rate="100 Gb/sec (4X EDR)")
+    found = findings(slow.host(port_links={"eth0": {**PFC_ON["eth0"], "speed_max_megabits": 400_000}}))
+    assert [(f.code, f.severity, f.subject) for f in found] == [("rdma.port.below_max", Severity.WARN, "mlx5_0:1")]
+    assert "100 Gb/s" in found[0].message and "400 Gb/s" in found[0].message
+    assert codes(slow.host(port_links={"eth0": {**PFC_ON["eth0"], "speed_max_megabits": 100_000}})) == set()
+    assert codes(slow.host()) == {"rdma.port.family_rate"}
+    (unknown,) = findings(Fabric().add("bnxt_re0", 0, type="BCM57608").host())
+    assert (unknown.code, unknown.severity) == ("rdma.port.below_max", Severity.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("masks", "priorities", "expected"),
+    [
+        ((0b1000, 0b1000), ((3,), (3,)), set()),
+        ((0, 0), ((), ()), {"rdma.pfc.off"}),
+        ((0b1000, 0), ((3,), ()), {"rdma.pfc.mixed"}),
+        ((0b10001000, 0b1000), ((3, 7), (3,)), {"rdma.pfc.mixed"}),
+        ((0b1000, None), ((3,), None), set()),
+        ((None, None), (None, None), {"rdma.pfc.off"}),
+    ],
+)
+def test_priority_flow_control(masks: tuple[Any, ...], priorities: tuple[Any, ...], expected: set[str]) -> None:
+    """On one priority, on none, on different ones, and where the driver does not answer."""
+    links = {f"eth{i}": {"pfc_classes": 8, "pfc_mask": mask} for i, mask in enumerate(masks) if mask is not None}
+    host = Fabric().add("mlx5_0", 0).add("mlx5_1", 1).host(port_links=links)
+    assert tuple(device.ports[0].pfc_priorities for device in rdma.read(host).devices) == priorities
+    assert codes(host) == expected
 
 
 def test_mixed_link_layers_and_firmware() -> None:

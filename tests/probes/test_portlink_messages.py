@@ -1,0 +1,72 @@
+"""Answers of ethtool's netlink and of DCB, byte by byte as the kernel lays them out."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from probes import portlink
+from probes.live import LiveHost
+from probes.recording import RecordedHost, RecordingHost, archive
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """One netlink attribute, padded to four bytes."""
+    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def link_modes(names: tuple[str, ...]) -> bytes:
+    """An answer to ETHTOOL_MSG_LINKMODES_GET; the first mode is advertised, the others supported."""
+    bits = b"".join(
+        attribute(
+            0x8001,
+            attribute(1, struct.pack("=I", i))
+            + attribute(2, name.encode() + b"\0")
+            + (b"" if i else attribute(3, b"")),
+        )
+        for i, name in enumerate(names)
+    )
+    header = attribute(0x8001, attribute(1, struct.pack("=I", 4)) + attribute(2, b"eth0\0"))
+    ours = attribute(0x8003, attribute(2, struct.pack("=I", 121)) + attribute(0x8003, bits))
+    return b"\x04\x01\0\0" + header + attribute(2, b"\x01") + ours + attribute(5, struct.pack("=I", 100_000))
+
+
+def test_the_fastest_of_the_named_modes_counts() -> None:
+    """Names that are no speed, and the speed of the moment, do not."""
+    names = ("Autoneg", "FIBRE", "25000baseCR/Full", "400000baseCR8/Full", "100000baseSR4/Full", "RS")
+    assert portlink.parse_modes(link_modes(names)) == {"speed_max_megabits": 400_000}
+    assert portlink.parse_modes(link_modes(("Autoneg", "Pause"))) == {}
+    assert portlink.parse_modes(b"") == {}
+
+
+def test_the_mask_of_priorities_is_the_second_byte() -> None:
+    """struct ieee_pfc: capability, mask, then counters."""
+    pfc = struct.pack("=BBBxH2x8Q8Q", 8, 0b1000, 0, 0, *range(16))
+    ieee = attribute(13, attribute(1, bytes(40)) + attribute(2, pfc))
+    body = struct.pack("=BBH", 0, 21, 0) + attribute(1, b"eth0\0")
+    assert portlink.parse_pfc(body + ieee) == {"pfc_classes": 8, "pfc_mask": 8}
+    assert portlink.parse_pfc(body) == {}
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_crash_the_reader(body: bytes) -> None:
+    """A driver's answer is taken as it comes."""
+    assert isinstance(portlink.parse_modes(body), dict)
+    assert isinstance(portlink.parse_pfc(body), dict)
+
+
+def test_the_kernel_answers_or_refuses_by_an_errno_that_a_recording_keeps() -> None:
+    """The loopback device has neither link modes nor priorities, a device that is not there is an error too."""
+    recorder = RecordingHost(LiveHost())
+    for name in ("lo", "topoflight-none"):
+        with pytest.raises(OSError) as live:
+            recorder.port_link(name)
+        content = archive({"hostname": "h", "time": 1.0}, recorder.answers, "")
+        with pytest.raises(OSError) as recorded:
+            RecordedHost(content).port_link(name)
+        assert recorded.value.errno == live.value.errno
+    assert {name for _, name in socket.if_nameindex()} >= {"lo"}
