@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from browser import Browser
 
 from agent.server import create
+from agent.server_cluster import Cluster
 from agent.state import State
 from probes.recording import load
 from probes.scan import scan
@@ -110,12 +111,15 @@ def machines() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def agent() -> Iterator[Callable[..., tuple[str, State]]]:
-    """Start an agent of one's own: `agent(scan, folder=...)` gives its address and its state."""
+    """Start an agent of one's own: `agent(scan, folder=..., peers=...)` gives its address and its state."""
     with ExitStack() as running:
 
-        def start(look: Callable[[], Any], *, folder: Path | None = None) -> tuple[str, State]:
+        def start(
+            look: Callable[[], Any], *, folder: Path | None = None, peers: Sequence[str] = ()
+        ) -> tuple[str, State]:
             state = State(look, interval_seconds=3600, folder=folder)
             state.refresh()
-            return running.enter_context(serving(create(state))), state
+            app = create(state, cluster=Cluster(state, peers=peers))
+            return running.enter_context(serving(app)) + "/", state
 
         yield start

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,12 +19,16 @@ from browser import Browser, Tab
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
+from rigs.faults import FAULTS, Fault
 
-from agent import advise
-from agent.pages import report_page
+from agent import advise, units
+from agent.hosts import snapshots
+from agent.pages import report_markdown, report_page
 from agent.report import Report
 from agent.state import State
 from agent.view import look
+from collectives import evidence
+from collectives.wire import result_from_json, result_to_json
 from probes.api import Snapshot
 from probes.recording import load
 from probes.scan import scan
@@ -31,19 +37,10 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "tests" / "machines"
+MEASURED = Path(__file__).parent / "measured"  # real results, written by our own tools
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 SCREEN = 800  # pixels of a small laptop: what is seen without scrolling
-SICK = {  # what a newcomer has to read first
-    "sick-h100-rdma-off": ("pci.nic.no_rdma", "no RDMA device"),
-    "sick-h100-dead-hca": ("topology.gpu_nic.down", "GPU3"),
-    "sick-h100-gpu-lost": ("gpu.device.lost", "GPU5"),
-    "sick-h100-memlock-64KiB": ("limits.memlock.low", "64"),
-    "sick-h100-no-peermem": ("pci.peermem.missing", "nvidia_peermem"),
-    "sick-h100-nvlink-missing": ("gpu.nvlink.missing", "GPU3"),
-    "sick-h100-thermal": ("gpu.", "GPU"),
-    "sick-l40s-x4": ("pci.link.width", "x4"),
-    "r760xa-2xA40-bf3-memlock-8MiB": ("limits.memlock.low", "8"),
-}
+SICK = {fault.machine: fault for fault in FAULTS}  # what a newcomer has to read first
 
 
 def clean(tab: Tab, address: str) -> None:
@@ -69,12 +66,14 @@ def accessible(tab: Tab, axe: str) -> None:
     assert found == []
 
 
-def fault_is_first(tab: Tab, code: str, word: str) -> None:
+def fault_is_first(tab: Tab, fault: Fault) -> None:
     """Without a scroll or a click: the verdict, the fault, where it is, and what to do."""
     first = tab.text(".finding")
-    assert code in first
-    assert word in first
-    assert tab.text(".verdict")
+    assert fault.says in first
+    assert fault.code in first
+    assert fault.mend in tab.text(".finding .remedy")
+    assert ("FAIL" if fault.severity == "fail" else "warn") in tab.text(".verdict")
+    assert tab.run("document.title").startswith(fault.severity)
     assert tab.run("document.querySelector('.finding .remedy').getBoundingClientRect().bottom") < SCREEN
 
 
@@ -85,7 +84,7 @@ def test_every_machine_has_a_clean_page(chromium: Browser, axe: str, machines: d
         tab.go(machines[name])
         assert tab.text("h1")
         if name in SICK:
-            fault_is_first(tab, *SICK[name])
+            fault_is_first(tab, SICK[name])
         accessible(tab, axe)
         tab.go(machines[name] + "what-if?model=Llama-3.1-8B&nodes=")
         assert "Llama-3.1-8B" in tab.text("#layouts")  # axe-core reads this page in the tests of the form and the dark
@@ -174,14 +173,14 @@ def test_without_scripts_everything_is_there(chromium: Browser, machines: dict[s
 def test_a_change_reaches_an_open_page(chromium: Browser, agent: Callable[..., tuple[str, State]]) -> None:
     """A node falls sick: the open page shows it without a reload, keeps what was opened, and says it aloud."""
     well, sick = (scan(load(FOLDER / f"{name}.json")) for name in ("hgx-h100-8xH100-8hca", "sick-h100-rdma-off"))
-    snapshots = [well]
-    address, state = agent(lambda: tuple(snapshots))
+    served = [well]
+    address, state = agent(lambda: tuple(served))
     with chromium.tab() as tab:
         tab.go(address)
         assert "pass" in tab.text(".verdict")
         tab.run("document.getElementById('passes').open = true")
         tab.run("window.sameDocument = true")
-        snapshots[0] = sick
+        served[0] = sick
         state.refresh()
         tab.until("document.querySelector('.verdict').innerText.includes('FAIL')")
         assert tab.run("window.sameDocument")
@@ -194,59 +193,159 @@ def test_a_change_reaches_an_open_page(chromium: Browser, agent: Callable[..., t
 def test_several_hosts_are_a_table_that_leads_to_each(
     chromium: Browser, axe: str, agent: Callable[..., tuple[str, State]]
 ) -> None:
-    """Sick nodes first, each with its first finding, a link to its own page and back."""
-    snapshots = tuple(scan(load(FOLDER / f"{name}.json")) for name in NAMES if not name.endswith("8MiB"))
-    address, _ = agent(lambda: snapshots)
+    """Sick nodes first, each with its first finding, a link to its own page and back; one name twice is two nodes."""
+    found = snapshots([FOLDER])
+    address, _ = agent(lambda: found)
     with chromium.tab() as tab:
         tab.go(address)
         accessible(tab, axe)
         rows = tab.run("[...document.querySelectorAll('.nodes tbody tr')].map(r => r.innerText)")
-        assert len(rows) == len(snapshots)
+        assert len(rows) == len(found) == len(NAMES)
         words = ["FAIL" in row for row in rows]
         assert words == sorted(words, reverse=True)
         assert any("hgx-h100-sick-rdma" in row and "no RDMA device" in row for row in rows)
-        tab.run("[...document.querySelectorAll('.nodes a')].find(a => a.innerText === 'hgx-h100-sick-rdma').click()")
-        tab.loaded()
+        for name, memlock in (("r760xa-2xA40-bf3", "unlimited"), ("r760xa-2xA40-bf3-memlock-8MiB", "8.0 MiB")):
+            (row,) = [row for row in rows if f"lora-worker-0 ({name})" in row]
+            assert memlock in row
+            follow(tab, f"lora-worker-0 ({name})")
+            assert ("RLIMIT_MEMLOCK" in tab.text(".findings")) == (memlock != "unlimited")
+            tab.go(address)
+        follow(tab, "hgx-h100-sick-rdma")
         assert tab.text("h1") == "hgx-h100-sick-rdma"
-        assert "17 nodes" in tab.text("header") or "All" in tab.text("header")
+        assert f"All {len(NAMES)} nodes" in tab.text("header")
         clean(tab, address)
 
 
-def test_measurements_and_flights_are_shown(
-    chromium: Browser, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
+def follow(tab: Tab, name: str) -> None:
+    """Click the link of a node."""
+    tab.run(f"[...document.querySelectorAll('.nodes a')].find(a => a.innerText === {json.dumps(name)}).click()")
+    tab.loaded()
+
+
+def test_the_page_of_the_cluster_is_made_of_what_agents_publish(
+    chromium: Browser, axe: str, agent: Callable[..., tuple[str, State]]
 ) -> None:
-    """The last benchmark, and flights over two networks side by side with forecast against measurement."""
-    (tmp_path / "flights").mkdir()
-    for number, (transport, step) in enumerate([("NET/Socket/0", 3.1), ("NET/IB/0/GDRDMA", 1.0)]):
-        record = {
-            "status": "complete", "steps_done": 20, "started_at": f"2026-01-0{number + 1}T00:00:00Z",
-            "model": {"name": "Llama-3.1-8B"}, "transports": [f"{transport}"],
-            "layout": {"family": "FSDP", "effective": {"world_size": 2, "device": "cuda", "backend": "nccl"}},
-            "measured": {"step_seconds": step, "tokens_per_second": 4000.0}, "loss": {"first": 2.0, "last": 1.0},
-            "comparison": [{"quantity": "step_seconds", "measured": step,
-                            "forecast": {"low": 0.8, "mid": 1.0, "high": 1.3}}],
-        }  # fmt: skip
-        (tmp_path / "flights" / f"{number}.json").write_text(json.dumps(record))
-    snapshot = scan(load(FOLDER / "r760xa-2xA40-bf3.json"))
-    address, _ = agent(lambda: (snapshot,), folder=tmp_path)
+    """Two peers and one that is silent: each with its first fault and age; equal nodes are one kind; the links lead."""
+    names = ("hgx-h100-8xH100-8hca", "sick-h100-thermal", "sick-h100-memlock-64KiB")
+    own, hot, low = (scan(load(FOLDER / f"{name}.json")) for name in names)
+    peers = [agent(lambda seen=seen: (seen,))[0] for seen in (hot, low)]  # type: ignore[misc]
+    address, _ = agent(lambda: (own,), peers=[*peers, "http://127.0.0.1:9"])
     with chromium.tab() as tab:
         tab.go(address)
+        tab.run("[...document.querySelectorAll('header a')].find(a => a.innerText.startsWith('All nodes')).click()")
+        tab.loaded()
+        assert "4 nodes" in tab.text("h1")
+        assert "FAIL" in tab.text(".verdict")
         accessible(tab, axe)
-        bars = tab.text(".runs")
-        assert "NET/Socket" in bars
-        assert "3.10 x" in bars
+        rows = tab.run("[...document.querySelectorAll('.nodes tbody tr')].map(r => r.innerText)")
+        assert [row.split()[0] for row in rows] == ["hgx-h100-sick-memlock", "127.0.0.1:9", "hgx-h100-sick-thermal",
+                                                    "hgx-h100-01"]  # fmt: skip
+        assert "RLIMIT_MEMLOCK is 64 KiB" in rows[0] and "64 KiB" in rows[0]
+        assert "never" in rows[1] and "unknown" in rows[1]
+        assert "power brake" in rows[2] and " s" in rows[2]
+        told = tab.run("[...document.querySelectorAll('.finding')].map(f => f.innerText)")
+        assert "agent has never answered" in told[0]
+        assert any("RLIMIT_MEMLOCK" in text and "LimitMEMLOCK" in text for text in told)  # mended as findings.md says
+        kinds = tab.run(
+            "[...document.querySelectorAll('section[aria-labelledby=kinds] tbody tr')].map(r => r.innerText)"
+        )
+        assert len(kinds) == 1 and kinds[0].startswith("3"), kinds  # alike to the last link, sick or not
+        clean(tab, address)
+        follow(tab, "hgx-h100-sick-memlock")
+        assert tab.run("location.href") == peers[1]
+
+
+NCCL_LOG = [  # of two hosts whose HCA NCCL cannot join with the GPUs' memory, in the forms of NCCL 2.27
+    line
+    for rank, host in enumerate(("gpu-a", "gpu-b"))
+    for line in (
+        f"{host}:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
+        f"{host}:100:130 [0] NCCL INFO NET/IB : Using [0]mlx5_1:1/RoCE [RO]; OOB net1:192.168.2.{rank}<0>",
+        f"{host}:100:130 [0] NCCL INFO GPU Direct RDMA Disabled for HCA 0 'mlx5_1'",
+        *(
+            f"{host}:100:130 [0] NCCL INFO Channel 0{channel}/0 : {a}[0] -> {1 - a}[0] [{way}] via NET/IB/0"
+            for channel in range(2)
+            for a, way in ((rank, "send"), (1 - rank, "receive"))
+        ),
+    )
+]
+
+
+def test_a_measured_run_is_shown_with_what_proves_it(
+    chromium: Browser, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
+) -> None:
+    """A benchmark that was really run, with NCCL's log: its fault is the first finding, with the lines that prove it.
+
+    The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
+    """
+    result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
+    result = replace(result, evidence=evidence.read(NCCL_LOG))
+    (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
+    snapshot = scan(load(FOLDER / "r760xa-2xA40-bf3.json"))
+    address, _ = agent(lambda: (snapshot,), folder=tmp_path)
+    with chromium.tab(height=SCREEN) as tab:
+        tab.go(address)
+        first = tab.text(".finding")
+        assert "GPUDirect RDMA is off: send 0/4, receive 0/4 channels" in first
+        assert "[send] via NET/IB/0" in first
+        assert "nvidia_peermem" in tab.text(".finding .remedy")
+        shown = tab.text("section[aria-labelledby=measurements]")
+        best = max(m.busbw_bytes_per_second for m in result.measurements if m.op == "all_gather")
+        assert units.rate(best) in shown
+        assert shown.count("yes") == len(result.measurements)
+        assert "GPUDirect RDMA: off (send 0 of 4 channels, receive 0 of 4)" in shown
+        assert "GPU Direct RDMA Disabled for HCA 0" in shown
+        accessible(tab, axe)
+        clean(tab, address)
+
+
+def test_one_fine_tune_over_three_networks_is_three_bars(
+    chromium: Browser, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
+) -> None:
+    """Three flights that were really flown, in page, report.html and report.md: one figure, the same numbers."""
+    records = [json.loads(path.read_text()) for path in sorted((MEASURED / "flights").glob("*.json"))]
+    steps = sorted((record["measured"]["step_seconds"] for record in records), reverse=True)
+    (tmp_path / "flights").mkdir()
+    for path in (MEASURED / "flights").glob("*.json"):
+        shutil.copy(path, tmp_path / "flights" / path.name)
+    snapshot = scan(load(FOLDER / "r760xa-2xA40-bf3.json"))
+    address, state = agent(lambda: (snapshot,), folder=tmp_path)
+    view = state.refresh()
+    whole = Report(
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, checks=view.checks,
+        topologies=view.topologies, verdict=view.verdict, flights=view.flights,
+    )  # fmt: skip
+    (tmp_path / "report.html").write_text(report_page(whole), encoding="utf-8")
+    words = [f"{units.seconds(step)} a step" for step in steps]
+    for where in (address, (tmp_path / "report.html").as_uri()):
+        with chromium.tab() as tab:
+            tab.go(where)
+            assert tab.run("[...document.querySelectorAll('.runs th')].map(t => t.innerText)") == [
+                "TCP over eth0 (gloo)", "TCP over net1 (gloo)", "TCP over lo (gloo)",
+            ]  # fmt: skip
+            said = tab.run("[...document.querySelectorAll('.runs .number')].map(t => t.innerText)")
+            assert [text.split(" (")[0] for text in said] == words
+            wide = tab.run(
+                "[...document.querySelectorAll('.runs rect')].map(r => r.getBoundingClientRect().width"
+                " / r.closest('td').querySelector('svg').getBoundingClientRect().width)"
+            )
+            assert wide == pytest.approx([step / steps[0] for step in steps], abs=0.01)
+            accessible(tab, axe)
+            clean(tab, where)
+    with chromium.tab() as tab:
+        tab.go(address)
         figures = tab.run("[...document.querySelectorAll('td.wide svg.bar')].map(b => b.getAttribute('aria-label'))")
         assert any("inside it" in label for label in figures)
-        assert any("outside it" in label for label in figures)
-        clean(tab, address)
+    lines = [line for line in report_markdown(whole).splitlines() if "█" in line]
+    assert [word in line for word, line in zip(words, lines, strict=True)] == [True] * 3
 
 
 def test_the_report_is_one_file_for_a_ticket(chromium: Browser, axe: str, tmp_path: Path) -> None:
     """Opened from disk: nothing is fetched, no script is in it, ids are unique, axe-core is content."""
-    snapshots = tuple(scan(load(FOLDER / f"{name}.json")) for name in ("sick-h100-rdma-off", "hgx-h100-8xH100-8hca"))
-    view = look(snapshots)
+    found = tuple(scan(load(FOLDER / f"{name}.json")) for name in ("sick-h100-rdma-off", "hgx-h100-8xH100-8hca"))
+    view = look(found)
     whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=snapshots, topologies=view.topologies,
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=found, topologies=view.topologies,
         checks=view.checks, verdict=view.verdict, notes=("the benchmark: no GPU here",),
         recommendation=advise.for_view(view, advise.Request(model="Llama-3.1-8B")),
     )  # fmt: skip

@@ -27,6 +27,7 @@ import pytest
 import uvicorn
 import yaml
 from panels import Panel
+from rigs.faults import FAULTS, Fault
 
 from agent.server import create
 from agent.state import State
@@ -42,7 +43,7 @@ ROOT = Path(__file__).parent.parent.parent
 MACHINES = ROOT / "tests" / "machines"
 HEALTHY, PCIE, ROCE = "hgx-h100-8xH100-8hca", "l40s-4x-pcie", "r760xa-2xA40-bf3"
 SICK = sorted({machine for _, panel in boards.panels() for machine in panel.shows})
-AGENTS = (HEALTHY, PCIE, ROCE, *SICK)
+AGENTS = tuple(dict.fromkeys((HEALTHY, PCIE, ROCE, *SICK, *(fault.machine for fault in FAULTS))))
 
 
 def twin(machine: str) -> str:
@@ -270,6 +271,23 @@ def test_alerts_are_those_of_the_fault(prometheus: Prometheus, machine: str, ale
     if machine == HEALTHY:
         assert names == set()
     assert alerts <= names, names
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.machine)
+def test_the_fault_is_found_from_the_dashboards_alone(prometheus: Prometheus, fault: Fault) -> None:
+    """Cluster and Node name the finding of this very machine, a panel draws the fault itself, and its alert is on."""
+    named = {(name, panel.title): panel for name, panel in boards.panels()}
+    for board in ("cluster", "node"):
+        rows = prometheus.shown(named[board, "What is wrong"].targets[0].expr, fault.machine)
+        assert {("code", fault.code), ("severity", fault.severity)} in [set(labels) for labels in rows], board
+        healthy = prometheus.shown(named[board, "What is wrong"].targets[0].expr, HEALTHY)
+        assert all(("code", fault.code) not in labels for labels in healthy)
+    drawn = [prometheus.shown(target.expr, fault.machine) for target in named["node", fault.panel].targets]
+    texts = {text for each in drawn for labels, value in each.items() for text in (value, *dict(labels).values())}
+    assert fault.drawn in texts, (fault.panel, texts)
+    if fault.alert is not None:
+        instance = f"127.0.0.1:{prometheus.ports[fault.machine]}"
+        assert prometheus.query(f'ALERTS{{alertname="{fault.alert}", instance="{instance}"}}')
 
 
 def test_a_dead_agent_is_seen(prometheus: Prometheus) -> None:
