@@ -13,6 +13,10 @@ import click
 from agent.hosts import host_option, root_option
 
 BACKLOG = 1024  # connections that the kernel holds until they are taken
+ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no doors that make load
+    "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
+    "reads": "open", "peers": (), "publish_interval": 300.0, "nfd": True,
+}  # fmt: skip
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
 
@@ -44,10 +48,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
 
     With --host it serves recordings in place of this host.
     """
-    import uvicorn
-
     from agent.hosts import snapshots
-    from agent.listener import KEEP_ALIVE_SECONDS, Seldom, protocol
     from agent.state import State
     from probes.scanner import Scanner
 
@@ -56,17 +57,27 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
     state = State(scan, interval_seconds=interval, folder=given["folder"])
     try:
-        level = logging.getLevelName(logging.getLogger().level).lower()
-        for name in ("uvicorn.error", "asyncio"):
-            logging.getLogger(name).addFilter(Seldom())
-        sys.setswitchinterval(SWITCH_SECONDS)
-        uvicorn.run(
-            _application(state, given), host=address, port=port, log_level=level, access_log=False, ws="none",
-            http=protocol(), timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG, timeout_graceful_shutdown=5,
-        )  # type: ignore[arg-type]  # fmt: skip
+        listen(application(state, given), address, port)
     finally:
         if scanner:
             scanner.close()
+
+
+def listen(app: Any, address: str, port: int) -> None:
+    """Serve until a signal says to end."""
+    import uvicorn
+
+    from agent.listener import KEEP_ALIVE_SECONDS, Seldom, protocol
+
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(Seldom())
+    sys.setswitchinterval(SWITCH_SECONDS)
+    http: Any = protocol()
+    uvicorn.run(
+        app, host=address, port=port, log_level=logging.getLevelName(logging.getLogger().level).lower(),
+        access_log=False, ws="none", http=http, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
 
 
 def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
@@ -88,7 +99,7 @@ def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
             raise click.UsageError(f"--token-file: {error}") from None
 
 
-def _application(state: Any, given: dict[str, Any]) -> Any:
+def application(state: Any, given: dict[str, Any]) -> Any:
     """Doors, cluster view and publisher around one state."""
     from agent.doors import Doors
     from agent.server import create

@@ -7,6 +7,7 @@ gzip (RFC 9110, section 12.5.3).
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 from collections import OrderedDict
 from collections.abc import Callable
@@ -56,6 +57,8 @@ class Kept:
         self._view: View | None = None
         self._answers: OrderedDict[Key, Answer] = OrderedDict()
         self._bytes = 0
+        self._doors: set[str] = set()  # paths of which an answer was kept before
+        self._asking: dict[Key, asyncio.Future[None]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer from what is kept, or ask the application and keep what it says."""
@@ -67,15 +70,28 @@ class Kept:
             self._view, self._bytes = view, 0
             self._answers.clear()
         key = _key(scope)
+        if key not in self._answers and key in self._asking:
+            await asyncio.wait((self._asking[key],))  # many ask the same after a scan: one answer will do
         answer = self._answers.get(key)
         if answer is not None:
             self._answers.move_to_end(key)
         else:
-            answer = await self._asked(scope, receive, send, key)
+            answer = await self._first(scope, receive, send, key)
             if answer is None:
                 return
         await send(answer.start)
         await send({"type": "http.response.body", "body": answer.body})
+
+    async def _first(self, scope: Scope, receive: Receive, send: Send, key: Key) -> Answer | None:
+        """As `_asked`; whoever asks the same meanwhile waits, where such answers were kept before."""
+        if scope["path"] not in self._doors or key in self._asking:
+            return await self._asked(scope, receive, send, key)
+        done = self._asking[key] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._asked(scope, receive, send, key)
+        finally:
+            del self._asking[key]
+            done.set_result(None)
 
     async def _asked(self, scope: Scope, receive: Receive, send: Send, key: Key) -> Answer | None:
         """The application's answer; None where it is not to be kept and has been sent."""
@@ -96,6 +112,7 @@ class Kept:
             return None
         answer = _whole(begun, b"".join(parts), zipped=key[3])
         if scope[_MARK] is self._view and sum(map(len, key[:3])) <= LONGEST_KEY:
+            self._doors.add(scope["path"])
             self._store(key, answer)
         return answer
 

@@ -1,0 +1,231 @@
+"""What the resident agent takes: `python bench/footprint.py [--long]`.
+
+On a recorded 8-GPU, 8-HCA machine (bench/resident.py): memory at rest, with publishing and after a page; CPU of a scan,
+scaled to one scan in 30 s; start to /readyz; `topoflight --help`; and memory and descriptors over many requests and
+scans, by tenths. Beside it node_exporter, on the same machine in the same run. `--long` is 10,000 scans and 100,000
+requests, which takes some ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import load
+import resident
+
+SCAN_SECONDS = 30.0  # between scans, unless the agent is told otherwise
+DOORS = (
+    "/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",
+    "/preflight", "/nodes", "/healthz", "/nowhere", "/recommendations?model=nobody",
+)  # fmt: skip
+PER_DOOR = 10
+AIMS = {"resident": 80.0, "publishing": 110.0, "cpu_share": 0.002, "ready_seconds": 1.5, "help_seconds": 0.25}
+# the agent itself, scanning without a pause; it writes how many scans it has made
+BUSY = """
+import sys
+from pathlib import Path
+from agent import cmd_serve
+from agent.state import State
+from probes.scanner import Scanner
+root, port, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+scanner, made = Scanner(root), 0
+def counted(view):
+    global made
+    made += 1
+    count.write_text(str(made))
+state = State(lambda: (scanner.scan(),), interval_seconds=0.0, folder=folder)
+state.before.append(counted)
+cmd_serve.listen(cmd_serve.application(state, cmd_serve.ALONE), "127.0.0.1", port)
+scanner.close()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """Memory and descriptors at moments of a long run."""
+
+    scans: int
+    requests: int
+    errors: int
+    looks: tuple[resident.Memory, ...]
+
+    def grown(self) -> tuple[float, int]:
+        """(MiB, descriptors) from the first look to the last."""
+        first, last = self.looks[0], self.looks[-1]
+        return last.resident + last.children - first.resident - first.children, last.descriptors - first.descriptors
+
+
+def help_seconds(times: int = 7) -> tuple[float, float]:
+    """Best wall time of `topoflight --help`, and of an interpreter that does nothing."""
+
+    def best(words: list[str]) -> float:
+        found = []
+        for _ in range(times):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True, cwd=resident.ROOT)
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    return best(["-m", "agent.cli", "--help"]), best(["-c", "pass"])
+
+
+def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times: int = 5) -> list[float]:
+    """From starting the process to 200 at /readyz, which needs the first scan."""
+    found = []
+    for _ in range(times):
+        with resident.agent(folder, "--root", root, environment=environment) as (_, _, seconds):
+            found.append(seconds)
+    return found
+
+
+def at_rest(
+    folder: Path, *words: str, environment: Mapping[str, str], scans: int = 20
+) -> tuple[resident.Memory, float, resident.Memory]:
+    """(memory at rest, CPU seconds a scan and a second of rest, memory after a page and a what-if)."""
+    with resident.agent(folder, *words, "--interval", "1", environment=environment) as (pid, port, _):
+        time.sleep(3)
+        before = resident.cpu_seconds(pid)
+        time.sleep(scans)
+        spent = (resident.cpu_seconds(pid) - before) / scans
+        quiet = resident.memory(pid)
+        for path in ("/", "/what-if?model=Llama-3.1-8B", "/metrics", "/recommendations?model=Llama-3.1-8B"):
+            resident.get(port, path)
+        time.sleep(1)
+        return quiet, spent, resident.memory(pid)
+
+
+def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: int, requests: int) -> Steady:
+    """Requests at every door while it scans without a pause."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, count = resident.free_port(), folder / "count"
+    command = [sys.executable, "-c", BUSY, root, str(port), str(count), str(folder / "state")]
+    looks, asked, errors = [], 0, 0
+    with resident.process(command, environment, folder / "log") as one:
+        resident.wait(port, "/readyz", one)
+        warm = max(20, scans // 10)  # caches fill and the allocator finds its size in the first tenth
+        for tenth in range(1, 11):
+            goal = warm + (scans - warm) * tenth // 10
+            while asked < requests * tenth // 10 or int(count.read_text() or 0) < goal:
+                if asked < requests * tenth // 10:
+                    errors += ask_all(port)
+                    asked += len(DOORS) * PER_DOOR
+                else:
+                    time.sleep(0.05)
+                if one.poll() is not None:
+                    raise RuntimeError(f"the agent ended: {(folder / 'log').read_text()[-500:]}")
+            looks.append(resident.memory(one.pid))
+        return Steady(scans=int(count.read_text()), requests=asked, errors=errors, looks=tuple(looks))
+
+
+def ask_all(port: int) -> int:
+    """Every door some times on a connection of its own; how many answers were wrong."""
+    wrong = 0
+    for path in DOORS:
+        expected = 404 if path == "/nowhere" else 400 if path.endswith("nobody") else 200
+        one = load.Client(port, path)
+        for _ in range(PER_DOOR):
+            one.ask()
+            while (status := one.take()) is None:
+                pass
+            wrong += status != expected
+        one.socket.close()
+    return wrong
+
+
+@contextlib.contextmanager
+def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """(words, environment) that make the agent publish into the stand-in for the API server."""
+    sys.path.insert(0, str(resident.ROOT / "tests" / "e2e"))
+    from api_server import ApiServer
+
+    with ApiServer() as api:
+        config = folder / "kubeconfig"
+        config.write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": "here",
+            "clusters": [{"name": "here", "cluster": {"server": api.url}}],
+            "users": [{"name": "me", "user": {"token": "agent-token"}}],
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        }))  # fmt: skip
+        yield ("--publish", "--token-review", "--node-name", "here"), {"KUBECONFIG": str(config)}
+        written = [path for method, path in api.requests if method == "PATCH"]
+        if not written:
+            raise RuntimeError("the agent has published nothing: its memory is not that of one that publishes")
+
+
+def row(name: str, value: str, aim: str, held: bool) -> None:
+    """One line of the table."""
+    print(f"| {name} | {value} | {aim} | {'yes' if held else 'NO'} |", flush=True)
+
+
+def table(folder: Path, root: str, environment: Mapping[str, str], given: argparse.Namespace) -> None:
+    """Measure, and print as it comes."""
+    print("| what | measured | aim | met |\n|---|---|---|---|")
+    took, bare = help_seconds()
+    row("`topoflight --help`, best of 7", f"{took:.3f} s ({took / bare:.1f} times a bare interpreter)", "0.25 s",
+        took < AIMS["help_seconds"])  # fmt: skip
+    starts = start_seconds(folder, root, environment)
+    row("start to /readyz, best of 5", f"{min(starts):.2f} s (median {statistics.median(starts):.2f} s)", "1.5 s",
+        min(starts) < AIMS["ready_seconds"])  # fmt: skip
+    quiet, spent, paged = at_rest(folder, "--root", root, environment=environment, scans=given.rest)
+    row("resident, the agent's process", f"{quiet.resident:.1f} MiB", "80 MiB", quiet.resident <= AIMS["resident"])
+    row("with the probes' child, shared pages once (PSS)", f"{quiet.pss:.1f} MiB", "80 MiB",
+        quiet.pss <= AIMS["resident"])  # fmt: skip
+    both = quiet.resident + quiet.children
+    row("with the probes' child, shared pages twice (RSS)", f"{both:.1f} MiB", "80 MiB", both <= AIMS["resident"])
+    after = paged.resident + paged.children
+    print(f"| after a page, a what-if and a scrape | {paged.resident:.1f} MiB, RSS of both {after:.1f}, "
+          f"PSS {paged.pss:.1f} | | |")  # fmt: skip
+    row(f"CPU of a scan each {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
+        "0.2 %", spent / SCAN_SECONDS < AIMS["cpu_share"])  # fmt: skip
+    with published(folder) as (words, more):
+        loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, scans=given.rest)
+    row("publishing: resident, the agent's process", f"{loud.resident:.1f} MiB", "110 MiB",
+        loud.resident <= AIMS["publishing"])  # fmt: skip
+    both = loud.resident + loud.children
+    row("publishing: RSS of both", f"{both:.1f} MiB (PSS {loud.pss:.1f})", "110 MiB", both <= AIMS["publishing"])
+    with contextlib.suppress(FileNotFoundError), resident.exporter() as (pid, port):
+        load.latencies(port, "/metrics", 20)
+        other, before = resident.memory(pid), resident.cpu_seconds(pid)
+        load.latencies(port, "/metrics", 20)
+        scrape = (resident.cpu_seconds(pid) - before) / 20
+        print(f"| node_exporter beside it | {other.resident:.1f} MiB, {scrape * 1e3:.1f} ms of CPU a scrape | | |")
+
+
+def main() -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--long", action="store_true", help="10,000 scans and 100,000 requests")
+    parser.add_argument("--scans", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--rest", type=int, default=20, help="seconds of rest, each with a scan")
+    parser.add_argument("--steady-only", action="store_true")
+    given = parser.parse_args()
+    scans, requests = (10_000, 100_000) if given.long else (given.scans, given.requests)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        root, environment = resident.restore(folder)
+        if not given.steady_only:
+            table(folder, root, environment, given)
+        found = steady(folder, root, environment, scans=scans, requests=requests)
+    mib, descriptors = found.grown()
+    print(f"\nOver {found.scans} scans and {found.requests} requests, {found.errors} of them wrong; from the first "
+          f"tenth to the last: {mib:+.1f} MiB, {descriptors:+d} descriptors. By tenths, RSS of both in MiB: "
+          + " ".join(f"{look.resident + look.children:.1f}" for look in found.looks)
+          + "; descriptors: " + " ".join(str(look.descriptors) for look in found.looks))  # fmt: skip
+    return int(found.errors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

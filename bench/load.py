@@ -1,0 +1,202 @@
+"""Scrapes and load: `python bench/load.py [--seconds 10] [--scrapes 2000]`.
+
+One scraper's latency from /metrics, in turn with node_exporter's in the same run, and answers a second for 100
+keep-alive clients. The clients are one process without an HTTP library: sockets in one epoll, each request one write,
+each answer read to the length it names. It shares the machine's cores with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import select
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import resident
+
+CLIENTS = 100
+DOORS = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/healthz")
+BLOCK = 50  # scrapes of one server before it is the other's turn, so that both see the same machine
+_HEAD = re.compile(rb"HTTP/1\.1 (\d+) .*?\r\ncontent-length: (\d+)\r\n", re.IGNORECASE | re.DOTALL)
+_CHUNKED = re.compile(rb"transfer-encoding: chunked", re.IGNORECASE)
+SCRAPER = "Accept: text/plain;version=0.0.4\r\nAccept-Encoding: gzip\r\nUser-Agent: Prometheus\r\n"
+
+
+@dataclass
+class Load:
+    """What many clients saw."""
+
+    seconds: float = 0.0
+    statuses: Counter[int] = field(default_factory=Counter)
+    errors: int = 0
+
+    @property
+    def per_second(self) -> float:
+        """Answers 200 a second."""
+        return self.statuses[200] / self.seconds if self.seconds else 0.0
+
+
+class Client:
+    """One keep-alive connection that asks the same again and again."""
+
+    def __init__(self, port: int, path: str, headers: str = SCRAPER) -> None:
+        self.request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{headers}\r\n".encode()
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._left, self._status, self._head = 0, 0, b""
+
+    def ask(self) -> None:
+        """Send the request; an answer is then awaited."""
+        self._left, self._head = -1, b""
+        self.socket.sendall(self.request)
+
+    def take(self) -> int | None:
+        """Read once; the status where the answer is whole. ConnectionError where it was cut."""
+        piece = self.socket.recv(1 << 18)
+        if not piece:
+            raise ConnectionError("closed")
+        if self._left >= 0:
+            self._left -= len(piece)
+        else:
+            self._head += piece
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                return None
+            found = _HEAD.match(self._head[: end + 2])
+            if found is None:
+                return self._chunked(end)
+            self._status, self._left = int(found[1]), int(found[2]) - (len(self._head) - end - 4)
+        return self._status if self._left == 0 else None
+
+    def _chunked(self, end: int) -> int | None:
+        """node_exporter sends its longer answers so; the last chunk is empty."""
+        if not _CHUNKED.search(self._head[:end]):
+            raise ConnectionError("neither a length nor chunks")
+        return int(self._head[9:12]) if self._head.endswith(b"\r\n0\r\n\r\n") else None
+
+
+def latencies(port: int, path: str, scrapes: int, client: Client | None = None) -> list[float]:
+    """Seconds of each of `scrapes` on one connection."""
+    one, found = client or Client(port, path), []
+    for _ in range(scrapes):
+        began = time.perf_counter()
+        one.ask()
+        while (status := one.take()) is None:
+            pass
+        found.append(time.perf_counter() - began)
+        if status != 200:
+            raise RuntimeError(f"{path}: {status}")
+    return found
+
+
+def load(port: int, path: str, *, clients: int = CLIENTS, seconds: float = 10.0) -> Load:
+    """As many answers as `clients` get that always wait for one."""
+    found, poll = Load(), select.epoll()
+    everyone = {}
+    for _ in range(clients):
+        one = Client(port, path)
+        everyone[one.socket.fileno()] = one
+        poll.register(one.socket, select.EPOLLIN)
+    began = time.perf_counter()
+    for one in everyone.values():
+        one.ask()
+    while (now := time.perf_counter()) < began + seconds and everyone:
+        for descriptor, _ in poll.poll(1.0):
+            one = everyone[descriptor]
+            try:
+                status = one.take()
+                if status is not None:
+                    found.statuses[status] += 1
+                    one.ask()
+            except OSError:
+                found.errors += 1
+                poll.unregister(descriptor)
+                one.socket.close()
+                del everyone[descriptor]
+    found.seconds = now - began
+    for one in everyone.values():
+        one.socket.close()
+    poll.close()
+    return found
+
+
+def side_by_side(ports: Sequence[int], scrapes: int) -> list[list[float]]:
+    """Latencies of /metrics of several servers, taken in turns."""
+    clients = [Client(port, "/metrics") for port in ports]
+    found: list[list[float]] = [[] for _ in ports]
+    for _ in range(max(1, scrapes // BLOCK)):
+        for index, port in enumerate(ports):
+            found[index] += latencies(port, "/metrics", min(BLOCK, scrapes), clients[index])
+    for one in clients:
+        one.socket.close()
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of all stays below."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--scrapes", type=int, default=2000)
+    parser.add_argument("--interval", default="30", help="seconds between the agent's scans")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        root, environment = resident.restore(folder)
+        words = ("--root", root, "--interval", given.interval)
+        with resident.agent(folder, *words, environment=environment) as (pid, port, _):
+            scraped(port, given.scrapes)
+            crowded(pid, port, given.seconds)
+    return 0
+
+
+def scraped(port: int, scrapes: int) -> None:
+    """One scraper, beside the yardstick where it is installed."""
+    print("| one scraper of /metrics | median ms | p99 ms | bytes |\n|---|---|---|---|")
+    try:
+        with resident.exporter() as (_, theirs):
+            ours, other = side_by_side([port, theirs], scrapes)
+            _row("topoflight", ours, port)
+            _row("node_exporter", other, theirs)
+    except FileNotFoundError as error:
+        _row("topoflight", latencies(port, "/metrics", scrapes), port)
+        print(f"\nNo yardstick: {error}")
+        return
+    late, usual = percentile(ours, 0.99) / percentile(other, 0.99), statistics.median(ours) / statistics.median(other)
+    print(f"\np99 is {late:.2f} of node_exporter's, the median {usual:.2f}.")
+
+
+def crowded(pid: int, port: int, seconds: float) -> None:
+    """Many clients that never pause."""
+    print(f"\n| {CLIENTS} keep-alive clients | answers/s | other statuses | errors | server's CPU ms per answer |")
+    print("|---|---|---|---|---|")
+    for path in DOORS:
+        resident.get(port, path)
+        before = resident.cpu_seconds(pid)
+        found = load(port, path, seconds=seconds)
+        spent = (resident.cpu_seconds(pid) - before) / max(1, found.statuses[200])
+        rest = sum(found.statuses.values()) - found.statuses[200]
+        print(f"| {path} | {found.per_second:.0f} | {rest} | {found.errors} | {spent * 1e3:.2f} |", flush=True)
+
+
+def _row(name: str, values: Sequence[float], port: int) -> None:
+    size = len(resident.get(port, "/metrics")[1])
+    print(f"| {name} | {statistics.median(values) * 1e3:.2f} | {percentile(values, 0.99) * 1e3:.2f} | {size} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

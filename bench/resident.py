@@ -1,0 +1,157 @@
+"""What the benches of the resident agent share: a live-like machine, the agent and the yardstick, and what they take.
+
+The machine is a recording given back to the real probes: its /proc and /sys as files below a root, its GPUs through an
+NVML library that answers what was recorded. Linux proc(5) for the figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+MACHINE = "hgx-h100-8xH100-8hca"
+EXPORTER = "prometheus-node-exporter"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """MiB of a process and its children. Shared pages count in each resident set; pss shares them out."""
+
+    resident: float
+    children: float
+    pss: float
+    descriptors: int
+
+
+def restore(folder: Path, machine: str = MACHINE) -> tuple[str, dict[str, str]]:
+    """(root, environment) of the recorded machine, laid out below `folder`."""
+    sys.path.insert(0, str(ROOT / "tests" / "fakes" / "nvml"))
+    import nvml_profile
+
+    answers = json.loads((ROOT / "tests" / "machines" / f"{machine}.json").read_text(encoding="utf-8"))["answers"]
+    nvml_profile.build(folder)
+    (folder / "profile").write_text(nvml_profile.profile(answers["nvml"]), encoding="utf-8")
+    nvml_profile.restore_files(answers, folder / "root")
+    return str(folder / "root"), {"LD_LIBRARY_PATH": str(folder), "FAKE_NVML_PROFILE": str(folder / "profile")}
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def process(command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None) -> Iterator[
+    subprocess.Popen[bytes]
+]:  # fmt: skip
+    """Run it for the length of the block, without the words it says."""
+    with (log or Path(os.devnull)).open("ab") as out:
+        one = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {}), stdout=out, stderr=out,
+            stdin=subprocess.DEVNULL, cwd="/",
+        )  # fmt: skip
+    try:
+        yield one
+    finally:
+        one.send_signal(signal.SIGTERM)
+        try:
+            one.wait(15)
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+
+
+@contextlib.contextmanager
+def agent(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
+    """(pid, port, seconds to /readyz) of `topoflight serve` on the machine restored in `folder`."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "agent.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--state",
+        str(folder / "state"),
+        *words,
+    ]
+    began = time.perf_counter()
+    with process(command, environment, folder / "log") as one:
+        wait(port, "/readyz", one)
+        yield one.pid, port, time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def exporter() -> Iterator[tuple[int, int]]:
+    """(pid, port) of node_exporter as Debian starts it. FileNotFoundError where it is not installed."""
+    if shutil.which(EXPORTER) is None:
+        raise FileNotFoundError(f"{EXPORTER} is not installed: apt-get install {EXPORTER}")
+    port = free_port()
+    with process([EXPORTER, f"--web.listen-address=127.0.0.1:{port}"]) as one:
+        wait(port, "/metrics", one)
+        yield one.pid, port
+
+
+def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
+    """Until it answers 200."""
+    until, last = time.monotonic() + seconds, (0, b"")
+    while time.monotonic() < until:
+        if one.poll() is not None:
+            raise RuntimeError(f"{one.args!r} ended with {one.returncode}")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            last = get(port, path)
+            if last[0] == 200:
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"port {port} {path}: no answer 200 in {seconds:.0f} s; the last is {last}")
+
+
+def get(port: int, path: str, headers: Mapping[str, str] | None = None, timeout: float = 30.0) -> tuple[int, bytes]:
+    """One request on a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request("GET", path, headers=dict(headers or {}))
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and whatever it has started."""
+    one = psutil.Process(pid)
+    return [one, *one.children(recursive=True)]
+
+
+def memory(pid: int) -> Memory:
+    """Of the process and its children, now."""
+    first, *rest = family(pid)
+    return Memory(
+        resident=first.memory_info().rss / MIB,
+        children=sum(child.memory_info().rss for child in rest) / MIB,
+        pss=sum(one.memory_full_info().pss for one in (first, *rest)) / MIB,
+        descriptors=sum(one.num_fds() for one in (first, *rest)),
+    )
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of the process and its children so far."""
+    return sum(sum(one.cpu_times()[:2]) for one in family(pid))
