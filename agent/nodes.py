@@ -104,7 +104,8 @@ def _memlock(limits: LimitsFacts | None) -> str | None:
         return None
     if limits.memlock_soft_bytes is None:
         return "unlimited"
-    return f"{limits.memlock_soft_bytes / 2**20:.4g} MiB"
+    small = limits.memlock_soft_bytes < 2**20
+    return f"{limits.memlock_soft_bytes / (2**10 if small else 2**20):.4g} {'KiB' if small else 'MiB'}"
 
 
 def _findings(checks: Sequence[Check]) -> tuple[Json, ...]:
