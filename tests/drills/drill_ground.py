@@ -141,6 +141,7 @@ class Ground:
         """Files that a reader would trust and that are not whole."""
         broken = []
         for folder in (self.state, *folders):
+            self.notes += ["a temporary file beside its name"] * len(list(folder.glob(".*.json.*")))
             for path in folder.rglob("*.json"):
                 if any(part.startswith(".") for part in path.relative_to(folder).parts):
                     continue  # written beside its name, to be renamed when it is whole

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from drill_ground import MACHINES, SMALL_BENCH, Ground, eventually
+from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, eventually
 from drill_register import LONG_KILLS, drill
 
 from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
@@ -74,7 +76,7 @@ def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
         try:
             process.communicate(timeout=ground.random.uniform(0.0, _life[kind]))
         except subprocess.TimeoutExpired:
-            ground.notes.append(f"killed at: {_stage(ground)}")
+            ground.notes.append(f"at: {_stage(ground)}")
             process.send_signal(signal.SIGKILL)
             process.communicate()
             return
@@ -126,6 +128,28 @@ def kill_during_a_preflight(ground: Ground) -> list[str]:
 def kill_of_the_server(ground: Ground) -> list[str]:
     """A benchmark that came in by HTTP; the next agent serves what was kept."""
     keep_something(ground)
+    with _measuring(ground) as agent:
+        agent.process.send_signal(signal.SIGKILL)
+        agent.process.wait()
+    lost = [*ground.after(), *state_lost(ground.state)]
+    with ground.agent() as agent:
+        if not eventually(lambda: agent.ask("/measurements")[0] == 200 or None):
+            lost.append(f"the next agent does not serve what was kept: {agent.ask('/measurements')}")
+    return [*lost, *ground.orphans()]
+
+
+@drill("SIGTERM of the serving agent while its benchmark runs", short=0, long=5, marks=("ranks",))
+def sigterm_of_the_server(ground: Ground) -> list[str]:
+    """It ends well within a kubelet's 30 seconds, and its benchmark with it."""
+    keep_something(ground)
+    with _measuring(ground) as agent:
+        lost = [] if agent.term() is not None else ["the agent does not end"]
+    return [*lost, *ground.after(), *state_lost(ground.state)]
+
+
+@contextlib.contextmanager
+def _measuring(ground: Ground) -> Iterator[Agent]:
+    """An agent whose benchmark is somewhere on its way."""
     tokens = ground.folder / "tokens"
     tokens.write_text(f"{OWNER}\n")
     tokens.chmod(0o600)
@@ -134,13 +158,7 @@ def kill_of_the_server(ground: Ground) -> list[str]:
         agent.ready()
         status, told = agent.ask("/benchmarks", "POST", asked, Authorization=f"Bearer {OWNER}")
         if status != 202:
-            return [f"POST /benchmarks: {status} {told}"]
+            raise RuntimeError(f"POST /benchmarks: {status} {told}")
         time.sleep(ground.random.uniform(0.0, _life["serve"]))
-        ground.notes.append(f"killed at: {_stage(ground)}")
-        agent.process.send_signal(signal.SIGKILL)
-        agent.process.wait()
-    lost = [*ground.after(), *state_lost(ground.state)]
-    with ground.agent() as agent:
-        if not eventually(lambda: agent.ask("/measurements")[0] == 200 or None):
-            lost.append(f"the next agent does not serve what was kept: {agent.ask('/measurements')}")
-    return [*lost, *ground.orphans()]
+        ground.notes.append(f"at: {_stage(ground)}")
+        yield agent
