@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cattrs
@@ -11,6 +12,23 @@ from collectives.results import SCHEMA_VERSION, BenchResult
 
 _CONVERTER = cattrs.Converter(forbid_extra_keys=False)
 configure_union_passthrough(str | bool | int | float | None, _CONVERTER)
+
+
+def _exactly(kind: type, *allowed: type) -> Callable[[Any, type], Any]:
+    """Numbers for numbers and text for text: what JSON holds is not turned into something else."""
+
+    def hook(value: Any, asked: type) -> Any:
+        if asked is not kind:  # an IntEnum, which is an int too
+            return asked(value)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{str(value)[:40]!r} is no {kind.__name__}")
+        return kind(value)
+
+    return hook
+
+
+for _kind, _allowed in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+    _CONVERTER.register_structure_hook(_kind, _exactly(_kind, *_allowed))
 
 
 class ResultError(ValueError):

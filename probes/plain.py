@@ -7,6 +7,7 @@ later break whoever computes with them, or writes them out.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 64  # the deepest document of ours, a recording, has six levels
@@ -21,11 +22,12 @@ class PlainError(ValueError):
 def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
     """The document. Raises PlainError; with `unknown_numbers` a number that is none, such as NaN, reads as None."""
 
-    def refused(word: str) -> None:
-        if not unknown_numbers:
-            raise PlainError(f"the number {word[:20]} is out of bounds: 64 bits, or 1e30 with decimals")
+    def refused(word: str) -> float | None:
+        if unknown_numbers:
+            return None
+        raise PlainError(f"the number {word[:20]} is out of bounds: 64 bits, or 1e30 with decimals")
 
-    def whole(word: str) -> int | None:
+    def whole(word: str) -> float | None:
         return value if len(word) < 22 and -LARGEST < (value := int(word)) < LARGEST else refused(word)
 
     def decimal(word: str) -> float | None:
@@ -46,6 +48,23 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
         except UnicodeEncodeError:
             raise PlainError("half of a surrogate pair stands in a text") from None
     return found
+
+
+def strict(converter: Any) -> None:
+    """Have a cattrs converter take numbers for numbers and text for text, and turn nothing into the other."""
+    for kind, allowed in ((int, int), (float, int | float), (str, str), (bool, bool)):
+        converter.register_structure_hook(kind, _exactly(kind, allowed))
+
+
+def _exactly(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
+    def hook(value: Any, asked: type) -> Any:
+        if asked is not kind:  # an IntEnum, which is an int too
+            return asked(value)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise PlainError(f"{str(value)[:40]!r} is no {kind.__name__}")
+        return kind(value)
+
+    return hook
 
 
 def _check_depth(found: Any) -> None:

@@ -14,11 +14,12 @@ from cattrs.preconf.json import make_converter
 
 from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
 from probes.host import Json
-from probes.plain import PlainError
+from probes.plain import PlainError, strict
 from probes.plain import loads as plain
 from probes.registry import BY_NAME
 
 _converter = make_converter()
+strict(_converter)
 
 Outcome = Ok[Any] | Absent | Failed
 

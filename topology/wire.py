@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 import cattrs
 from cattrs.preconf.json import make_converter
 
+from probes.plain import strict
 from topology.graph import SCHEMA_VERSION, ClusterTopology, NodeTopology
 
 T = TypeVar("T", NodeTopology, ClusterTopology)
 
 _converter = make_converter()
+strict(_converter)
 
 
 class TopologyWireError(ValueError):
@@ -45,7 +47,8 @@ def _from_json(data: object, wanted: type[T]) -> T:
     except (cattrs.BaseValidationError, KeyError, TypeError, ValueError, OverflowError) as error:
         words = cattrs.transform_error(error) if isinstance(error, cattrs.BaseValidationError) else [repr(error)]
         raise TopologyWireError(f"no {wanted.__name__}: {'; '.join(words[:3])}") from None
-    for node in made.nodes if isinstance(made, ClusterTopology) else (made,):
+    nodes: tuple[NodeTopology, ...] = made.nodes if isinstance(made, ClusterTopology) else (made,)
+    for node in nodes:
         _check_names(node)
     return made
 
@@ -59,6 +62,7 @@ def _check_names(node: NodeTopology) -> None:
     spoken |= {near.gpu for near in node.nearest_nic} - gpus
     spoken |= {name for near in node.nearest_nic for name in near.nics} - nics
     spoken |= {name for rail in node.rails for name in rail.nics} - nics
-    spoken |= {name for group in (*node.rails, *node.islands) for name in group.gpus} - gpus
+    spoken |= {name for rail in node.rails for name in rail.gpus} - gpus
+    spoken |= {name for island in node.islands for name in island.gpus} - gpus
     if spoken:
         raise TopologyWireError(f"no NodeTopology: {min(spoken)[:64]!r} is none of its devices")
