@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/cluster_view.py [NODES]
 
-Prints one line per step. The records come from a server in a process of its own, so that the memory is the agent's.
+Prints one line per step: CPU and wall seconds, memory. The records come from a server in a process of its own, so that
+the memory is the agent's. bench/cluster_real.py does the same with a real API server and a whole agent.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Process, Queue
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent.nodes import NodeRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 KINDS = ("hgx-h100-8xH100-8hca", "polaris-4xA100-nv4", "l40s-4x-pcie")
 
 
-def serve(nodes: int, out: Queue[Any]) -> None:
-    """The API server's part: `nodes` records, of which every hundredth has failed and every fiftieth is silent."""
-    from api_server import ApiServer
-
-    from agent.nodes import records_of, to_resource
+def records(nodes: int) -> Iterator[NodeRecord]:
+    """`nodes` records, of which every hundredth has failed and every fiftieth is silent."""
+    from agent.nodes import records_of
     from agent.view import look
     from probes.recording import load
     from probes.scan import scan
@@ -34,13 +36,23 @@ def serve(nodes: int, out: Queue[Any]) -> None:
     kinds = [
         records_of(look((scan(load(ROOT / f"tests/machines/{kind}.json")),)), name="x")[0] for kind in KINDS
     ]  # fmt: skip
+    for index in range(nodes):
+        record = replace(kinds[0 if index % 10 else 1 + index // 10 % 2], name=f"node-{index:05d}")
+        if index % 100 == 0:
+            record = replace(record, verdict="fail")
+        if index % 50 == 1:
+            record = replace(record, scanned_at_seconds=record.scanned_at_seconds - 86400)
+        yield record
+
+
+def serve(nodes: int, out: Queue[Any]) -> None:
+    """The API server's part."""
+    from api_server import ApiServer
+
+    from agent.nodes import to_resource
+
     with ApiServer() as api:
-        for index in range(nodes):
-            record = replace(kinds[0 if index % 10 else 1 + index // 10 % 2], name=f"node-{index:05d}")
-            if index % 100 == 0:
-                record = replace(record, verdict="fail")
-            if index % 50 == 1:
-                record = replace(record, scanned_at_seconds=record.scanned_at_seconds - 86400)
+        for record in records(nodes):
             api.put("/apis/topoflight.io/v1alpha1/nodetopologies", "", to_resource(record)[1])
         out.put(api.url)
         time.sleep(3600)
@@ -54,10 +66,11 @@ def resident_mib() -> float:
 
 def step(name: str, work: Callable[[], Any]) -> Any:
     """Do it, and print what it took."""
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     value = work()
     size = len(value.content) if hasattr(value, "content") else 0
-    print(f"{name:48s} {time.perf_counter() - began:8.3f} s  {resident_mib():7.1f} MiB resident"
+    wall, busy = time.perf_counter() - began, time.process_time() - busy
+    print(f"{name:50s} {busy:8.3f} CPU s {wall:8.3f} s  {resident_mib():7.1f} MiB resident"
           + (f"  {size / 2**20:6.2f} MiB sent" if size else ""))  # fmt: skip
     if hasattr(value, "status_code") and value.status_code != 200:
         raise SystemExit(value.text)
@@ -98,7 +111,7 @@ def main(nodes: int) -> None:
     notes = [note["text"] for note in advice.json()["notes"] if note["topic"] == "cluster"]
     print(json.dumps(notes, indent=1))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{'peak':48s} {'':10s}  {peak:7.1f} MiB resident")
+    print(f"{'peak':50s} {'':25s}  {peak:7.1f} MiB resident")
     server.terminate()
 
 

@@ -7,11 +7,13 @@ weakest node together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from topology.expect import for_cluster, gigabytes, node_plan, usable_rate
 from topology.graph import ClusterTopology, NicNode, NodeTopology
 
+T = TypeVar("T")
 _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma"), ("ethernet", "tcp"))
 
 
@@ -96,7 +98,9 @@ def _cluster_plan(
     """A flat ring over all GPUs: the weaker of what is inside a node and what is between nodes."""
     if between is None:
         return None, steps
-    inside = [(node.hostname, node_plan(node)[0]) for node in nodes if len(node.gpus) > 1]
+    several = [node for node in nodes if len(node.gpus) > 1]
+    plans = _each(several, lambda node: node_plan(node)[0])
+    inside = [(node.hostname, value) for node, value in zip(several, plans, strict=True)]
     unknown = [name for name, value in inside if value is None]
     if unknown:
         return None, (*steps, f"no plan: what the GPUs of {unknown[0]} carry among themselves is not known")
@@ -115,7 +119,7 @@ def _asymmetries(nodes: tuple[NodeTopology, ...]) -> list[str]:
     """Every trait in which a node differs from most of the others."""
     found = []
     for what, trait in _TRAITS:
-        values = [trait(node) for node in nodes]
+        values = _each(nodes, trait)
         common, count = Counter(values).most_common(1)[0]
         if count == len(nodes):
             continue
@@ -126,6 +130,19 @@ def _asymmetries(nodes: tuple[NodeTopology, ...]) -> list[str]:
     names = Counter(node.hostname for node in nodes)
     found += [f"{count} nodes are called {name}" for name, count in names.items() if count > 1]
     return found
+
+
+def _each(nodes: Sequence[NodeTopology], trait: Callable[[NodeTopology], T]) -> list[T]:
+    """`trait` of every node, worked out once for nodes made of the same parts: thousands are a handful of graphs."""
+    known: dict[tuple[int, ...], T] = {}
+    values = []
+    for node in nodes:  # which keeps the parts alive, so that an id stays theirs
+        parts = (id(node.gpus), id(node.pairs), id(node.nics), id(node.nearest_nic), id(node.islands),
+                 node.nvlink_known)  # fmt: skip
+        if parts not in known:
+            known[parts] = trait(node)
+        values.append(known[parts])
+    return values
 
 
 def _spread(values: list[str]) -> str:
