@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, worst_first
+from agent.rising import CODES as RISING_CODES
 from agent.rising import rising
 from collectives.results import BenchResult
 from planner.lint import CODES as ENVIRONMENT_CODES
@@ -153,16 +154,13 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     return (*found, *checks_of_findings(snapshot.hostname, topology_check.check(node), topology_check.CODES))
 
 
-RISING_CODE = "rdma.counters.rising"
-
-
 def with_rising(checks: Sequence[Check], before: Snapshot | None, now: Snapshot) -> tuple[Check, ...]:
     """The checks with what rose since the scan before; without one, that nothing rises is not known."""
     if before is None or now.taken_at_seconds <= before.taken_at_seconds:  # the same recording replayed is one scan
         why = "needs two scans: one shows counters since the driver was loaded"
         return tuple(
             replace(check, status="unknown", message=why)
-            if check.id == RISING_CODE and check.status == "pass"
+            if check.id in RISING_CODES and check.status == "pass"
             else check
             for check in checks
         )

@@ -23,7 +23,8 @@ CODES = (
     "gpu.fabric.degraded", "gpu.p2p.refused", "gpu.ecc.uncorrected", "gpu.memory.remap_failed",
     "gpu.memory.remap_pending", "gpu.memory.retired", "gpu.thermal.hot", "gpu.thermal.throttling", "gpu.power.brake",
     "gpu.power.capped", "gpu.power.limit", "gpu.mig.enabled", "gpu.bar1.small", "gpu.persistence.off",
-    "gpu.process.running", "gpu.xid.hardware", "gpu.xid.application",
+    "gpu.process.running", "gpu.xid.hardware", "gpu.xid.application", "gpu.xid.new",
+    "gpu.counters.rising",
 )  # fmt: skip
 
 
@@ -130,7 +131,8 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
 
 def _pcie(gpu: Gpu) -> Iterator[Finding]:
     width, most = gpu.pcie_width, gpu.pcie_width_max
-    if width and most and width < most:
+    # Where sysfs shows the link, the pci probe judges the same width, with the slot's side of it.
+    if width and most and width < most and not gpu.link_in_sysfs:
         yield finding(
             "gpu.pcie.width", Severity.WARN, subject_of(gpu),
             f"runs with {width} PCIe lanes where GPU and slot have {most}",

@@ -180,6 +180,7 @@ def _gpu(host: Host, index: int, xids: dict[str, list[int]] | None) -> Gpu:
         pcie_generation_max=ask.count("nvmlDeviceGetMaxPcieLinkGeneration"),
         pcie_width=ask.count("nvmlDeviceGetCurrPcieLinkWidth"),
         pcie_width_max=ask.count("nvmlDeviceGetMaxPcieLinkWidth"),
+        link_in_sysfs=host.exists(f"/sys/bus/pci/devices/{bus_id}/current_link_width") if bus_id else False,
         pcie_replays=ask.count("nvmlDeviceGetPcieReplayCounter"),
         bar1_bytes=ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
         mig_enabled=bool(mig[0]) if mig else None,

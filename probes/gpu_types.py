@@ -45,6 +45,7 @@ class Gpu:
     pcie_generation_max: int | None = None  # what GPU and slot can do together
     pcie_width: int | None = None
     pcie_width_max: int | None = None
+    link_in_sysfs: bool = False  # the pci probe sees this link too
     pcie_replays: int | None = None
     bar1_bytes: int | None = None
     mig_enabled: bool | None = None

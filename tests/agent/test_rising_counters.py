@@ -33,7 +33,7 @@ def test_counters_that_stand_still_say_nothing() -> None:
 
 
 def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
-    found = rising(snapshot(0), snapshot(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 5000}))
+    found = rising(snapshot(0), snapshot(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
     assert [(f.code, f.severity, f.subject) for f in found] == [
         ("rdma.counters.rising", Severity.FAIL, "mlx5_0:1"),
         ("gpu.nvlink.errors", Severity.WARN, "GPU2"),
@@ -60,3 +60,49 @@ def test_what_cannot_be_compared_gives_no_finding(later: Snapshot) -> None:
 
 def test_another_driver_counts_anew() -> None:
     assert rising(snapshot(0), snapshot(15, errors={"replay": 99}, driver="575.2")) == ()
+
+
+def gpus(**changes: Any) -> Snapshot:
+    gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", **changes.pop("gpu", {}))
+    facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(gpu,))
+    return snapshot(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"pcie_replays": 100}, {"pcie_replays": 108}, None),
+        ({"pcie_replays": 100}, {"pcie_replays": 109}, ("gpu.counters.rising", Severity.WARN)),
+        ({"pcie_replays": None}, {"pcie_replays": 900}, None),
+        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 3}, ("gpu.counters.rising", Severity.FAIL)),
+        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 0}, None),
+        ({"xids": (31,)}, {"xids": (31, 79)}, ("gpu.xid.new", Severity.FAIL)),
+        ({"xids": (79,)}, {"xids": (79, 79)}, ("gpu.xid.new", Severity.FAIL)),
+        ({"xids": (79,)}, {"xids": (79, 31)}, ("gpu.xid.new", Severity.INFO)),
+        ({"xids": (79,)}, {"xids": (79,)}, None),
+        ({"xids": None}, {"xids": (79,)}, None),
+    ],
+)
+def test_what_rises_on_a_gpu(
+    before: dict[str, Any], after: dict[str, Any], expected: tuple[str, Severity] | None
+) -> None:
+    """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
+    found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
+    assert [(f.code, f.severity) for f in found] == ([expected] if expected else [])
+    assert {f.code for f in found} <= set(ALL_CODES)
+
+
+def test_crc_errors_count_by_their_rate() -> None:
+    """DCGM's limit is a hundred a second: 1499 in 15 s are below it."""
+    for rise, expected in ((1499, 0), (1500, 1)):
+        errors = {**HEALTHY, "crc_flit": HEALTHY["crc_flit"] + rise}
+        assert len(rising(snapshot(0), snapshot(15, errors=errors))) == expected
+
+
+def test_a_gpu_that_was_lost_is_known_by_its_place() -> None:
+    """It no longer tells its UUID, but its Xid is in the log."""
+    before = gpus(gpu={"xids": ()})
+    lost = Gpu(index=2, bus_id="0000:1b:00.0", error="GPU_IS_LOST", xids=(79,))
+    facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(lost,))
+    (found,) = rising(before, snapshot(15, outcomes={"gpu": Ok(facts=facts)}))
+    assert (found.code, found.subject) == ("gpu.xid.new", "GPU2")

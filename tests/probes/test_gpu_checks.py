@@ -41,7 +41,7 @@ def _links(active: int, of: int) -> dict[str, Any]:
         ("r760xa-2xA40-bf3", []),
         ("azure-nd-a100-flat-vm", []),
         ("titan-rtx-2x-nv2", [("gpu.bar1.small", "GPU0, GPU1"), ("gpu.persistence.off", "GPU0, GPU1")]),
-        ("sick-l40s-x4", [("gpu.pcie.width", "GPU2")]),
+        ("sick-l40s-x4", []),  # the pci probe says it, with the slot's side
         ("sick-h100-gpu-lost", [("gpu.device.lost", "GPU5")]),
         ("sick-h100-nvlink-missing", [("gpu.nvlink.missing", "GPU3")]),
         (
