@@ -12,7 +12,6 @@ import click
 
 from agent.hosts import host_option, root_option
 
-BACKLOG = 1024  # connections that the kernel holds until they are taken
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no doors that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
     "reads": "open", "peers": (), "publish_interval": 300.0, "nfd": True,
@@ -67,7 +66,7 @@ def listen(app: Any, address: str, port: int) -> None:
     """Serve until a signal says to end."""
     import uvicorn
 
-    from agent.listener import KEEP_ALIVE_SECONDS, Seldom, protocol
+    from agent.listener import BACKLOG, KEEP_ALIVE_SECONDS, Seldom, protocol
 
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(Seldom())

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 512  # each costs some 20 KiB while it is open
 RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server and what libraries open
+BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
 HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 REQUEST_SECONDS = 20.0  # from its first byte, or from the connection, to the end of its body
 READER_SECONDS = 30.0  # for a client to take what is ready for it
@@ -210,13 +211,13 @@ class Seldom(logging.Filter):
 def places() -> int:
     """How many connections this process has descriptors for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + 4 * RESERVED_DESCRIPTORS
+    wanted = MOST_CONNECTIONS + BACKLOG + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return MOST_CONNECTIONS
-    return max(8, min(MOST_CONNECTIONS, soft - RESERVED_DESCRIPTORS))
+    return max(8, min(MOST_CONNECTIONS, (soft - RESERVED_DESCRIPTORS) // 2))
 
 
 def protocol(crowd: Crowd | None = None) -> Callable[..., asyncio.Protocol]:

@@ -1,0 +1,287 @@
+"""Clients that are slow, silent, endless or many: each limit answers with its own status, honest clients are served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import resident
+from conftest import H100, Served
+
+from agent.listener import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
+
+QUICK = """
+import sys
+from agent import cmd_serve, listener
+from agent.hosts import snapshots
+from agent.state import State
+from pathlib import Path
+port, most, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+listener.Crowd.__init__.__kwdefaults__.update(request_seconds=seconds, reader_seconds=seconds)
+listener.places.__globals__["MOST_CONNECTIONS"] = most
+state = State(lambda: snapshots((Path(sys.argv[4]),)), interval_seconds=3600)
+cmd_serve.listen(cmd_serve.application(state, cmd_serve.ALONE), "127.0.0.1", port)
+"""
+SECONDS = 2.0  # that a request may take to arrive, in place of the agent's own limit
+PLACES = 40
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same listener with shorter limits, so that a test need not wait for them."""
+    port, log = resident.free_port(), tmp_path_factory.mktemp("agent") / "log"
+    command = [sys.executable, "-c", QUICK, str(port), str(PLACES), str(SECONDS), str(H100)]
+    with resident.process(command, log=log) as one:
+        resident.wait(port, "/readyz", one)
+        yield Served(one.pid, port)
+
+
+def connect(agent: Served, sent: bytes = b"") -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", agent.port), timeout=60)
+    with contextlib.suppress(OSError):
+        one.sendall(sent)
+    return one
+
+
+def read(one: socket.socket) -> bytes:
+    """Whatever comes until the server closes."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := one.recv(65536):
+            got += piece
+    return got
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "expected"),
+    [
+        (b"GET /" + b"a" * (HEAD_BYTES + 100), 414),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (HEAD_BYTES + 100), 431),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(5000)), 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300), 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /preflight HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n", 413),
+        (b"POST /preflight HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"10000\r\n" + b"a" * 65536
+         + b"\r\n10000\r\n" + b"a" * 65536 + b"\r\n0\r\n\r\n", 413),
+    ],
+    ids=["endless request line", "endless header", "endless headers", "TLS", "negative length",
+         "announced body", "chunked body"],
+)  # fmt: skip
+def test_what_is_too_large_or_no_http_gets_its_own_status(served: Served, request_bytes: bytes, expected: int) -> None:
+    with connect(served, request_bytes) as one:
+        assert status(read_answer(one)) == expected
+    served.honest()
+
+
+def read_answer(one: socket.socket) -> bytes:
+    """The head of one answer; the connection may stay."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while b"\r\n\r\n" not in got and (piece := one.recv(65536)):
+            got += piece
+    return got
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /metrics HT",
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+        b"POST /preflight HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+    ],
+    ids=["line", "header", "body"],
+)
+def test_a_request_that_never_ends_is_answered_408(impatient: Served, start: bytes) -> None:
+    """A byte now and then does not buy more time. Where the door refuses before the body, its own status stands."""
+    with connect(impatient, start) as one:
+        began = time.monotonic()
+        answered = b""
+        while not answered and time.monotonic() - began < 60:
+            with contextlib.suppress(OSError):
+                one.sendall(b"a")
+            if select.select([one], [], [], 0.2)[0]:
+                answered = one.recv(65536) or b"closed"
+        assert status(answered) in (408, 403), answered
+        assert status(answered) == 408 or b"POST" in start
+        one.settimeout(60)
+        read(one)  # ends: the server has closed
+    impatient.honest()
+
+
+def test_a_silent_connection_is_closed_without_a_word(impatient: Served) -> None:
+    with connect(impatient) as one:
+        assert read(one) == b""
+    impatient.honest()
+
+
+def test_a_client_that_does_not_read_is_let_go(impatient: Served, eventually: Callable[..., None]) -> None:
+    """It asks for far more than the sockets hold and takes nothing."""
+    before = impatient.descriptors()
+    deaf = []
+    for _ in range(10):
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", impatient.port))
+        one.setblocking(False)
+        with contextlib.suppress(OSError):
+            one.sendall(b"GET /snapshot HTTP/1.1\r\nHost: x\r\n\r\n" * 400)
+        deaf.append(one)
+    impatient.honest()
+    eventually(lambda: impatient.descriptors() <= before + 1, "the deaf clients' connections are closed")
+    for one in deaf:
+        one.close()
+    impatient.honest()
+
+
+def test_half_open_connections_are_let_go(impatient: Served, eventually: Callable[..., None]) -> None:
+    """The client shuts its side after half a request, and keeps the socket."""
+    before = impatient.descriptors()
+    halves = [connect(impatient, b"GET /metrics HTTP/1.1\r\nHo") for _ in range(10)]
+    for one in halves:
+        one.shutdown(socket.SHUT_WR)
+    eventually(lambda: impatient.descriptors() <= before + 1, "half-open connections are closed")
+    for one in halves:
+        one.close()
+    impatient.honest()
+
+
+def test_the_one_that_waits_longest_gives_way(impatient: Served) -> None:
+    """All places taken by slow clients: a new honest one is served at once, an old slow one is told 503."""
+    slow = [connect(impatient, b"GET /metrics HTTP/1.1\r\nX: ") for _ in range(PLACES)]
+    impatient.honest()
+    assert status(read(slow[0])) == 503
+    for one in slow:
+        one.close()
+
+
+def test_every_place_busy_answers_503_and_then_goes_on(impatient: Served, eventually: Callable[..., None]) -> None:
+    """Open streams are requests under way: nobody is thrown out of one, and who comes too late is told."""
+    streams = [connect(impatient, b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(PLACES)]
+    for one in streams:
+        assert status(one.recv(64)) == 200
+    with connect(impatient, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n") as late:
+        answer = read(late)
+        assert status(answer) == 503
+        assert b"retry-after" in answer.lower()
+    for one in streams:
+        one.close()
+
+    def served_again() -> bool:
+        return resident.get(impatient.port, "/healthz")[0] == 200
+
+    eventually(served_again, "places are free again")
+    impatient.honest()
+
+
+def test_ten_thousand_connections_attempted(served: Served, eventually: Callable[..., None]) -> None:
+    """Silent, speaking and slow ones, as many as this process has descriptors for; the scraper is served meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    held = min(10_000, hard - 500)
+    before, answered, most = served.descriptors(), 0, 0
+    crowd: list[socket.socket] = []
+    try:
+        for number in range(10_000):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", served.port))
+            crowd.append(one)
+            if number % 1000 == 500:
+                time.sleep(0.1)  # so that the kernel's queue is taken in between
+                with contextlib.suppress(OSError):
+                    one.send(b"GET /metrics HTTP/1.1\r\n")
+                served.honest()
+                answered, most = answered + 1, max(most, served.descriptors())
+            if len(crowd) > held:
+                crowd.pop(0).close()
+        served.honest()
+    finally:
+        for one in crowd:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert answered == 10
+    assert most <= before + MOST_CONNECTIONS + BACKLOG + 8, "more connections are held than there are places"
+    eventually(lambda: served.descriptors() <= before + 2, "every connection is given back")
+    served.honest()
+
+
+def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventually: Callable[..., None]) -> None:
+    """EMFILE at accept(2): the listener pauses, the process keeps quiet, and goes on when there are some again."""
+    agent = psutil.Process(served.pid)
+    soft, hard = agent.rlimit(psutil.RLIMIT_NOFILE)
+    agent.rlimit(psutil.RLIMIT_NOFILE, (served.descriptors(), hard))
+    try:
+        waiting = connect(served, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        waiting.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            waiting.recv(10)
+        before, began = sum(agent.cpu_times()[:2]), time.monotonic()
+        time.sleep(2)
+        spent = (sum(agent.cpu_times()[:2]) - before) / (time.monotonic() - began)
+    finally:
+        agent.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+    assert spent < 0.5, "a loop that spins takes a whole core"
+    waiting.settimeout(60)
+    assert status(read(waiting)) == 200, "who waited is served"
+    waiting.close()
+    served.honest()
+
+
+def test_the_log_stays_short(tmp_path: Path) -> None:
+    """Hundreds of lines of nonsense are a handful in the log, and it says how many were left out."""
+    log, port = tmp_path / "log", resident.free_port()
+    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port)]
+    with resident.process([*command, "--state", str(tmp_path / "state")], log=log) as one:
+        resident.wait(port, "/readyz", one)
+        agent = Served(one.pid, port)
+        for _ in range(300):
+            with connect(agent, b"nonsense\r\n\r\n") as client:
+                assert status(read(client)) == 400
+        agent.honest()
+    assert len(log.read_text().splitlines()) < 60
+
+
+def test_few_descriptors_mean_few_places(tmp_path: Path) -> None:
+    """Under a hard limit of 128 descriptors it keeps some for its own files, and serves."""
+    port = resident.free_port()
+    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port)]
+    shell = ["prlimit", "--nofile=128:128", *command, "--state", str(tmp_path / "state")]
+    with resident.process(shell) as one:
+        resident.wait(port, "/readyz", one)
+        agent = Served(one.pid, port)
+        crowd = [connect(agent) for _ in range(200)]
+        agent.honest()
+        assert agent.descriptors() < 128
+        for client in crowd:
+            client.close()
+
+
+def test_an_interrupted_client_leaves_nothing(served: Served, eventually: Callable[..., None]) -> None:
+    """Killed in the middle of an answer, 50 times."""
+    before = served.descriptors()
+    for _ in range(50):
+        one = connect(served, b"GET /snapshot HTTP/1.1\r\nHost: x\r\n\r\n")
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        one.close()  # a reset
+    eventually(lambda: served.descriptors() <= before + 1, "connections are given back")
+    served.honest()
+
+
+def test_the_whole_page_is_still_there(served: Served) -> None:
+    """After all this the agent says what it said."""
+    assert json.loads(resident.get(served.port, "/findings")[1]) is not None
+    assert subprocess.run(["kill", "-0", str(served.pid)], check=False).returncode == 0
