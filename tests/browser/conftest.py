@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +20,7 @@ from starlette.routing import Mount
 sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import Browser
+from rigs.npm import apt_install, installed
 
 from agent.server import create
 from agent.server_cluster import Cluster
@@ -34,21 +33,11 @@ ROOT = HERE.parent.parent
 MACHINES = sorted((HERE.parent / "machines").glob("*.json"))
 
 
-def _install(*packages: str) -> None:
-    """Debian packages where this process may; the caller looks whether it worked."""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-        subprocess.run(["apt-get", "-q", *command], env=environment, timeout=600, check=False, **quiet)  # type: ignore[call-overload]
-
-
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
     """Debian's Chromium, installed where it is missing and this is root."""
     if shutil.which("chromium") is None:
-        _install("chromium", "fonts-dejavu-core")
+        apt_install("chromium", "fonts-dejavu-core")
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("no chromium, and it could not be installed (needs root and apt): apt-get install chromium")
@@ -60,20 +49,7 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def axe() -> str:
     """The source of axe-core as package-lock.json pins it."""
-    folder = ROOT / ".cache" / "browser"
-    script = folder / "node_modules" / "axe-core" / "axe.min.js"
-    if not script.exists():
-        if shutil.which("npm") is None:
-            _install("npm")
-        if shutil.which("npm") is None:
-            pytest.skip("no npm, and it could not be installed (needs root and apt): apt-get install npm")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(HERE / name, folder / name)
-        subprocess.run(
-            ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=300,
-            capture_output=True,
-        )  # fmt: skip
+    script = installed(HERE, "browser") / "axe-core" / "axe.min.js"
     return script.read_text(encoding="utf-8")
 
 
