@@ -1,0 +1,185 @@
+"""Answers are made once per scan and question, and given again to whoever asks the same."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import load
+import pytest
+import resident
+from conftest import H100, Served
+from starlette.testclient import TestClient
+
+from agent.doors import Doors
+from agent.kept import MOST_ANSWERS, WORTH_BYTES, takes_gzip
+from agent.metrics import exposition
+from agent.server import create
+from agent.state import State
+from probes.recording import load as recording
+from probes.scan import scan
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+KEPT = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",
+        "/preflight")  # fmt: skip
+
+
+def agent() -> tuple[State, TestClient]:
+    state = State(lambda: (scan(recording(H100)),), interval_seconds=3600)
+    state.refresh()
+    return state, TestClient(create(state))
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[tuple[State, TestClient]]:
+    yield agent()
+
+
+@pytest.mark.parametrize("path", KEPT)
+def test_the_second_answer_is_the_first(quiet: tuple[State, TestClient], path: str) -> None:
+    """Byte for byte, compressed or not, until the next scan."""
+    _, client = quiet
+    first, second = (client.get(path, headers={"Accept-Encoding": "identity"}) for _ in range(2))
+    packed = client.get(path, headers={"Accept-Encoding": "br, gzip"})
+    assert first.content == second.content == packed.content
+    assert first.headers == second.headers
+    assert "content-encoding" not in first.headers
+    assert "Accept-Encoding" in first.headers["vary"]
+    if len(first.content) >= WORTH_BYTES:
+        assert packed.headers["content-encoding"] == "gzip"
+        assert int(packed.headers["content-length"]) < int(first.headers["content-length"])
+
+
+def test_a_scan_ends_it() -> None:
+    """Whoever asks after a scan reads that scan."""
+    state, client = agent()
+    before = client.get("/snapshot").json()
+    again = client.get("/snapshot").json()
+    state.refresh()
+    after = client.get("/snapshot").json()
+    assert before == again
+    assert before["outcomes"]["gpu"]["seconds"] != after["outcomes"]["gpu"]["seconds"]
+
+
+def test_formats_do_not_mix(quiet: tuple[State, TestClient]) -> None:
+    """By Accept and by query, each in every order."""
+    _, client = quiet
+    for _ in range(2):
+        assert client.get("/metrics", headers={"Accept": OPENMETRICS}).text.endswith("# EOF\n")
+        assert "# EOF" not in client.get("/metrics", headers={"Accept": "text/plain"}).text
+        assert (
+            client.get("/findings", headers={"Accept": "application/yaml"}).headers["content-type"]
+            != (client.get("/findings", headers={"Accept": "application/json"}).headers["content-type"])
+        )
+        assert client.get("/recommendations?format=env").text != client.get("/recommendations?format=shell").text
+
+
+def test_the_exposition_of_the_next_scan_is_ready_before_it_is_asked() -> None:
+    """What was asked of the last view is made in the scan's thread."""
+    state, client = agent()
+    client.get("/metrics", headers={"Accept": OPENMETRICS, "Accept-Encoding": "gzip"})
+    made: list[str] = []
+    state.before.append(lambda view: made.append("after"))  # called behind the one that renders
+    state.refresh()
+    assert made == ["after"]
+    packed = client.get("/metrics", headers={"Accept": OPENMETRICS, "Accept-Encoding": "gzip"})
+    view = state.view
+    assert view is not None
+    plain = exposition(view, OPENMETRICS)[0]
+    assert packed.content.splitlines()[0] == plain.splitlines()[0]
+
+
+def test_errors_are_not_kept(quiet: tuple[State, TestClient]) -> None:
+    """A wrong question is judged each time."""
+    _, client = quiet
+    for _ in range(2):
+        assert client.get("/recommendations?model=nobody").status_code == 400
+        assert client.get("/nowhere").status_code == 404
+
+
+def test_a_kept_answer_needs_the_token_too(tmp_path: Path) -> None:
+    """The door is in front of what is kept."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-of-enough-letters\n")
+    tokens.chmod(0o600)
+    state = State(lambda: (scan(recording(H100)),), interval_seconds=3600)
+    state.refresh()
+    client = TestClient(create(state, doors=Doors(token_file=tokens, reads_open=False)))
+    good = {"Authorization": "Bearer a-token-of-enough-letters"}
+    for _ in range(2):
+        assert client.get("/findings", headers=good).status_code == 200
+        assert client.get("/findings").status_code == 401
+
+
+def test_many_questions_do_not_fill_the_memory(quiet: tuple[State, TestClient]) -> None:
+    """More different ones than are kept are answered all the same."""
+    _, client = quiet
+    for number in range(2 * MOST_ANSWERS):
+        assert client.get(f"/findings?any={number}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "taken"),
+    [(b"gzip", True), (b"br;q=1.0, GZIP;q=0.8", True), (b"gzip;q=0", False), (b"gzip; q=0.0", False), (b"br", False),
+     (b"", False), (b"x-gzip", False)],
+)  # fmt: skip
+def test_who_takes_gzip(header: bytes, taken: bool) -> None:
+    assert takes_gzip(header) is taken
+
+
+def test_gzip_on_the_wire(served: Served) -> None:
+    """As Prometheus asks for it."""
+    one = load.Client(served.port, "/metrics")
+    one.ask()
+    while one.take() is None:
+        pass
+    one.socket.close()
+    status, packed = resident.get(served.port, "/metrics", {"Accept-Encoding": "gzip"})
+    assert status == 200
+    assert b"topoflight_build_info" in gzip.decompress(packed)
+
+
+def test_a_hundred_clients_that_ask_the_same_are_all_answered(served: Served) -> None:
+    """Scans come every second: none of the hundred is turned away when an answer must be made anew, none errs."""
+    for path in ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B"):
+        resident.get(served.port, path)
+        found = load.load(served.port, path, clients=load.CLIENTS, seconds=2.5)
+        assert found.errors == 0
+        assert set(found.statuses) == {200}, found.statuses
+        assert found.statuses[200] > load.CLIENTS
+
+
+@pytest.mark.prometheus
+def test_a_scrape_is_no_slower_than_node_exporters(served: Served, node_exporter: None) -> None:
+    """In turns on the same machine: p99 and median."""
+    with resident.exporter() as (_, other):
+        ours, theirs = load.side_by_side([served.port, other], scrapes=300)
+    assert load.percentile(ours, 0.5) <= load.percentile(theirs, 0.5)
+    assert load.percentile(ours, 0.99) <= load.percentile(theirs, 0.99)
+
+
+def test_kept_answers_cost_less_than_made_ones(served: Served) -> None:
+    """Ten at once that are made anew each, beside the same ten from what is kept: the latter are more a second."""
+
+    def timed(paths: list[str]) -> float:
+        import time
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda path: resident.get(served.port, path)[0], paths))
+        assert set(answers) == {200}
+        return time.perf_counter() - began
+
+    same = "/recommendations?model=Llama-3.1-8B"
+    timed([same])
+    made = timed([f"{same}&sequence_length={1000 + n}" for n in range(40)])
+    kept = timed([same] * 40)
+    assert kept < made
+
+
+def test_waiting(eventually: Callable[..., None]) -> None:
+    """The patience of these tests itself fails."""
+    with pytest.raises(AssertionError, match="never came true"):
+        eventually(lambda: False, "nothing", seconds=0.1)
