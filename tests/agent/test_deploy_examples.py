@@ -63,3 +63,22 @@ def test_the_init_container_is_a_valid_job() -> None:
     kubernetes_validate.validate(job, "1.35", strict=True)
     (gate,) = job["spec"]["template"]["spec"]["initContainers"]
     understood(gate["args"])
+
+
+def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
+    """What each system's own schema cannot know: files that are written are the files that are kept."""
+    read = {p.stem: yaml.safe_load(p.read_text()) for p in EXAMPLES}
+    (job,) = read["github-actions"]["jobs"].values()
+    gate, keep = job["steps"]
+    assert "junit=preflight.xml" in gate["run"] and keep["with"]["path"] == "preflight.*" and keep["if"] == "always()"
+    assert True in read["github-actions"] or "on" in read["github-actions"], "YAML 1.1 reads the word `on` as true"
+    gitlab = read["gitlab-ci"]["preflight"]
+    assert f"junit={gitlab['artifacts']['reports']['junit']}" in gitlab["script"][0]
+    assert f"json={gitlab['artifacts']['paths'][0]}" in gitlab["script"][0] and gitlab["artifacts"]["when"] == "always"
+    task = read["tekton-task"]["spec"]
+    (step,) = task["steps"]
+    text = yaml.safe_dump(step)
+    used = set(re.findall(r"\$\((params|results)\.([a-z]+)", text))
+    assert used == {("params", p["name"]) for p in task["params"]} | {("results", r["name"]) for r in task["results"]}
+    assert "$(" not in step["script"], "a parameter in a script would be code"
+    assert step["script"].rstrip().endswith("exit $code"), "the gate's exit code is the step's"
