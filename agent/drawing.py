@@ -72,7 +72,7 @@ def picture(
         left += GAP
     drawn += [_between(a[1], b[0]) for a, b in pairwise(buses)]
     below, height = _nvlink(node, spots, bench)
-    width = max(left, 340.0)
+    width = max(left, 340.0, *(2 * GAP + 7.5 * len(_bandwidth(node, island, bench)) for island in node.islands))
     name = "drawing wide" if width > WIDE else "drawing"
     return Markup(  # noqa: S704 - every text from a host is escaped in `_text` and in the titles
         f'<svg class="{name}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
@@ -193,7 +193,8 @@ def _numa(block: Sequence[Device]) -> int | None:
 
 
 def _rows(block: Sequence[Device]) -> tuple[list[Device], list[Device]]:
-    return [d for d in block if d.kind != "gpu"], [d for d in block if d.kind == "gpu"]
+    gpus = sorted((d for d in block if d.kind == "gpu"), key=lambda d: (len(d.name), d.name))  # GPU2 before GPU10
+    return [d for d in block if d.kind != "gpu"], gpus
 
 
 def _width(block: Sequence[Device]) -> float:
@@ -211,7 +212,8 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
         for index, device in enumerate(row):
             x = left + wide / len(row) * (index + 0.5)
             spots[device.name] = x
-            others = [known.label(device.name, other.name) for other in block if other is not device]
+            labels = (known.label(device.name, other.name) for other in block if other is not device)
+            others = [label for label in labels if not nvlinks(label)]  # the line is PCIe, whatever joins GPUs besides
             kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
             end = middle if shared else x
             lines.append(_line(x, y, end, kind, device))
@@ -245,8 +247,8 @@ def _box(device: Device, x: float, y: float) -> str:
     label = f"{mark} {device.label}" if mark else device.label
     return (
         f'<g><title>{escape(device.about)}</title><rect class="d-{device.kind}{worst}" x="{x - BOX / 2:.1f}" y="{y}" '
-        f'width="{BOX}" height="{HIGH}" rx="6"/>{_text(x, y + 19, label, f"d-name{worst}")}'
-        + "".join(_text(x, y + 36, line, "d-small") for line in device.lines[:1])
+        f'width="{BOX}" height="{HIGH}" rx="6"/>{_text(x, y + 19, label, f"d-name{worst}", fits=9)}'
+        + "".join(_text(x, y + 36, line, "d-small", fits=13) for line in device.lines[:1])
         + "</g>"
     )
 
@@ -323,8 +325,10 @@ def _kind(label: str) -> str:
     return "nv" if nvlinks(label) else word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:
+    """A text; one of more letters than `fits` is drawn as narrow as its box."""
+    narrow = f' textLength="{BOX - 10}" lengthAdjust="spacingAndGlyphs"' if len(text) > fits else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{narrow}>{escape(text)}</text>'
 
 
 def _cut(text: str, most: int = 14) -> str:

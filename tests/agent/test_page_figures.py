@@ -53,6 +53,24 @@ def test_missing_nics_and_sick_devices_stand_out() -> None:
     assert "d-fail" not in drawn["hgx-h100-8xH100-8hca"]
 
 
+@pytest.mark.parametrize("name", ["aws-p4d-8xA100-4efa", "titan-rtx-2x-nv2"])
+def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
+    """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
+    node = build(scan(load(MACHINES[0].with_name(f"{name}.json"))))
+    root = ElementTree.fromstring(drawing.picture(node))  # noqa: S314 - our own output
+    space = float(root.attrib["viewBox"].split()[2])
+    lines = [path.attrib for path in root.iter("path")]
+    upright = [line for line in lines if "C" in line["d"]]  # of a device to its switch or to the CPU
+    assert upright and all("l-nv" not in line["class"] for line in upright)
+    for text in root.iter("text"):
+        if text.attrib["text-anchor"] == "start":
+            assert float(text.attrib["x"]) + 6 * len(text.text or "") < space, text.text
+    shown = [text.text for text in root.iter("text") if re.fullmatch(r"GPU\d+", text.text or "")]
+    places = {text.text: float(text.attrib["x"]) for text in root.iter("text")}
+    pairs = [(f"GPU{n}", f"GPU{n + 1}") for n in range(0, len(shown), 2)]
+    assert all(places[a] < places[b] for a, b in pairs)
+
+
 def test_names_of_a_host_stay_text() -> None:
     """A hostname or device name can neither end the drawing nor start a script."""
     node = build(scan(load(MACHINES[0])))
