@@ -170,7 +170,7 @@ def _report() -> Any:
     from probes.scan import scan
 
     view = look((scan(RecordedHost(_recording("titan-rtx-2x-nv2"))),))
-    return document({"checks": view.checks, "verdict": view.verdict})
+    return document({"schema_version": 1, "checks": view.checks, "verdict": view.verdict})
 
 
 CONFIG = {
@@ -189,8 +189,10 @@ STATUS = [
                      "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_4"}}},
 ]  # fmt: skip
 CALIBRATION = {
-    "schema_version": 1, "device": "cpu", "precision": "fp32", "gemm_flops_per_second": 1e11, "layer": None,
-    "links": [{"op": "all_gather", "ranks": 2, "bytes": 1 << 20, "busbw_bytes_per_second": 1e9}], "step_scale": 1.1,
+    "schema_version": 1, "device": "CPU", "precision": "fp32", "gemm_flops_per_second": 1e11, "step_scale": 1.1,
+    "layer": {"hidden": 256, "ffn": 688, "heads": 8, "kv_heads": 4, "tokens": 512, "sequence": 256,
+              "forward_seconds": 0.01, "backward_seconds": 0.02, "method": "lora"},
+    "links": [{"op": "all_gather", "ranks": 2, "hosts": 1, "alpha_seconds": 1e-4, "busbw_bytes_per_second": 1e9}],
     "engine": "topoflight", "taken_at_seconds": 1.7e9, "versions": [["torch", "2.13.0"]],
 }  # fmt: skip
 FLIGHT = {
@@ -212,7 +214,7 @@ JOB = {
 KUBECONFIG = {
     "apiVersion": "v1", "kind": "Config", "current-context": "c",
     "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u", "namespace": "n"}}],
-    "clusters": [{"name": "k", "cluster": {"server": "https://127.0.0.1:6443", "certificate-authority-data": "eA=="}}],
+    "clusters": [{"name": "k", "cluster": {"server": "http://127.0.0.1:6443", "insecure-skip-tls-verify": True}}],
     "users": [{"name": "u", "user": {"token": "t", "exec": {"command": "true", "args": ["x"], "env": []}}}],
 }  # fmt: skip
 POD = {
@@ -491,10 +493,21 @@ def bench_result(data: bytes) -> object:
 
 
 def calibration(data: bytes) -> object:
-    """A calibration file."""
+    """A calibration file, and a forecast with it."""
+    from agent.advise import Request, answer
     from planner.calibration import dump_calibration, load_calibration
 
-    return dump_calibration(load_calibration(_scratch().file("calibration.json", _json(lambda: CALIBRATION, data))))
+    path = _scratch().file("calibration.json", _json(lambda: CALIBRATION, data))
+    dump_calibration(load_calibration(path))
+    return answer(Request(model="tiny", calibration=path, ranks_per_node=2), (_no_gpu(),))
+
+
+@cache
+def _no_gpu() -> Any:
+    from probes.recording import RecordedHost
+    from probes.scan import scan
+
+    return scan(RecordedHost(_recording("cpu-only-vm")))
 
 
 def flight(data: bytes) -> object:
@@ -548,7 +561,7 @@ def _own(module: str, *names: str) -> tuple[type[Exception], ...]:
 
 def _with_steps(*plain: bytes) -> Callable[[], list[bytes]]:
     """Plain texts, marked as such, and a few changes of the whole document."""
-    made = [b"\1" + text for text in plain] + [bytes([0, *range(i, i + 40, 3)]) for i in range(0, 240, 24)]
+    made = [b"\1" + text for text in plain] + [b"\0"] + [bytes([0, *range(i, i + 40, 3)]) for i in range(0, 240, 24)]
     return lambda: made
 
 
@@ -593,7 +606,7 @@ def targets() -> Mapping[str, Target]:
         "peer": Target(run=peer, errors=(ValueError,), seeds=_with_steps(b'{"nodes": []}')),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(
-            run=calibration, errors=_own("planner.calibration", "CalibrationError"), seeds=_with_steps(b"{}")
+            run=calibration, errors=(*_own("planner.calibration", "CalibrationError"), *lay), seeds=_with_steps(b"{}")
         ),
         "flight": Target(run=flight, errors=flights, seeds=_with_steps(b"{}")),
         "words": Target(

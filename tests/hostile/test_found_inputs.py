@@ -1,0 +1,127 @@
+"""Inputs that once broke a reader, each as it was found: by the fuzzer, by a random run, or by reading the code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from readers import TARGETS, check, dumped, fuzz_targets
+
+
+def plain(document: Any) -> bytes:
+    return b"\1" + dumped(document)
+
+
+def graph(**more: Any) -> bytes:
+    return plain({**fuzz_targets._graph(), **more})
+
+
+def nearest(**more: Any) -> dict[str, Any]:
+    return {"gpu": "GPU0", "label": "PIX", "path": 4, "nics": [], "local": True, "decidable": True, "why": "", **more}
+
+
+def nics(**more: Any) -> list[dict[str, Any]]:
+    return [{**fuzz_targets._graph()["nics"][0], **more}]
+
+
+def peer(**more: Any) -> bytes:
+    from agent.nodes import row
+
+    return plain({"nodes": [{**row(fuzz_targets._peer_record(), 9e9, graph=True), **more}]})
+
+
+def bench(**more: Any) -> bytes:
+    return plain({**fuzz_targets._bench(), **more})
+
+
+def recording(**answers: Any) -> bytes:
+    made = copy.deepcopy(fuzz_targets._recording("titan-rtx-2x-nv2"))
+    made["answers"].update(answers)
+    return b"\1\0" + dumped(made)
+
+
+FOUND: dict[str, tuple[str, bytes]] = {
+    "fsdp that is a number": ("job_config", b"\1fsdp: 7"),
+    "fsdp that is a list of numbers": ("job_config", b"\1fsdp: [1]"),
+    "a rate of 400 digits": ("job_config", b"\1learning_rate: " + b"9" * 400),
+    "YAML's empty integer": ("job_config", b'\1seed: !!int ""'),
+    "YAML's wrong truth": ("job_config", b"\1bf16: !!bool x"),
+    "YAML's wrong time": ("manifest", b"\1spec: !!timestamp x"),
+    "YAML's long integer": ("kubeconfig", b"\1contexts: " + b"9" * 5000),
+    "YAML merged a billion times": (
+        "manifest", b"\1a0: &a0 {k: v}\n" + b"".join(
+            b"a%d: &a%d {<<: [%s]}\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
+        ),
+    ),
+    "YAML in a value, a billion times": (
+        "manifest", b"\1a0: &a0 [x]\n" + b"".join(
+            b"a%d: &a%d [%s]\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
+        ) + b"env: [{name: NCCL_DEBUG, value: *a8}]\n",
+    ),
+    "YAML in an error's words, a billion times": (
+        "kubeconfig", b"\1a0: &a0 [x]\n" + b"".join(
+            b"a%d: &a%d [%s]\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
+        ) + b"current-context: *a8\n",
+    ),
+    "contexts that are a number": ("kubeconfig", plain({**fuzz_targets.KUBECONFIG, "contexts": 7})),
+    "a certificate in Greek": (
+        "kubeconfig",
+        plain({**fuzz_targets.KUBECONFIG, "clusters": [
+            {"name": "k", "cluster": {"server": "https://x", "certificate-authority-data": "αβγ"}}]}),
+    ),
+    "one PCI function that is GPU and NIC": (
+        "topo_xml",
+        b'<system version="1"><cpu numaid="0"><pci busid="0000:1b:00.0" class="0x030200" vendor="0x10de" '
+        b'device="0x2330"><nic><net name="mlx5_0" dev="0"/></nic></pci></cpu></system>',
+    ),
+    "a scan's time in words": ("snapshot", plain({**fuzz_targets._snapshot(), "taken_at_seconds": "soon"})),
+    "a probe's duration in words": (
+        "snapshot", plain({**fuzz_targets._snapshot(), "outcomes": {"gpu": {"status": "absent", "seconds": "x"}}})
+    ),
+    "a graph whose GPU is nowhere": ("node_graph", graph(nearest_nic=[nearest(gpu="GPU9")])),
+    "a graph whose NIC is nowhere": ("node_graph", graph(nearest_nic=[nearest(nics=["mlx5_9"])])),
+    "a graph with one name twice": ("node_graph", graph(gpus=fuzz_targets._graph()["gpus"] * 2)),
+    "a rate that is NaN in words": ("node_graph", graph(nics=nics(pcie_bytes_per_second="nan"))),
+    "rates that add up to infinity": (
+        "node_graph", graph(nics=nics(rate_bytes_per_second=1e308), expectations=[])
+    ),
+    "a peer's graph that is a list": ("peer", peer(graph=["x"])),
+    "a peer's graph that is a number": ("peer", peer(graph=0.5)),
+    "a peer's interval of 400 digits": ("peer", peer(interval_seconds=10**400)),
+    "a peer's findings that are text": ("peer", peer(findings="<script>")),
+    "a benchmark of 10^30 bytes": ("bench_result", bench(world_size=10**30)),
+    "a benchmark that took NaN": ("bench_result", bench(seconds="nan")),
+    "a loss that is NaN": ("flight", plain({**fuzz_targets.FLIGHT, "loss": {"first": float("nan"), "last": 1e400}})),
+    "steps without end": ("flight", b'\1{"steps_done": 1e999, "status": "\\ud800"}'),
+    "a memory limit in words": ("recording", recording(limit={"memlock": ["x", "y"], "nofile": "z"})),
+    "half a surrogate in a file": ("recording", b'\1\0{"kind": "topoflight-recording", "hostname": "\\ud800"}'),
+    "a host that is a list": ("recording", recording(identity={"": {"hostname": ["x"], "time": 1}})),
+    "an identity that is text": ("recording", recording(identity={"": "x"})),
+    "a release in superscripts": ("words", "\x012.27¹".encode()),
+    "a layout in superscripts": ("words", "\0tp=²".encode()),
+    "a histogram in superscripts": ("words", "\x02²:²".encode()),
+    "NUMA affinity in superscripts": (
+        "topo_text",
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-1\t²\nGPU1\tSYS\t X \t2-3\t¹\n".encode(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_mended(name: str) -> None:
+    """A result, or the reader's own error; anything else comes out of here."""
+    target, data = FOUND[name]
+    check(TARGETS[target], data)
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_every_reader_takes_what_the_fuzzer_starts_from(name: str) -> None:
+    """The seeds themselves: a reader that refuses all of them is fuzzed at its first line only."""
+    refused = 0
+    for seed in TARGETS[name].seeds():
+        try:
+            TARGETS[name].run(seed)
+        except TARGETS[name].errors:
+            refused += 1
+    assert refused < len(TARGETS[name].seeds())
