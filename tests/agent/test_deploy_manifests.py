@@ -19,7 +19,8 @@ from kustomization import render
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
-FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, ROOT / "deploy/bench/job"]
+BESIDE = [ROOT / "deploy/daemonset/overlays" / name for name in ("kueue/admission", "prometheus-operator/monitoring")]
+FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, ROOT / "deploy/bench/job"]
 CUSTOM = ("monitoring.coreos.com", "kueue.x-k8s.io", "security.openshift.io")
 Document = dict[str, Any]
 
@@ -115,7 +116,7 @@ def test_the_agent_has_no_privilege(folder: Path) -> None:
         assert container["livenessProbe"]["httpGet"]["path"] == "/healthz", "liveness must not touch a driver"
         assert not [name for name in container["resources"]["limits"] if "/" in name], "the agent takes no device"
     assert {"hostPID", "hostIPC"}.isdisjoint(spec)
-    assert spec.get("hostNetwork", False) is (folder.name == "host-network")
+    assert spec.get("hostNetwork", False) is folder.name.endswith("host-network")
     assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
 
 
@@ -123,7 +124,7 @@ def test_the_agent_has_no_privilege(folder: Path) -> None:
 def test_namespace_label_fits_the_pods(folder: Path) -> None:
     """Restricted, but where host-network asks for what only privileged allows."""
     (own,) = [d for d in render(folder) if d["kind"] == "Namespace" and d["metadata"]["name"] == "topoflight"]
-    wanted = "privileged" if folder.name == "host-network" else "restricted"
+    wanted = "privileged" if folder.name.endswith("host-network") else "restricted"
     assert own["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == wanted
 
 
@@ -141,7 +142,7 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
     ]
     allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
     allowed |= {"kueue.x-k8s.io"} if folder.name == "kueue" else set()
-    allowed |= {"security.openshift.io"} if folder.name == "openshift" else set()
+    allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
     assert {group for group, _, _ in rules} == allowed
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
@@ -173,3 +174,19 @@ def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
     assert f"--rendezvous={job['metadata']['name']}-0.{spec['subdomain']}:29400" in container["args"]
     assert f"--nodes={job['spec']['completions']}" in container["args"]
     assert documents["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+
+
+@pytest.mark.parametrize("name", ["openshift", "openshift-host-network"])
+def test_openshift_picks_the_users(name: str) -> None:
+    """restricted-v2 and hostnetwork-v2 refuse a fixed user: neither the overlay nor what goes beside it has one."""
+    for document in (*render(ROOT / "deploy/daemonset/overlays" / name), *(d for f in BESIDE for d in render(f))):
+        assert "runAsUser" not in str(document.get("spec", {}).get("template")), document["metadata"]["name"]
+
+
+def test_what_goes_beside_an_overlay_brings_no_second_agent() -> None:
+    """Its objects are in the agents' namespace or the cluster's, and none is in the overlays it is for."""
+    there = {(d["kind"], d["metadata"]["name"]) for d in render(ROOT / "deploy/daemonset/overlays/openshift")}
+    for folder in BESIDE:
+        made = render(folder)
+        assert not there & {(d["kind"], d["metadata"]["name"]) for d in made}
+        assert {d["metadata"].get("namespace", "topoflight") for d in made} == {"topoflight"}
