@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 
 LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS
 KEPT_SECONDS = 5.0  # for callers that never `forget`: longer than the files of one scan take
+
+
+_LEADING = re.compile(r"(?:\.\./)+(?!.*(?:^|/)\.\.(?:/|$))[^/].*[^/]")  # "../" in front and nowhere else
 
 
 class Paths:
@@ -21,12 +25,14 @@ class Paths:
         self.prefix = prefix
         self._targets: dict[str, str | None] = {}  # a part of a path -> where the link leads; None is no link
         self._folders: dict[str, str] = {}
+        self._real: set[str] = set()  # parts of paths without a link in them
         self._since = time.monotonic()
 
     def forget(self) -> None:
         """Look everything up again: a device may have come, gone or moved."""
         self._targets.clear()
         self._folders.clear()
+        self._real.clear()
         self._since = time.monotonic()
 
     def _old(self) -> bool:
@@ -63,10 +69,17 @@ class Paths:
             target = self._target(f"{done}/{part}")
             if target is None:
                 done += f"/{part}"
+                self._real.add(done)
                 continue
             links += 1
             if links > LINKS_FOLLOWED:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            if _LEADING.fullmatch(target):
+                direct = os.path.normpath(f"{done}/{target}")
+                if direct.rpartition("/")[0] in self._real and self._target(direct) is None:
+                    self._real.add(direct)
+                    done = direct  # as sysfs links: up, then down a way that has been gone before
+                    continue
             if target.startswith("/"):
                 done = ""
             pending += target.split("/")[::-1]

@@ -27,6 +27,7 @@ ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
 
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
 _DRIVER_CHANGED = {1, 9, 12, 15, 16, 18}  # a GPU or the driver went: what comes back need not be the same
+_LINK_STATE = "nvmlDeviceGetNvLinkState"
 _FIXED = {  # of a GPU, a link that is up, or a place on the board; the driver cannot be unloaded while it is open
     "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability",
     "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNvLinkVersion", "nvmlDeviceGetNvLinkRemoteDeviceType",
@@ -49,22 +50,22 @@ class Nvml:
         self._handles: dict[int, Any] = {}
         self._functions: dict[str, Callable[..., Json]] = {}
         self._fixed: dict[tuple[Any, ...], Json] = {}  # only answers: an error may pass
+        self._no_links: set[tuple[Any, ...]] = set()  # questions for NVLinks beyond those of the board
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle."""
         fixed = (symbol, *arguments) if symbol in _FIXED else None
         if fixed in self._fixed:
             return self._fixed[fixed]
+        if symbol == _LINK_STATE and (symbol, *arguments) in self._no_links:
+            raise failure(symbol, "INVALID_ARGUMENT")
         function = self._functions.get(symbol) or self._function(symbol)
         pynvml = self._pynvml
         try:
             answer = function(*[self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments])
             answer = answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
         except pynvml.NVMLError as error:
-            if error.value in _STALE_HANDLE:
-                self._handles.clear()
-            if error.value in _DRIVER_CHANGED:
-                self._fixed.clear()
+            self._learn(error.value, symbol, arguments)
             raise NvmlError(symbol, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
         except pynvml.NVMLLibraryMismatchError:
             raise failure(symbol, "FUNCTION_NOT_FOUND") from None
@@ -73,6 +74,16 @@ class Nvml:
         if fixed is not None:
             self._fixed[fixed] = answer
         return answer
+
+    def _learn(self, code: int, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> None:
+        """What an error says of the answers and handles that were kept."""
+        if code in _DRIVER_CHANGED:
+            self._fixed.clear()
+            self._no_links.clear()
+        if code == ERROR_CODES["INVALID_ARGUMENT"] and symbol == _LINK_STATE and arguments[1:] > (0,):
+            self._no_links.add((symbol, *arguments))
+        elif code in _STALE_HANDLE:
+            self._handles.clear()
 
     def _function(self, symbol: str) -> Callable[..., Json]:
         library = self._library(symbol)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from probes.kernel_log import LINES_MAX, KernelLog
 from probes.live import LiveHost
+from probes.live_paths import Paths
 
 GPU = "/sys/bus/pci/devices/0000:1b:00.0"
 
@@ -65,6 +67,38 @@ def test_within_one_scan_two_probes_see_the_same(tmp_path: Path) -> None:
     assert host.read_text(f"{GPU}/current_link_width") == "16\n"
     (tmp_path / GPU.lstrip("/") / "current_link_width").write_text("8\n")
     assert host.read_text(f"{GPU}/current_link_width") == "16\n"
+
+
+def test_links_lead_where_the_system_says(tmp_path: Path) -> None:
+    """A thicket of folders and links of every form: the answer does not depend on what was asked before."""
+    choice = random.Random(7)
+    folders = [tmp_path]
+    for number in range(30):
+        folders.append(choice.choice(folders) / f"d{number}")
+        folders[-1].mkdir()
+    links: list[Path] = []
+    for number in range(60):
+        link, target = choice.choice(folders) / f"l{number}", choice.choice([*folders, *links[-3:]])
+        up = os.path.relpath(target.parent, link.parent)
+        forms = (str(target), f"{up}/{target.name}", f"{up}/./{target.name}/../{target.name}", f"../{target.name}")
+        link.symlink_to(forms[number % 4])  # the last leads nowhere, mostly
+        links.append(link)
+    inside = [entry for link in links if link.is_dir() for entry in link.iterdir()]
+    asked = [str(path) for path in (*folders, *links, *inside)]
+    choice.shuffle(asked)
+    paths, known = Paths(""), 0
+    for path in asked:
+        try:
+            expected: str | int | None = os.path.realpath(path, strict=True)
+        except OSError as error:
+            expected = error.errno
+        try:
+            found: str | int | None = paths.resolve(path)
+        except OSError as error:
+            found = error.errno
+        assert found == expected, path
+        known += isinstance(found, str)
+    assert known > 50
 
 
 def test_the_kernel_log_is_read_on_from_its_last_record() -> None:
