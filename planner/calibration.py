@@ -7,7 +7,7 @@ for another.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,20 @@ def _positive(value: Any, name: str, *, optional: bool = False) -> float | None:
     return float(value)
 
 
+def _check_kinds(part: LayerTiming | LinkTiming | None, where: str) -> None:
+    """Text is text, counts are whole and positive, times and rates positive; no time at all is allowed for alpha."""
+    for field in fields(part) if part is not None else ():
+        value, name = getattr(part, field.name), f"{where}.{field.name}"
+        if field.type == "str":
+            if not isinstance(value, str):
+                raise CalibrationError(f"{name}={value!r}: must be text")
+        elif field.type == "int":
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
+                raise CalibrationError(f"{name}={value!r}: must be a whole number of at least 1")
+        elif value != 0 or field.name != "alpha_seconds":
+            _positive(value, name)
+
+
 def parse_calibration(data: Any) -> Calibration:
     """Check and build from decoded JSON."""
     if not isinstance(data, dict):
@@ -93,11 +107,8 @@ def parse_calibration(data: Any) -> Calibration:
         versions = tuple((str(k), str(v)) for k, v in data.get("versions", ()))
     except (TypeError, ValueError) as error:
         raise CalibrationError(f"calibration: {error}") from error
-    if layer:
-        _positive(layer.forward_seconds, "layer.forward_seconds")
-        _positive(layer.backward_seconds, "layer.backward_seconds")
-    for link in links:
-        _positive(link.busbw_bytes_per_second, "links.busbw_bytes_per_second")
+    for part, where in ((layer, "layer"), *((link, "links") for link in links)):
+        _check_kinds(part, where)
     return Calibration(
         device=data["device"],
         precision=data["precision"],
