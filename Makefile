@@ -44,6 +44,10 @@ drills: $(READY)
 serve: $(READY)
 	$(BIN)/topoflight serve
 
+# every figure, each bench in turn (some ten minutes), onto docs/measurements/bench.md or PAGE
+bench: $(READY)
+	$(BIN)/python bench/figures.py --page $(or $(PAGE),docs/measurements/bench.md)
+
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from agent.output import waiting
 from probes.api import Snapshot
 
 host_option = click.option(
@@ -33,7 +32,11 @@ def snapshots(
 
     A person at a terminal sees that it is under way; `told` is for callers that say so themselves.
     """
-    with contextlib.nullcontext() if told else waiting("scan: asking this host" if not hosts else "scan: replaying"):
+    if told or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none
+        return _snapshots(hosts, root, timeout_seconds)
+    from agent.output import waiting
+
+    with waiting("scan: asking this host" if not hosts else "scan: replaying"):
         return _snapshots(hosts, root, timeout_seconds)
 
 

@@ -95,7 +95,7 @@ class Guarded(H11Protocol):
     def __init__(self, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
         self.crowd = crowd
-        self.conn = _Connection(h11.SERVER, HEAD_BYTES)
+        self.conn: _Connection = _Connection(h11.SERVER, HEAD_BYTES)
         self.since: float | None = None  # when the request under way began to arrive; None between requests
         self.stuck_since: float | None = None  # when the client stopped taking the answer
 
@@ -222,10 +222,10 @@ def places() -> int:
 
 def protocol(crowd: Crowd | None = None) -> Callable[..., asyncio.Protocol]:
     """What uvicorn takes as `http`."""
-    crowd = crowd or Crowd(most=places())
+    shared = crowd or Crowd(most=places())
 
     class Placed(Guarded):
         def __init__(self, **given: Any) -> None:
-            super().__init__(crowd, **given)
+            super().__init__(shared, **given)
 
     return Placed

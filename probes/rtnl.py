@@ -42,8 +42,8 @@ def _hardware(value: bytes, _family: int) -> Json:
 
 
 def _address(value: bytes, family: int) -> Json:
-    wanted = {socket.AF_INET: 4, socket.AF_INET6: 16}.get(family)
-    return socket.inet_ntop(family, value) if len(value) == wanted else value.hex()
+    known = (family, len(value)) in ((socket.AF_INET, 4), (socket.AF_INET6, 16))
+    return socket.inet_ntop(family, value) if known else value.hex()
 
 
 def _about_link(value: bytes, family: int) -> Json:

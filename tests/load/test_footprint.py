@@ -1,0 +1,92 @@
+"""What the agent takes, in the short form of bench/footprint.py: memory and counts; times only beside a yardstick."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource as limits
+import subprocess
+import sys
+from pathlib import Path
+
+import footprint
+import pytest
+import resident
+
+ROOT = Path(__file__).parent.parent.parent
+NOISE_MIB = 3.0  # allocators keep freed pages; ten scans and a hundred requests that leak a page each show more
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+    """The recorded machine as the live probes see it."""
+    return resident.restore(tmp_path_factory.mktemp("machine"))
+
+
+def test_memory_at_rest(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """The agent and its child, 8 GPUs and 8 HCAs, no Kubernetes."""
+    root, environment = restored
+    quiet, _, paged = footprint.at_rest(tmp_path, "--root", root, environment=environment, scans=3)
+    assert quiet.resident <= footprint.AIMS["resident"]
+    assert quiet.pss <= footprint.AIMS["resident"]
+    assert quiet.children > 5, "the probes' child is not there: this is no live scan"
+    assert paged.resident <= footprint.AIMS["publishing"]
+
+
+def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """Into the stand-in for the API server; that it has published is asserted in `published`."""
+    root, environment = restored
+    with footprint.published(tmp_path) as (words, more):
+        loud, _, _ = footprint.at_rest(tmp_path, "--root", root, *words, environment={**environment, **more}, scans=3)
+    assert loud.resident + loud.children <= footprint.AIMS["publishing"]
+
+
+def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """From the first tenth of many scans and requests to the last."""
+    root, environment = restored
+    found = footprint.steady(tmp_path / "busy", root, environment, scans=60, requests=550)
+    assert found.errors == 0
+    assert found.scans >= 60
+    assert found.requests >= 550
+    mib, descriptors = found.grown()
+    assert descriptors <= 0
+    assert mib < NOISE_MIB
+
+
+def test_help_costs_a_few_bare_interpreters() -> None:
+    """CPU time of the best of some, so that what else the machine does counts little."""
+
+    def best(words: list[str]) -> float:
+        spent = []
+        for _ in range(5):
+            before = limits.getrusage(limits.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True, cwd=ROOT)
+            after = limits.getrusage(limits.RUSAGE_CHILDREN)
+            spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(spent)
+
+    assert best(["-m", "agent.cli", "--help"]) < 10 * best(["-c", "pass"])
+
+
+def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
+    """Drawing, page templates and torch come with the first who asks; drivers are the child's."""
+    code = "import agent.server, agent.cmd_serve, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages", "agent.terminal"}
+    assert not late.intersection(done.stdout.split())
+
+
+def test_all_benches_on_one_page(tmp_path: Path) -> None:
+    """`make bench` in its short form, without the parts that the tests above have run."""
+    page = tmp_path / "bench.md"
+    command = [sys.executable, str(ROOT / "bench" / "figures.py"), "--short", "--page", str(page)]
+    done = subprocess.run([*command, "--only", "evidence", "--only", "cluster"], capture_output=True, text=True,
+                          check=False, timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = page.read_text()
+    assert re.search(r"- Date: \d{4}-\d\d-\d\d", text)
+    assert "- Machine: " in text
+    assert "Python 3." in text
+    assert "MB per CPU second" in text
+    assert "planned for" in text
+    assert text in done.stdout or text.strip() in done.stdout.strip()
