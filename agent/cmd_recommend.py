@@ -9,7 +9,7 @@ import click
 
 from agent import terminal
 from agent.hosts import host_option, root_option, snapshots
-from agent.output import emit, render
+from agent.output import emit, render, waiting
 
 _LIMIT_BYTES = 16 << 20
 
@@ -69,7 +69,8 @@ def recommend(**options: object) -> None:
 
         whatif.run(request, options, form)
         return
-    advice = advise(request, lambda: snapshots(request.hosts, root=request.root))
+    with waiting("recommend: forecasting layouts"):
+        advice = advise(request, lambda: snapshots(request.hosts, root=request.root))
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
         emit(advice, form, lambda out: terminal.recommendation(out, advice, explain=explain))

@@ -62,13 +62,23 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
     click.echo(render(value, form), nl=False)
 
 
+_waiting: list[Any] = []  # the live line that is shown, if one is
+
+
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A live line on a terminal for what takes a second or two; nothing in a pipe."""
-    if not sys.stderr.isatty():
+    """A live line on a terminal for what takes a second or two; nothing in a pipe. One inside another changes it."""
+    if _waiting:
+        _waiting[-1].update(text)
         yield
-        return
-    with Console(stderr=True, highlight=False).status(text):
+    elif sys.stderr.isatty():
+        with Console(stderr=True, highlight=False).status(text) as shown:
+            _waiting.append(shown)
+            try:
+                yield
+            finally:
+                _waiting.pop()
+    else:
         yield
 
 

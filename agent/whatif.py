@@ -13,7 +13,7 @@ from rich.console import Console
 from agent import terminal, units
 from agent.advise import Request, RequestError, cluster_of, model_of, train_of
 from agent.hosts import snapshots
-from agent.output import emit
+from agent.output import emit, waiting
 from agent.report import write_atomic
 from planner import machines
 from planner.layout import Layout, LayoutError
@@ -53,7 +53,8 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
         if train.global_batch is None:  # one batch for all points, or the curve would compare different jobs
             batch = plan(machines.cluster(request.machine, max(nodes)), (), model, train).global_batch
             train = replace(train, global_batch=batch)
-        points = sweep(request.machine, nodes, model, train)
+        with waiting(f"recommend: forecasting layouts for {text}"):
+            points = sweep(request.machine, nodes, model, train)
     except (MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
     if plot is not None:

@@ -82,9 +82,9 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
             severity=Severity.WARN,
             subject=subject(device, port),
             message=(
-                f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), {sisters} ports of "
-                "the same "
-                "model are ACTIVE: NCCL leaves it out without a word."
+                f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), "
+                f"{sisters} {'port of the same model is' if sisters == 1 else 'ports of the same model are'} ACTIVE: "
+                "NCCL leaves it out without a word."
             ),
             evidence=(
                 f"{where_of(device, port)}/state: {port.state}",

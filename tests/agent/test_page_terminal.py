@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import pty
+import re
+import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from agent import advise, terminal
+from agent.cli import cli
 from agent.gate import Check
 from agent.view import View, grouped, look
 from probes.recording import load
@@ -98,3 +105,74 @@ def test_topology_says_what_it_is_and_how_it_departs() -> None:
     assert text.count("expected all_gather") == 2
     assert "rail" not in text
     assert "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)" in text
+
+
+FOLDER = Path(__file__).parent.parent / "machines"
+ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
+LOG_LINES = [
+    "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
+    "gpu-a:100:130 [0] NCCL INFO GPU Direct RDMA Disabled for HCA 0 'mlx5_1'",
+    "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
+    "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
+]
+SICK = FOLDER / "sick-h100-dead-hca.json"
+POD = FOLDER / "r760xa-2xA40-bf3.json"
+VERBS = (
+    ("scan", "--host", SICK),
+    ("scan", "--all", "--host", POD),
+    ("preflight", "-q", "--host", SICK, "--model", "Llama-3.1-8B"),
+    ("recommend", "--host", POD, "--model", "Llama-3.1-8B", "--explain"),
+    ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2"),
+    ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--compare", "dp_shard=8", "tp=8"),
+    ("diff", FOLDER / "hgx-h100-8xH100-8hca.json", SICK),
+    ("diff", "--fleet", FOLDER),
+    ("lint-env", "--host", POD, ENVIRONMENT),
+    ("evidence", LOG),
+    ("explain", "limits.memlock.low"),
+    ("explain", "TopoflightMemlockTooSmall"),
+)
+
+
+@pytest.mark.parametrize(
+    "words", VERBS, ids=lambda words: " ".join(str(w) for w in words if not str(w).startswith("/"))
+)
+def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path: Path) -> None:
+    """Lines of 80 characters at most, no blanks at their ends, no escape codes, and counts that agree with nouns."""
+    (tmp_path / ENVIRONMENT).write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
+    (tmp_path / LOG).write_text("\n".join(LOG_LINES))
+    given = [str(tmp_path / word) if word in (ENVIRONMENT, LOG) else str(word) for word in words]
+    result = CliRunner().invoke(cli, given, env={"COLUMNS": "80"}, prog_name="topoflight")
+    assert result.exit_code in (0, 3), result.output
+    lines = result.output.splitlines()
+    assert lines and max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert "\x1b" not in result.output
+    assert not re.search(r"\b1 (warnings|sockets|PCI devices|checks|nodes with|others|ports|channels)\b", result.output)
+
+
+def on_a_terminal(*words: str, **environment: str) -> str:
+    """What a person sees on a terminal of 80 columns."""
+    child, terminal_file = pty.fork()
+    if child == 0:
+        here = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
+        here.pop("CI", None)
+        os.execve(sys.executable, [sys.executable, "-m", "agent.cli", *words], here)  # noqa: S606
+    seen = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed
+        while chunk := os.read(terminal_file, 65536):
+            seen += chunk
+    os.close(terminal_file)
+    os.waitpid(child, 0)
+    return seen.decode()
+
+
+def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
+    """A live line while layouts are forecast; with NO_COLOR the same words and no colour."""
+    asked = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
+    assert "forecasting layouts" in on_a_terminal(*asked)
+    sick = ("scan", "--host", str(SICK))
+    coloured, plain = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
+    assert colour.search(coloured)
+    assert not colour.search(plain)
+    assert "✗ FAIL" in plain
