@@ -53,22 +53,31 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         if preset is not None:
             shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
         elif Path(name.removeprefix("random:")).is_dir():
-            shape = AutoConfig.from_pretrained(name.removeprefix("random:"))
+            shape = _ours(name, AutoConfig.from_pretrained, name.removeprefix("random:"))
         else:
             raise ConfigError(
                 f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
             )
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=attention, dtype=stored)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, revision=config.model_revision, attn_implementation=attention, dtype=stored, **four_bit
-        )
+        model = _ours(
+            name, AutoModelForCausalLM.from_pretrained, name, revision=config.model_revision,
+            attn_implementation=attention, dtype=stored, use_safetensors=True, **four_bit,
+        )  # fmt: skip
     if model.config.model_type not in FAMILIES:
         raise ConfigError(
             f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(FAMILIES)}"
         )
     model.config.use_cache = False
     return _add_lora(model, config) if config.use_peft else model
+
+
+def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    """What transformers loads without running code that comes with the model, whatever the model asks for."""
+    try:
+        return load(*words, trust_remote_code=False, **more)
+    except ValueError as error:
+        raise ConfigError(f"model_name_or_path={name!r}: {error}") from None
 
 
 def _four_bit(config: JobConfig) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def load_tokenizer(config: JobConfig) -> Any:
     if name == "builtin:bytes" or (folder != name and not Path(folder).is_dir()):
         tokenizer = _byte_tokenizer()
     else:
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=config.model_revision)
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=config.model_revision, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
