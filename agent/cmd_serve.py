@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
 
     _check(hosts, given)
     scanner = None if hosts else Scanner(root)
+    if scanner:  # the child imports while this process does
+        threading.Thread(target=scanner.start, name="start", daemon=True).start()
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
     state = State(scan, interval_seconds=interval, folder=given["folder"])
     try:

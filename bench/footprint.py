@@ -81,12 +81,12 @@ def help_seconds(times: int = 7) -> tuple[float, float]:
     return best(["-m", "agent.cli", "--help"]), best(["-c", "pass"])
 
 
-def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times: int = 5) -> list[float]:
-    """From starting the process to 200 at /readyz, which needs the first scan."""
+def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times: int = 5) -> list[tuple[float, float]]:
+    """(seconds, CPU seconds) from starting the process to 200 at /readyz, which needs the first scan."""
     found = []
     for _ in range(times):
-        with resident.agent(folder, "--root", root, environment=environment) as (_, _, seconds):
-            found.append(seconds)
+        with resident.agent(folder, "--root", root, environment=environment) as (pid, _, seconds):
+            found.append((seconds, resident.cpu_seconds(pid)))
     return found
 
 
@@ -176,8 +176,9 @@ def table(folder: Path, root: str, environment: Mapping[str, str], given: argpar
     row("`topoflight --help`, best of 7", f"{took:.3f} s ({took / bare:.1f} times a bare interpreter)", "0.25 s",
         took < AIMS["help_seconds"])  # fmt: skip
     starts = start_seconds(folder, root, environment)
-    row("start to /readyz, best of 5", f"{min(starts):.2f} s (median {statistics.median(starts):.2f} s)", "1.5 s",
-        min(starts) < AIMS["ready_seconds"])  # fmt: skip
+    best, middle = min(starts), statistics.median(wall for wall, _ in starts)
+    row("start to /readyz, best of 5", f"{best[0]:.2f} s, of CPU {min(cpu for _, cpu in starts):.2f} s in two "
+        f"processes (median {middle:.2f} s)", "1.5 s", best[0] < AIMS["ready_seconds"])  # fmt: skip
     quiet, spent, paged = at_rest(folder, "--root", root, environment=environment, scans=given.rest)
     row("resident, the agent's process", f"{quiet.resident:.1f} MiB", "80 MiB", quiet.resident <= AIMS["resident"])
     row("with the probes' child, shared pages once (PSS)", f"{quiet.pss:.1f} MiB", "80 MiB",

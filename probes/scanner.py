@@ -140,6 +140,11 @@ class Scanner:
         self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
         self._lock = threading.Lock()
 
+    def start(self) -> None:
+        """Start the child ahead of the first scan, which tells if that fails."""
+        with self._lock, contextlib.suppress(WorkerError):
+            self._started()
+
     def scan(self) -> Snapshot:
         """Ask every probe; one that hangs, crashes or talks nonsense is `Failed`, the others answer."""
         with self._lock:
