@@ -1,0 +1,122 @@
+"""The page of the whole cluster: made of published records alone, sick nodes first, silent ones unknown."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent import fleet, pages, units
+from agent.hosts import snapshots
+from agent.nodes import Fleet, NodeRecord, records_of, to_resource
+from agent.view import look
+from probes.recording import load
+from probes.scan import scan
+
+FOLDER = Path(__file__).parent.parent / "machines"
+NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
+
+
+def record(machine: str, **changed: object) -> NodeRecord:
+    (made,) = records_of(look((scan(load(FOLDER / f"{machine}.json")),)))
+    return replace(made, **changed)  # type: ignore[arg-type]
+
+
+def published(*records: NodeRecord) -> Fleet:
+    """As a watch of the NodeTopology resources has them: object and status, read back."""
+    held = Fleet()
+    held.replace([{**about, "status": status["status"]} for about, status in map(to_resource, records)])
+    return held
+
+
+def page(held: Fleet, **links: str) -> str:
+    return pages.fleet_page(held, source="kubernetes", behind=None, links=links)
+
+
+def names_in(html: str) -> list[str]:
+    table = html.split('<table class="nodes">')[1].split("</table>")[0]
+    return re.findall(r'<th scope="row">(?:<a href="[^"]*">)?([^<]+)', table)
+
+
+def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
+    """Order, first fault with its remedy, age; what a silent node said last does not count as its verdict."""
+    silent = record(NAMES[0], name="silent", scanned_at_seconds=time.time() - 7200)
+    held = published(*map(record, NAMES), silent)
+    html = page(held)
+    assert names_in(html) == [
+        "hgx-h100-sick-memlock", "hgx-h100-sick-nvlink", "silent", "hgx-h100-sick-thermal", "hgx-h100-01",
+    ]  # fmt: skip
+    assert "RLIMIT_MEMLOCK is 64 KiB" in html and "LimitMEMLOCK" in html
+    assert "silent for 2 h" in html.lower()
+    assert "source: kubernetes" in html
+
+
+def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
+    """Graphs are compared to the last link: memlock and heat do not make another kind."""
+    found = fleet.kinds(published(*map(record, NAMES)).records())
+    assert [kind.names for kind in found] == [
+        ("hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"), ("hgx-h100-sick-nvlink",),
+    ]  # fmt: skip
+
+
+def test_a_large_cluster_keeps_the_page_readable() -> None:
+    """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
+    many = [record(NAMES[0])] * fleet.SHOWN_ROWS
+    held = published(
+        *(replace(one, name=f"node-{n:04}") for n, one in enumerate(many)), record(NAMES[2], name="zz-sick")
+    )
+    html = page(held)
+    rows = names_in(html)
+    assert rows[0] == "zz-sick"
+    assert len(rows) == fleet.SHOWN_ROWS
+    assert "And 1 more, none sicker than these" in html
+    assert f"{fleet.SHOWN_ROWS + 1} nodes" in html
+    assert len(html) < 2_000_000
+
+
+def test_names_of_strangers_stay_text() -> None:
+    """A record is written by another machine."""
+    hostile = "<script>alert(1)</script>"
+    bad = record(NAMES[0], name="n", product=hostile, links=hostile, rdma=hostile,
+                 findings=({"code": hostile, "severity": "fail", "subject": hostile, "message": hostile},))  # fmt: skip
+    html = page(published(bad))
+    assert "<script>alert" not in html
+
+
+def test_nothing_published_is_said() -> None:
+    """An empty cluster is a sentence, not an empty table."""
+    assert "No agent publishes a node yet." in page(Fleet())
+
+
+def test_two_recordings_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Pods often share a name: the file's name stands beside it; different names are left as they are."""
+    text = (FOLDER / "r760xa-2xA40-bf3.json").read_bytes()
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "pod.json").write_bytes(text)
+    found = snapshots([tmp_path / "a" / "pod.json", tmp_path / "b" / "pod.json", FOLDER / f"{NAMES[0]}.json"])
+    names = [snapshot.hostname for snapshot in found]
+    assert names == ["lora-worker-0 (pod)", "lora-worker-0 (pod) 2", "hgx-h100-01"]
+    assert [s.hostname for s in snapshots([tmp_path / "a" / "pod.json"])] == ["lora-worker-0"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (2e5, "2.31 d")]
+)
+def test_an_age_is_said_in_its_largest_unit(seconds: float, said: str) -> None:
+    """As people say it."""
+    assert units.ago(seconds) == said
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    """Worst first, no zeros, no "1 warnings"."""
+    assert (
+        units.tally({"pass": 120, "fail": 0, "warn": 1, "unknown": 2, "info": 3}) == "1 warning, 2 unknown, 120 passed"
+    )
+    assert units.rest("fail", {"fail": 1, "warn": 2, "pass": 3}) == "2 warnings, 3 passed"
+    assert units.bits(5e10) == "400 Gb/s"
+    assert units.bits(4.5e11) == "3.6 Tb/s"
+    assert units.need("shm_bytes", "2147483648") == "2.0 GiB of shared memory (/dev/shm)"
