@@ -399,6 +399,9 @@ def test_pictures(chromium: Browser, machines: dict[str, str], tmp_path: Path) -
         tab.go(machines["sick-h100-rdma-off"])
         height = tab.run("document.querySelector('svg.drawing').getBoundingClientRect().bottom + 50")
         keep(folder / "page.png", tab.picture(int(height), 1160))
+        tab.go(machines["sick-h100-rdma-off"] + "what-if?model=Llama-3.1-70B&machine=p5.48xlarge&nodes=2")
+        height = tab.run("document.querySelector('.keys').getBoundingClientRect().bottom + 20")
+        keep(folder / "what-if.png", tab.picture(int(height), 1160))
     terminal = tmp_path / "terminal.html"
     terminal.write_text(terminal_page("scan", "--host", "tests/machines/sick-h100-rdma-off.json"), encoding="utf-8")
     with chromium.tab(width=820, height=300) as tab:
