@@ -20,7 +20,7 @@ _SOLDERED_LINKS = re.compile(r"SXM|H100 80GB HBM3|H200$|H20$|H800$|B200|B300|GB\
 CODES = (
     "gpu.driver.unusable", "gpu.device.lost", "gpu.device.mixed", "gpu.device.mode", "gpu.pcie.width",
     "gpu.pcie.generation", "gpu.nvlink.missing", "gpu.nvlink.none", "gpu.nvlink.errors", "gpu.fabric.incomplete",
-    "gpu.fabric.degraded", "gpu.p2p.refused", "gpu.ecc.uncorrected", "gpu.memory.remap_failed",
+    "gpu.fabric.degraded", "gpu.fabric.split", "gpu.p2p.refused", "gpu.ecc.uncorrected", "gpu.memory.remap_failed",
     "gpu.memory.remap_pending", "gpu.memory.retired", "gpu.thermal.hot", "gpu.thermal.throttling", "gpu.power.brake",
     "gpu.power.capped", "gpu.power.limit", "gpu.mig.enabled", "gpu.bar1.small", "gpu.persistence.off",
     "gpu.process.running", "gpu.xid.hardware", "gpu.xid.application", "gpu.xid.new",
@@ -38,6 +38,7 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
         if gpu.error is not None:
             yield _lost(gpu)
     yield from _mixed(answering)
+    yield from _split(answering)
     yield from _nvlink_counts(answering)
     yield from _p2p(facts)
     for gpu in answering:
@@ -78,6 +79,19 @@ def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
         yield finding(
             "gpu.device.mixed", Severity.WARN, "", f"GPUs of different models: {what}; the slowest sets the pace",
             f"nvmlDeviceGetName: {what}", "Choose GPUs of one model with CUDA_VISIBLE_DEVICES.",
+        )  # fmt: skip
+
+
+def _split(gpus: list[Gpu]) -> Iterator[Finding]:
+    """GPUs of one host that the fabric put into different NVLink domains, or left out of the one the others are in."""
+    cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
+    if len(cliques) > 1:
+        what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
+        yield finding(
+            "gpu.fabric.split", Severity.WARN, "",
+            f"the GPUs of this host are not in one NVLink clique: {what}; NCCL joins only GPUs of one clique by NVLink",
+            f"nvmlDeviceGetGpuFabricInfoV, cluster UUID and clique: {what}",
+            "Look at the partitions of the fabric manager or of NMX-C, and take the GPUs into one.",
         )  # fmt: skip
 
 

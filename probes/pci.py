@@ -35,6 +35,7 @@ class PciDevice:
     sriov_vfs: int | None = None
     sriov_vfs_max: int | None = None
     resizable_bar: bool | None = None  # True where every resizable BAR is as large as it can be
+    bar_sizes_offered: bool | None = None  # the resizable BAR capability is there
     rdma: bool | None = None  # a NIC's infiniband/ folder; None for other classes
     lost: bool = False  # configuration space reads as ones
 
@@ -125,6 +126,7 @@ PROBE = Probe(
         "pci.peermem.unknown",
         "pci.tree.virtual",
         "pci.relaxed_ordering.off",
+        "pci.rebar.off",
     ),
     metrics=(
         Metric(name="pci_peermem_loaded", help="1 where nvidia_peermem or nv_peer_mem is loaded."),

@@ -65,6 +65,18 @@ def _device(device: PciDevice) -> Iterator[Finding]:
             evidence=(f"{where}/driver: {device.driver or 'no link'}",),
             remedy="Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver.",
         )
+    gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA
+    if gpu and device.bar_sizes_offered and device.resizable_bar is False:
+        yield Finding(
+            code="pci.rebar.off",
+            severity=Severity.INFO,
+            subject=device.bus_id,
+            message=(
+                "The GPU offers a larger BAR than it was given: the CPU and NICs reach only a part of its memory at a "
+                "time."
+            ),
+            evidence=(f"{where}/config: resizable BAR, a larger size is supported than the one in use",),
+        )
     if device.rdma and device.relaxed_ordering is False:
         yield Finding(
             code="pci.relaxed_ordering.off",

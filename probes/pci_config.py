@@ -29,6 +29,7 @@ class Config:
     acs_source_validation: bool | None = None
     relaxed_ordering: bool | None = None
     resizable_bar: bool | None = None  # the BAR is as large as the device could make it
+    bar_sizes_offered: bool | None = None  # the device offers sizes to choose from
 
 
 def parse_config(config: bytes) -> Config:
@@ -46,6 +47,7 @@ def parse_config(config: bytes) -> Config:
         acs_source_validation=acs,
         relaxed_ordering=_relaxed_ordering(config),
         resizable_bar=_rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
+        bar_sizes_offered=True if _REBAR in extended else (False if readable else None),
     )
 
 

@@ -120,6 +120,7 @@ def _configured(host: Host, device: PciDevice) -> PciDevice:
         acs_source_validation=config.acs_source_validation,
         relaxed_ordering=config.relaxed_ordering,
         resizable_bar=config.resizable_bar,
+        bar_sizes_offered=config.bar_sizes_offered,
         lost=config.lost,
     )
 

@@ -30,49 +30,20 @@ class Threshold:
         return rise > self.count * max(seconds / self.seconds, 1.0)
 
 
-THRESHOLDS = (
-    Threshold(counter="link_downed", count=0, seconds=1, severity=Severity.FAIL, meaning="the link went down"),
-    Threshold(
-        counter="excessive_buffer_overrun_errors",
-        count=0,
-        seconds=1,
-        severity=Severity.FAIL,
-        meaning="receive buffers overran",
-    ),
-    Threshold(
-        counter="local_link_integrity_errors",
-        count=0,
-        seconds=1,
-        severity=Severity.FAIL,
-        meaning="physical errors exceeded what the link tolerates",
-    ),
-    Threshold(
-        counter="rnr_nak_retry_err",
-        count=0,
-        seconds=1,
-        severity=Severity.FAIL,
-        meaning="a peer never posted receives and retries ran out",
-    ),
-    Threshold(counter="symbol_error", count=120, seconds=HOUR_SECONDS, severity=Severity.FAIL, meaning="bit errors"),
-    Threshold(counter="link_error_recovery", count=5, seconds=60, severity=Severity.WARN, meaning="the link retrained"),
-    Threshold(counter="port_rcv_errors", count=10, seconds=1, severity=Severity.WARN, meaning="broken packets arrived"),
-    Threshold(
-        counter="local_ack_timeout_err",
-        count=1,
-        seconds=1,
-        severity=Severity.WARN,
-        meaning="acknowledgements came too late: loss or congestion",
-    ),
-    Threshold(
-        counter="port_xmit_discards",
-        count=100,
-        seconds=1,
-        severity=Severity.WARN,
-        meaning="packets were discarded before sending: congestion",
-    ),
-    Threshold(
-        counter="roce_slow_restart", count=10, seconds=1, severity=Severity.WARN, meaning="RoCE flows started over"
-    ),
+THRESHOLDS = tuple(
+    Threshold(counter=counter, count=count, seconds=seconds, severity=severity, meaning=meaning)
+    for counter, count, seconds, severity, meaning in (
+        ("link_downed", 0, 1, Severity.FAIL, "the link went down"),
+        ("excessive_buffer_overrun_errors", 0, 1, Severity.FAIL, "receive buffers overran"),
+        ("local_link_integrity_errors", 0, 1, Severity.FAIL, "physical errors exceeded what the link tolerates"),
+        ("rnr_nak_retry_err", 0, 1, Severity.FAIL, "a peer never posted receives and retries ran out"),
+        ("symbol_error", 120, HOUR_SECONDS, Severity.FAIL, "bit errors"),
+        ("link_error_recovery", 5, 60, Severity.WARN, "the link retrained"),
+        ("port_rcv_errors", 10, 1, Severity.WARN, "broken packets arrived"),
+        ("local_ack_timeout_err", 1, 1, Severity.WARN, "acknowledgements came too late: loss or congestion"),
+        ("port_xmit_discards", 100, 1, Severity.WARN, "packets were discarded before sending: congestion"),
+        ("roce_slow_restart", 10, 1, Severity.WARN, "RoCE flows started over"),
+    )
 )
 
 

@@ -120,6 +120,23 @@ def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None
     assert _check(dataclasses.replace(HEALTHY, **changes)) == []
 
 
+@pytest.mark.parametrize(
+    ("second", "state", "expected"),
+    [
+        ("aa/1", "completed", []),
+        ("aa/2", "completed", ["gpu.fabric.split"]),
+        ("bb/1", "completed", ["gpu.fabric.split"]),
+        (None, "completed", ["gpu.fabric.split"]),
+        (None, "not_supported", []),
+    ],
+)
+def test_gpus_of_one_host_belong_into_one_clique(second: str | None, state: str, expected: list[str]) -> None:
+    """A GPU whose fabric is not there is in no clique, and another finding's business."""
+    first = dataclasses.replace(HEALTHY, fabric_state="completed", fabric_clique="aa/1")
+    other = dataclasses.replace(HEALTHY, index=1, fabric_state=state, fabric_clique=second)
+    assert [finding.code for finding in _check(first, other)] == expected
+
+
 def test_a_gpu_is_compared_with_its_twins_only() -> None:
     """Boards with different numbers of links may share a host; the same board may not differ."""
     full = dataclasses.replace(HEALTHY, **_links(12, 12))

@@ -273,6 +273,21 @@ def test_resizable_bar() -> None:
     assert parse_config(config()[:64]).resizable_bar is None
 
 
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        (config(bar=(0b1_0000_0000_0000, 12)), None),
+        (config(bar=(0b1_0000_0000_0000, 8)), Severity.INFO),
+        (config(), None),
+        (config()[:64], None),
+    ],
+    ids=["largest", "smaller", "no capability", "not root"],
+)
+def test_a_gpu_with_less_bar_than_it_offers_is_a_note(space: bytes, expected: Severity | None) -> None:
+    found = findings(switch(config=space).host(**good())).get("pci.rebar.off")
+    assert (found.severity if found else None) == expected
+
+
 def test_a_broken_chain_of_capabilities_ends() -> None:
     space = bytearray(config(acs=True))
     struct.pack_into("<I", space, 0x100, 0x0001 | 0x100 << 20)  # points at itself
