@@ -51,8 +51,19 @@ def scan(host: Host, probes: Sequence[Probe[Any]] = ALL) -> Snapshot:
         hostname=identity["hostname"],
         taken_at_seconds=identity["time"],
         topoflight_version=version(),
-        outcomes={probe.name: run(probe, host) for probe in probes},
+        outcomes={probe.name: _fitting(probe.name, run(probe, host)) for probe in probes},
     )
+
+
+def _fitting(name: str, outcome: Ok[Any] | Absent | Failed) -> Ok[Any] | Absent | Failed:
+    """The outcome, where its facts are of the kinds they are declared to be: a recording may hold anything."""
+    from probes.wire import SnapshotError, outcome_from_json, outcome_to_json
+
+    try:
+        outcome_from_json(name, outcome_to_json(outcome))
+    except SnapshotError as error:
+        return Failed(error=str(error), seconds=outcome.seconds)
+    return outcome
 
 
 def findings(snapshot: Snapshot) -> tuple[Finding, ...]:
