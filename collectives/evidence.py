@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 
 import cattrs
 
+from collectives.evidence_clean import BLOCK_BYTES, utf8_chunks
 from collectives.evidence_codes import CODES
 from collectives.evidence_ledger import Ledger
-from collectives.evidence_reader import BLOCK_BYTES, Reader, blocks
+from collectives.evidence_reader import Reader, blocks
 from collectives.evidence_verdict import judge
 from collectives.transport import Evidence
 
@@ -63,13 +64,18 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
 def _take(ledger: Ledger, file: BinaryIO) -> None:
     reader = Reader(ledger)
     rest = b""
-    while chunk := file.read(BLOCK_BYTES):
+    for chunk in utf8_chunks(file):
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)
         elif len(rest) >= BLOCK_BYTES:
-            # No newline for so long is no log line: what is kept of it must not grow.
-            rest = rest[:BLOCK_BYTES]
+            # A progress bar, or a whole log in one JSON string: read what is whole, as part of the same line.
+            whole, end, tail = rest.rpartition(b"\r" if b"\r" in rest else b"\\n")
+            if end:
+                reader.feed(whole)
+                ledger.lines -= 1
+            # Without any end for so long it is no log: what is kept of it must not grow.
+            rest = tail[:BLOCK_BYTES]
     if rest:
         reader.feed(rest)
     reader.finish(cut=bool(rest))

@@ -1,12 +1,17 @@
 """What launchers, terminals and pagers do to a log line, undone.
 
 Surface: physical lines of any training log, as bytes. Undone here: colours (ECMA-48 SGR), HTML and JSON escapes,
-progress bars that share a line by carriage return, many messages in one JSON string.
+progress bars that share a line by carriage return, many messages in one JSON string, UTF-16 as PowerShell writes it.
 """
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Iterator
+from typing import BinaryIO, Final
+
+BLOCK_BYTES: Final = 1 << 20
 
 # A line longer than this is cut: no NCCL message is near it, and memory must stay flat on a file without newlines.
 MAX_LINE_BYTES = 16_384
@@ -37,6 +42,38 @@ MARKERS = (
     b"fi_getinfo",
     b"no socket interface",
 )
+
+
+def utf8_chunks(file: BinaryIO) -> Iterator[bytes]:
+    """The file in pieces of about 1 MiB; UTF-16, with or without byte order mark, becomes UTF-8."""
+    chunk = file.read(BLOCK_BYTES)
+    encoding = _utf16(chunk[:4096])
+    if encoding is None:
+        while chunk:
+            yield chunk
+            chunk = file.read(BLOCK_BYTES)
+        return
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    while chunk:
+        yield decoder.decode(chunk).encode("utf-8", "replace")
+        chunk = file.read(BLOCK_BYTES)
+
+
+def _utf16(start: bytes) -> str | None:
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    # Text in Latin letters has a zero in every second byte, and a log in UTF-8 has none.
+    for encoding, zeros in (("utf-16-le", start[1::2]), ("utf-16-be", start[::2])):
+        if len(start) >= 64 and zeros.count(0) * 4 > len(zeros) * 3 and start.count(0) < len(start) * 3 // 4:
+            return encoding
+    return None
+
+
+def pieces(line: bytes) -> list[bytes]:
+    """A physical line, cut to a length that no message reaches; a longer one at its inner ends first."""
+    if len(line) <= MAX_LINE_BYTES:
+        return [line]
+    return [piece[:MAX_LINE_BYTES] for piece in re.split(rb"\r|\\n", line)]
 
 
 def clean(line: bytes) -> list[bytes]:

@@ -152,6 +152,16 @@ CODES: dict[str, Meaning] = {
     "no_efa_provider": _fail(
         "libfabric offers no EFA provider", "check fi_info -p efa in the container and the EFA devices it was given"
     ),
+    "efa_endpoint_failed": _fail(
+        "libfabric could not open an endpoint on an EFA device",
+        "compare the versions of the EFA driver, libfabric and aws-ofi-nccl; check the devices in the container and "
+        "hugepages or memlock",
+    ),
+    "efa_memory_not_registered": _fail(
+        "aws-ofi-nccl could not register memory with EFA",
+        "check the EFA kernel module's GPU support; with EFA installers before 1.29.1 set "
+        "FI_EFA_SET_CUDA_SYNC_MEMOPS=0",
+    ),
     "network_not_found": _fail(
         "the network that NCCL_NET asks for did not load", "unset NCCL_NET or install the plugin it names"
     ),

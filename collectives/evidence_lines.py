@@ -146,7 +146,14 @@ class LineReader:
     def _remember_end(self, text: bytes, channel: Channel) -> None:
         end = text[text.find(b"via ") + 4 :]
         table = self._ends[{"send": 0, "receive": 1, None: 2}[channel.direction]]
-        if len(table) < MAX_SEEN and len(end) < 120 and b"NCCL" not in end and text.count(b"via ") == 1:
+        # What was counted for an end that is known must stay: a new writer may print it too.
+        if (
+            end not in table
+            and len(table) < MAX_SEEN
+            and len(end) < 120
+            and b"NCCL" not in end
+            and text.count(b"via ") == 1
+        ):
             table[end] = Seen(channel)
 
     def _continue_tag(self, line: bytes) -> None:

@@ -7,12 +7,9 @@ by one: a block without any marker is skipped whole, and a channel line whose en
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final
 
-from collectives.evidence_clean import MARKERS, MAX_LINE_BYTES, NEEDS_CLEANING, clean
+from collectives.evidence_clean import BLOCK_BYTES, MARKERS, NEEDS_CLEANING, clean, pieces
 from collectives.evidence_lines import DULL_STARTS, INFO, LineReader
-
-BLOCK_BYTES: Final = 1 << 20
 
 
 class Reader(LineReader):
@@ -102,8 +99,9 @@ class Reader(LineReader):
         self._bare, self._last = bare, last
 
     def _line_dirty(self, line: bytes) -> None:
-        for part in clean(line[:MAX_LINE_BYTES]):
-            self.take_line(part)
+        for piece in pieces(line):
+            for part in clean(piece):
+                self.take_line(part)
 
 
 def _runs(spans: dict[int, int]) -> Iterator[tuple[int, int]]:

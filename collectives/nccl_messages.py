@@ -12,14 +12,19 @@ from collections import Counter
 
 MAX_VALUES = 512
 
-_BUILD = rb"(?:\+(?:cuda|hip|rocm)[\d.]*\d)?"
+# The literal macro names are what TensorFlow's build of NCCL prints.
+_BUILD = rb"(?:\+(?:(?:cuda|hip|rocm)[\d.]*\d|cudaCUDA_MAJOR\.CUDA_MINOR))?"
 _VERSION = re.compile(rb"\bNCCL version (?:: )?v?(\d+\.\d+(?:\.\d+)?(?:[a-z]+\d*)?(?:-\d+)?" + _BUILD + rb")")
 _RCCL_VERSION = re.compile(rb"RCCL version ?:? ?v?(\d+\.\d+(?:\.\d+)?" + _BUILD + rb")")
-_NETWORK = re.compile(rb"Using network ([A-Za-z][\w .+-]{0,40}?)\s*$")
+# What may stand behind a message: the wrapping of a log collector, a table, a page, or Ray's count of repetitions.
+_END = rb"(?=\s*(?:$|[\"'`|<\\]|\[repeated ))"
+_NETWORK = re.compile(rb"Using (?:internal N|n)etwork ([A-Za-z][\w .+-]{0,40}?)" + _END)
 _ASSIGNED = re.compile(rb"Assigned NET plugin ([A-Za-z][\w .+-]{0,40}?) to comm")
 _NODES = re.compile(rb"nRanks (\d{1,7}) nNodes (\d{1,6}) localRanks (\d{1,5})")
 _RANKS = re.compile(rb"rank \d+ n[rR]anks (\d{1,7})\b")
-_ENVIRONMENT = re.compile(rb"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to (\S.*?)\.?\s*$")
+_ENVIRONMENT = re.compile(
+    rb"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`]*?)\.?" + _END
+)
 _IB_USING = re.compile(rb"NET/\w+ : Using(.*?)(?:; ?OOB ([^\s:]+):|$)")
 _PORT = re.compile(
     rb"(?:\[(\d{1,4})\])?[={ ]*\[?\d{0,4}\]? ?([A-Za-z][\w.+-]*:\d+[\w:.]*)/(IB|RoCE|Ethernet|Eth|iWARP)\b"

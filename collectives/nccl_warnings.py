@@ -75,6 +75,13 @@ SIGNS: tuple[Sign, ...] = (
     # EFA.
     _sign(b"fi_getinfo", "no_efa_provider", pattern=rb"fi_getinfo\(\) call failed: No data available"),
     _sign(b"No eligible providers", "no_efa_provider"),
+    _sign(b"NET/OFI Could not find any", "no_efa_provider", pattern=rb"Could not find any (?:optimal )?provider"),
+    _sign(
+        b"NET/OFI C",
+        "efa_endpoint_failed",
+        pattern=rb"NET/OFI (?:Couldn't (?:open|allocate|enable|bind) |Creating new endpoint .* failed)",
+    ),
+    _sign(b"NET/OFI Unable to register memory", "efa_memory_not_registered"),
     _sign(b"nitializ", "efa_plugin_init_failed", pattern=rb"aws-ofi-nccl initialization failed"),
     _sign(b"NET/OFI Initializing plugin failed", "efa_plugin_init_failed"),
     _sign(b"NET/OFI Failed to initialize", "efa_plugin_init_failed"),

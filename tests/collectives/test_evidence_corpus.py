@@ -77,6 +77,16 @@ DRESSES: dict[str, Callable[[int, str], str]] = {
     "colours": lambda _, line: f"\x1b[32m{line}\x1b[0m",
     "progress bar": lambda n, line: f" {n % 100}%|###  | {n}/900 [00:01<00:20]\r{line}",
     "html": lambda _, line: line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"),
+    "torchrun tee": lambda n, line: f"[default{n % 8}]:{line}",
+    "ray repeated": lambda n, line: f"(RayWorker pid={n}, ip=10.0.0.1) {line} [repeated 3x across cluster]",
+    "syslog": lambda _, line: f"<14>1 2026-11-21T04:16:49.003Z node-1 train 1234 - - {line}",
+    "cloudwatch": lambda _, line: f"  | 2026-01-02T03:04:05.208-07:00 | {line}",
+    "loki": lambda _, line: f'2026-01-02T03:04:05Z {{app="train",pod="t-0"}} {line}',
+    "cri": lambda _, line: f"2026-01-02T03:04:05.123456789+00:00 stdout F {line}",
+    "table": lambda _, line: f"| {line} |",
+    "page": lambda n, line: f'<span id="L{n}">' + line.replace("<", "&lt;").replace(">", "&gt;") + "</span><br>",
+    "stackdriver": lambda _, line: json.dumps({"textPayload": line, "severity": "INFO"}),
+    "fluent bit": lambda _, line: json.dumps({"message": json.dumps({"log": line + "\n"})}),
     "json": lambda _, line: json.dumps({"log": f"{line}\n", "stream": "stdout"}).replace(">", "\\u003e"),
 }
 

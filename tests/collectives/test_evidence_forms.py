@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -198,3 +199,77 @@ def test_json_is_plain() -> None:
     assert data["proof"][0]["line"] == 1
     assert data["exit_code"] == 0
     assert {"nccl_version", "inter_node_transport", "intra_node_transport", "problems", "schema_version"} <= data.keys()
+
+
+SOCKETS = [
+    "NCCL version 2.7.6+cudaCUDA_MAJOR.CUDA_MINOR",
+    HEAD + "NCCL_P2P_DISABLE set by environment to 1.",
+    HEAD + "NCCL_NET set by environment to AWS Libfabric",
+    HEAD + "Using network Socket",
+    HEAD + "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct",
+    HEAD + "Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0",
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ("", ""),
+        ('{"log": "', '\\n", "stream": "stdout"}'),
+        ('2026-01-01,node-1,"', '"'),
+        ("| ", " |"),
+        ("<td>", "</td>"),
+        ("(RayWorker pid=7, ip=10.0.0.1) ", " [repeated 3x across cluster] (Ray deduplicates logs by default.)"),
+        ("", "   \t"),
+    ],
+)
+def test_what_a_collector_wraps_around_a_line_is_no_part_of_its_value(before: str, behind: str) -> None:
+    """Values at the end of a line are read without the quote, the table edge or the count that follow."""
+    verdict = evidence.read([f"{before}{line}{behind}\n" for line in SOCKETS])
+    assert verdict.network == "Socket"
+    assert verdict.nccl_version == "2.7.6+cudaCUDA_MAJOR.CUDA_MINOR"
+    assert verdict.environment["NCCL_P2P_DISABLE"] == "1"
+    assert verdict.environment["NCCL_NET"] == "AWS Libfabric"
+    assert {problem.code for problem in verdict.problems} == {"socket_fallback", "p2p_disabled_by_env"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
+def test_a_log_in_another_encoding_is_read(encoding: str, tmp_path: Path) -> None:
+    """PowerShell redirects in UTF-16, and editors save with a byte order mark."""
+    log = tmp_path / "train.log"
+    lines = [*SOCKETS, *([HEAD + "Channel 00/0 : 2[0] -> 1[1] [receive] via NET/Socket/0"] * 20_000)]
+    log.write_bytes("\r\n".join([*lines, ""]).encode(encoding))
+    verdict = evidence.read_file(log)
+    assert verdict.network == "Socket"
+    assert (verdict.send, verdict.receive) == (ChannelCount(total=1), ChannelCount(total=20_000))
+    assert verdict.lines_read == len(lines)
+
+
+@pytest.mark.parametrize("redraws", [400, 60_000])
+def test_a_progress_bar_of_any_length_hides_no_message(redraws: int, tmp_path: Path) -> None:
+    """A bar redraws itself with carriage returns: thousands of bytes before the first newline."""
+    bar = "".join(f"\r {n % 100}%|####      | {n}/{redraws} [00:01<00:20,  1.20it/s]" for n in range(redraws))
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(["start", bar + "\r" + SOCKETS[-1], *SOCKETS[:-1], ""]))
+    verdict = evidence.read_file(log)
+    assert verdict.send == ChannelCount(total=1)
+    assert verdict.lines_read == 1 + len(SOCKETS)
+    assert next(row.line for row in verdict.proof if "NET/Socket" in row.text) == 2
+
+
+def test_a_log_in_one_json_string_is_read(tmp_path: Path) -> None:
+    """Some collectors give the whole log as one value."""
+    log = tmp_path / "logs.json"
+    log.write_text(json.dumps({"logs": "step\n" * 400_000 + "\n".join(SOCKETS)}))
+    verdict = evidence.read_file(log)
+    assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)
+
+
+def test_channels_that_end_alike_are_counted_for_every_writer() -> None:
+    """Each process of a host may be met first with a channel end that others printed before."""
+    lines = [
+        f"[default{rank}]:{HEAD}Channel {n:02}/0 : 1[1] -> 2[0] [send] via NET/Socket/0\n"
+        for rank in range(8)
+        for n in range(4)
+    ]
+    assert evidence.read(lines).send == ChannelCount(total=32)
