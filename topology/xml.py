@@ -75,6 +75,9 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
             f"{found.without_class} PCI devices have no class: a static file that NCCL completes on the host; "
             "which of them are GPUs or NICs is not known"
         )
+    own = [gpu.name for gpu in gpus if any(link.bus_id == gpu.bus_id for link in gpu.nvlinks)]
+    if own:
+        warnings.append(f"NVLinks of {', '.join(own)} lead to the same GPU: which GPUs they join is not known")
     if not gpus:
         warnings.append("the file names no GPU")
     elif not found.dumped:

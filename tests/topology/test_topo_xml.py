@@ -157,6 +157,18 @@ def test_refused_with_the_line(text, line, words):
     assert caught.value.line == line or words == "expected <system>"
 
 
+def test_nvlinks_that_lead_back_join_nobody():
+    """A provider's file for a VM with NVLink pairs gives each GPU as its own partner."""
+    gpus = "".join(
+        f'<pci busid="000{n}:00:00.0" class="0x030200"><gpu dev="{n}" sm="80">'
+        f'<nvlink target="000{n}:00:00.0" count="12" tclass="0x030200"/></gpu></pci>'
+        for n in (1, 2)
+    )
+    node = xml.parse(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>')
+    assert node.islands == ()
+    assert any("GPU1, GPU2 lead to the same GPU" in warning for warning in node.warnings)
+
+
 def test_a_net_outside_a_nic_gives_its_name_and_a_warning():
     """Written by hand so; NCCL itself passes over it."""
     net = '<net name="mlx5_0" dev="0" speed="100000"/>'
