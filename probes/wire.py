@@ -7,13 +7,14 @@ always with "seconds". Fields that this release does not know are left out, a ne
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import cattrs
 from cattrs.preconf.json import make_converter
 
 from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
 from probes.host import Json
+from probes.outcome import Outcome as Outcome
+from probes.outcome import outcome_to_json as outcome_to_json
 from probes.plain import PlainError, strict
 from probes.plain import loads as plain
 from probes.registry import BY_NAME
@@ -21,20 +22,9 @@ from probes.registry import BY_NAME
 _converter = make_converter()
 strict(_converter)
 
-Outcome = Ok[Any] | Absent | Failed
-
 
 class SnapshotError(ValueError):
     """The data is not a snapshot that can be read here."""
-
-
-def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
-    """One probe's outcome as plain data."""
-    if isinstance(outcome, Ok):
-        return {"status": "ok", "seconds": outcome.seconds, "facts": _converter.unstructure(outcome.facts)}
-    if isinstance(outcome, Absent):
-        return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
-    return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
 
 
 def outcome_from_json(probe: str, data: Json) -> Outcome:

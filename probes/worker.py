@@ -15,10 +15,10 @@ from typing import IO, Any, cast
 
 from probes.host import Host, Json
 from probes.live import LiveHost
+from probes.outcome import outcome_to_json
 from probes.recording import RecordingHost
 from probes.registry import BY_NAME
 from probes.scan import run
-from probes.wire import outcome_to_json
 
 
 def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
