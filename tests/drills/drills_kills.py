@@ -54,8 +54,8 @@ def _stage(ground: Ground) -> str:
     """Which processes there are tells how far a run has come."""
     lines = [" ".join(process.info["cmdline"] or ()) for process in _listed(ground)]
     for stage, word in (
-        ("ranks", "collectives.rank"), ("job", "finetune.train"), ("launcher", "torch.distributed.run"),
-        ("calibration", "collectives.calibrate"), ("scan", "probes.worker"),
+        ("launcher or ranks", "collectives.rank"), ("launcher or job", "finetune.train"),
+        ("calibration", "collectives.calibrate"), ("probe process before that", "probes.worker"),
     ):  # fmt: skip
         if any(word in line for line in lines):
             return stage
