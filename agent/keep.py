@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from agent import bench_history
 from agent.report import write_atomic
 from collectives.results import BenchResult
 from probes.plain import loads as plain
@@ -37,11 +38,17 @@ def folder() -> Path | None:
 
 
 def keep_bench(result: BenchResult, place: Path | None = None) -> Path | None:
-    """Leave the result as the last one."""
+    """Leave the result as the last one, and a line of it in the history."""
     from collectives.wire import result_to_json
 
     where = place or folder()
-    return _write(where / BENCH_FILE, result_to_json(result)) if where else None
+    if where is None:
+        return None
+    try:
+        bench_history.remember(where, result)
+    except OSError as error:
+        left_out(where / bench_history.FILE, error)
+    return _write(where / BENCH_FILE, result_to_json(result))
 
 
 def keep_flight(record: dict[str, Any], place: Path | None = None) -> Path | None:

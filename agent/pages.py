@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from agent import charts, drawing, units
+from agent import bench_history, charts, drawing, units
 from agent import fleet as fleets
 from agent.advise import EXPORTS
 from agent.fleet import glance
@@ -68,6 +68,7 @@ def _environment(*, html: bool) -> Environment:
         flown=flights,
         side_by_side=side_by_side,
         by_network=by_network,
+        history_of=_history,
         exports=EXPORTS,
     )
     return made
@@ -181,6 +182,10 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
         "memory_full": max([*memory, capacity or 0.0], default=1.0),
     }
+
+
+def _history(lines: Sequence[bench_history.Line]) -> Markup:
+    return bench_history.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:

@@ -21,17 +21,19 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from agent import keep
 from agent.codes import ALL_CODES
 from agent.doors import Bucket, Doors
 from agent.gate import Check, FailOn, GateError, judge, select, worst_first
 from agent.keep import BENCH_FILE
 from agent.problem import ProblemError
-from agent.report import document, write_atomic
+from agent.report import document
 from agent.state import State
 from agent.view import View
 from collectives import processes, scratch
 from collectives.ops import OPS
 from collectives.results import BenchResult
+from collectives.wire import result_from_json
 
 log = logging.getLogger(__name__)
 
@@ -178,11 +180,12 @@ class Bencher:
         """Into the state's folder, where the next scan finds it."""
         if self._state.folder is not None:
             try:
-                write_atomic(self._state.folder / BENCH_FILE, saved.read_text())
-            except OSError as error:
+                result = result_from_json(keep.read(saved))
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the benchmark's result is not kept: %s", error)
                 return
-            self._state.refresh()
+            if keep.keep_bench(result, self._state.folder):
+                self._state.refresh()
 
 
 def judged(view: View, result: BenchResult | None) -> tuple[Check, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent import keep
+from agent import bench_history, keep
 from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
 from agent.view import View, look
 from collectives.results import BenchResult
@@ -71,7 +71,11 @@ class State:
         with self._scanning:
             bench, bench_at = self._last_bench()
             earlier = self._view.snapshots if self._view else ()
-            view = look(self._scan(), bench=bench, bench_at_seconds=bench_at, flights=self._flights(), earlier=earlier)
+            benches = bench_history.read(self._folder) if self._folder else ()
+            view = look(
+                self._scan(), bench=bench, bench_at_seconds=bench_at, benches=benches, flights=self._flights(),
+                earlier=earlier,
+            )  # fmt: skip
             for prepare in self.before:
                 try:
                     prepare(view)

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, worst_first
 from agent.rising import CODES as RISING_CODES
@@ -22,6 +22,9 @@ from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
+if TYPE_CHECKING:
+    from agent.bench_history import Line
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
@@ -36,6 +39,7 @@ class View:
     made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
+    benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     flights: tuple[dict[str, Any], ...] = ()  # newest first
 
 
@@ -44,6 +48,7 @@ def look(
     *,
     bench: BenchResult | None = None,
     bench_at_seconds: float | None = None,
+    benches: tuple[Line, ...] = (),
     flights: tuple[dict[str, Any], ...] = (),
     earlier: Sequence[Snapshot] = (),
 ) -> View:
@@ -66,6 +71,7 @@ def look(
         made_at_seconds=time.time(),
         bench=bench,
         bench_at_seconds=bench_at_seconds,
+        benches=benches,
         flights=flights,
     )
 
