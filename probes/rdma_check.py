@@ -219,15 +219,20 @@ def _pfc(facts: RdmaFacts) -> Iterator[Finding]:
             remedy="Give every RoCE port the same PFC setting (mlnx_qos, dcb pfc), the one of the switches.",
         )
     elif kinds == {()}:
+        unmarked = [port for _, port in known if port.ecn is False]
         yield Finding(
             code="rdma.pfc.off",
-            severity=Severity.INFO,
+            severity=Severity.WARN if unmarked else Severity.INFO,
             subject="",
             message=(
-                "No priority of a RoCE port has PFC: right for a fabric that is lossy by design with ECN, wrong for "
-                "one that is to be lossless."
+                f"{len(unmarked)} RoCE port(s) have neither PFC nor ECN: nothing holds senders back before packets are "
+                "dropped."
+                if unmarked
+                else "No priority of a RoCE port has PFC: right for a fabric that is lossy by design with ECN, wrong "
+                "for one that is to be lossless."
             ),
-            evidence=evidence,
+            evidence=(*evidence, *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked)),
+            remedy="Turn on ECN for the RoCE priority, or PFC on NICs and switches alike." if unmarked else "",
         )
 
 

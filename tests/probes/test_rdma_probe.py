@@ -238,6 +238,18 @@ def test_priority_flow_control(masks: tuple[Any, ...], priorities: tuple[Any, ..
     assert codes(host) == expected
 
 
+def test_neither_pfc_nor_ecn_is_a_warning() -> None:
+    """ECN that is on, or not known, leaves a note."""
+    for enabled, expected in (("0", Severity.WARN), ("1", Severity.INFO), (None, Severity.INFO)):
+        fabric = Fabric().add("mlx5_0", 0)
+        net = next(path for path in fabric.files if path.endswith("/eth0/mtu")).removesuffix("/mtu")
+        if enabled is not None:
+            fabric.files |= {f"{net}/ecn/roce_np/enable/{n}": f"{enabled}\n" for n in range(8)}
+        (found,) = findings(fabric.host(port_links={"eth0": {"pfc_classes": 8, "pfc_mask": 0}}))
+        assert (found.code, found.severity) == ("rdma.pfc.off", expected)
+        assert bool(found.remedy) is (expected is Severity.WARN)
+
+
 def test_mixed_link_layers_and_firmware() -> None:
     host = Fabric().add("mlx5_0", 0, layer="InfiniBand").add("mlx5_1", 1, firmware="28.38.1000").host()
     assert codes(host) == {"rdma.port.mixed_link_layer", "rdma.firmware.mixed"}
