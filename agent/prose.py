@@ -9,6 +9,8 @@ from markupsafe import Markup, escape
 from agent.explain import UnknownCodeError, section
 from agent.view import Group
 
+_COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
+
 
 def explained(code: str) -> Markup:
     """What the code means, how to see it, mend it and prove it mended; empty where the page has no such code."""
@@ -49,5 +51,6 @@ def told(subject: str, message: str) -> Markup:
 
 
 def sentence(text: str) -> str:
-    """A capital letter at the start, where a plain word stands there and not a name such as eth0."""
-    return text[:1].upper() + text[1:] if re.match(r"[a-z]+(?:[ ,]|$)", text) else text
+    """A capital letter at the start, where a plain word stands there and not a name such as eth0 or a command."""
+    plain = re.match(r"([a-z]+)(?:[ ,]|$)", text)
+    return text[:1].upper() + text[1:] if plain and plain[1] not in _COMMANDS else text
