@@ -255,6 +255,24 @@ def test_the_page_of_the_cluster_is_made_of_what_agents_publish(
         assert tab.run("location.href") == peers[1]
 
 
+def test_the_page_of_the_cluster_renews_itself(chromium: Browser, agent: Callable[..., tuple[str, State]]) -> None:
+    """Every half minute, here made a third of a second: a node that falls sick is seen without a reload."""
+    served = [scan(load(FOLDER / "hgx-h100-8xH100-8hca.json"))]
+    address, state = agent(lambda: tuple(served))
+    with chromium.tab() as tab:
+        hurried = "const slow = window.setInterval; window.setInterval = (f, ms) => slow(f, ms / 100)"
+        tab.ask("Page.addScriptToEvaluateOnNewDocument", source=hurried)
+        tab.go(address + "cluster")
+        assert "pass" in tab.text(".verdict")
+        tab.run("window.sameDocument = true")
+        served[0] = scan(load(FOLDER / "sick-h100-memlock-64KiB.json"))
+        state.refresh()
+        tab.until("document.querySelector('.verdict').innerText.includes('FAIL')")
+        assert tab.run("window.sameDocument")
+        assert tab.run("document.title").startswith("fail")
+        clean(tab, address)
+
+
 NCCL_LOG = [  # of two hosts whose HCA NCCL cannot join with the GPUs' memory, in the forms of NCCL 2.27
     line
     for rank, host in enumerate(("gpu-a", "gpu-b"))
