@@ -91,11 +91,11 @@ def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times
 
 
 def at_rest(
-    folder: Path, *words: str, environment: Mapping[str, str], scans: int = 20
+    folder: Path, *words: str, environment: Mapping[str, str], scans: int = 20, settle: float = 3.0
 ) -> tuple[resident.Memory, float, resident.Memory]:
     """(memory at rest, CPU seconds a scan and a second of rest, memory after a page and a what-if)."""
     with resident.agent(folder, *words, "--interval", "1", environment=environment) as (pid, port, _):
-        time.sleep(3)
+        time.sleep(settle)
         before = resident.cpu_seconds(pid)
         time.sleep(scans)
         spent = (resident.cpu_seconds(pid) - before) / scans

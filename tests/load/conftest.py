@@ -24,8 +24,8 @@ H100 = ROOT / "tests" / "machines" / f"{resident.MACHINE}.json"
 class Served:
     """A running agent."""
 
-    def __init__(self, pid: int, port: int) -> None:
-        self.pid, self.port = pid, port
+    def __init__(self, pid: int, port: int, log: Path | None = None) -> None:
+        self.pid, self.port, self.log = pid, port, log
 
     def honest(self) -> None:
         """What a scraper and the kubelet ask is answered."""

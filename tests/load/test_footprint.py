@@ -26,7 +26,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, s
 def test_memory_at_rest(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """The agent and its child, 8 GPUs and 8 HCAs, no Kubernetes."""
     root, environment = restored
-    quiet, _, paged = footprint.at_rest(tmp_path, "--root", root, environment=environment, scans=3)
+    quiet, _, paged = footprint.at_rest(tmp_path, "--root", root, environment=environment, scans=2, settle=1)
     assert quiet.resident <= footprint.AIMS["resident"]
     assert quiet.pss <= footprint.AIMS["resident"]
     assert quiet.children > 5, "the probes' child is not there: this is no live scan"
@@ -37,17 +37,18 @@ def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: 
     """Into the stand-in for the API server; that it has published is asserted in `published`."""
     root, environment = restored
     with footprint.published(tmp_path) as (words, more):
-        loud, _, _ = footprint.at_rest(tmp_path, "--root", root, *words, environment={**environment, **more}, scans=3)
+        loud, _, _ = footprint.at_rest(tmp_path, "--root", root, *words, environment={**environment, **more}, scans=2,
+                                       settle=1)  # fmt: skip
     assert loud.resident + loud.children <= footprint.AIMS["publishing"]
 
 
 def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """From the first tenth of many scans and requests to the last."""
     root, environment = restored
-    found = footprint.steady(tmp_path / "busy", root, environment, scans=60, requests=550)
+    found = footprint.steady(tmp_path / "busy", root, environment, scans=40, requests=330)
     assert found.errors == 0
-    assert found.scans >= 60
-    assert found.requests >= 550
+    assert found.scans >= 40
+    assert found.requests >= 330
     mib, descriptors = found.grown()
     assert descriptors <= 0
     assert mib < NOISE_MIB
