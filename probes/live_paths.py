@@ -24,14 +24,14 @@ class Paths:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self._targets: dict[str, str | None] = {}  # a part of a path -> where the link leads; None is no link
-        self._folders: dict[str, str] = {}
+        self._known: dict[str, str] = {}  # a path that was asked -> where it leads
         self._real: set[str] = set()  # parts of paths without a link in them
         self._since = time.monotonic()
 
     def forget(self) -> None:
         """Look everything up again: a device may have come, gone or moved."""
         self._targets.clear()
-        self._folders.clear()
+        self._known.clear()
         self._real.clear()
         self._since = time.monotonic()
 
@@ -47,18 +47,16 @@ class Paths:
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
             return self.prefix + self.resolve(path), "."
-        known = self._folders.get(folder)
-        if known is None or self._old():
-            known = self._folders[folder] = self.resolve(folder)
-        return self.prefix + known, name
+        return self.prefix + self.resolve(folder), name
 
     def resolve(self, path: str) -> str:
         """The path with every link followed, as seen from the root. Raises OSError where a part is missing."""
-        self._old()
+        if not self._old() and path in self._known:
+            return self._known[path]
         pending, done, links = path.split("/")[::-1], "", 0
         folder, _, name = path.rpartition("/")
-        if folder in self._folders:
-            pending, done = [name], self._folders[folder].rstrip("/")
+        if folder in self._known or folder in self._real:
+            pending, done = [name], self._known.get(folder, folder).rstrip("/")
         while pending:
             part = pending.pop()
             if part in ("", "."):
@@ -83,6 +81,7 @@ class Paths:
             if target.startswith("/"):
                 done = ""
             pending += target.split("/")[::-1]
+        self._known[path] = done or "/"
         return done or "/"
 
     def _target(self, part: str) -> str | None:
