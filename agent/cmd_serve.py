@@ -58,11 +58,20 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
     state = State(scan, interval_seconds=interval, folder=given["folder"])
+    if port:
+        end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+        click.echo(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
         listen(application(state, given), address, port)
     finally:
         if scanner:
             scanner.close()
+
+
+def _url(address: str, port: int) -> str:
+    """Where a person on this host finds the page."""
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def listen(app: Any, address: str, port: int) -> None:
