@@ -10,11 +10,10 @@ from real_cluster import (
     RUN,
     Document,
     admin,
-    controllers_missing,
-    end_pods,
     installed,
     kubectl,
     need,
+    need_controllers,
     node,
     of_kind,
     overlay,
@@ -88,6 +87,7 @@ def test_the_definition_is_structural_and_its_columns_are_shown(definition: None
 
 def test_the_daemonset_gets_its_pods(cluster: list[Document], gpu_node: str) -> None:
     """One on the node with GPUs, by the real controller: Pod Security and every admission plugin let it be."""
+    need_controllers()
     name = of_kind(cluster, "DaemonSet")["metadata"]["name"]
     client, selector = admin(), {"labelSelector": f"app.kubernetes.io/name={name}"}
 
@@ -95,9 +95,6 @@ def test_the_daemonset_gets_its_pods(cluster: list[Document], gpu_node: str) -> 
         found = client.get(path_of("v1", "pods", namespace=RUN), selector)["items"]
         return [p for p in found if "affinity" in p["spec"] and gpu_node in str(p["spec"]["affinity"])]
 
-    if not within(lambda: client.get(path_of("apps/v1", "daemonsets", name, namespace=RUN)).get("status", {})
-                  .get("observedGeneration")):  # fmt: skip
-        controllers_missing("the DaemonSet", RUN)
     assert within(pods), kubectl("describe", "daemonset", name, "-n", RUN)
     (pod,) = pods()
     if not within(lambda: pods()[0]["spec"].get("nodeName") == gpu_node):
@@ -109,6 +106,7 @@ def test_the_daemonset_gets_its_pods(cluster: list[Document], gpu_node: str) -> 
 
 def test_the_benchmark_job_gets_a_pod_per_node_and_ends(definition: None) -> None:
     """Indexed Job and headless Service: one pod per node, with index and name; Complete when both have ended."""
+    need_controllers()
     run, client = f"{RUN}-job", admin()
     documents = renamed(render(ROOT / "deploy/bench/job"), run)
     job = of_kind(documents, "Job")
@@ -122,9 +120,7 @@ def test_the_benchmark_job_gets_a_pod_per_node_and_ends(definition: None) -> Non
                 found, key=lambda p: str(p["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
             )
 
-        if not within(lambda: len(pods()) == 2):
-            end_pods(space)
-            controllers_missing(f"job/{name}", space)
+        assert within(lambda: len(pods()) == 2), kubectl("describe", "job", name, "-n", space)
         assert [p["spec"]["hostname"] for p in pods()] == [f"{name}-0", f"{name}-1"]
         assert {p["spec"]["subdomain"] for p in pods()} == {of_kind(documents, "Service")["metadata"]["name"]}
         if not within(lambda: all(p["spec"].get("nodeName") for p in pods())):

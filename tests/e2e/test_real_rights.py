@@ -26,6 +26,7 @@ from real_cluster import (
     client_with,
     config_of,
     kubectl,
+    need_controllers,
     node,
     of_kind,
     pod_of,
@@ -43,7 +44,7 @@ from agent.problem import ProblemError
 from agent.publish import NFD_VERSION, Publisher
 
 pytestmark = real()
-AGENT, ADMISSION, OTHER = f"{RUN}:topoflight", f"{RUN}:topoflight-admission", f"{RUN}:default"
+AGENT, ADMISSION, OTHER = f"{RUN}:topoflight", f"{RUN}:topoflight-admission", f"{RUN}:nobody"
 
 CAN = [
     # verb, resource, namespace or "" for the cluster, who may
@@ -102,7 +103,8 @@ def test_the_table_of_rights(cluster: list[Document], verb: str, resource: str, 
 def test_kubectl_lists_no_right_beyond_the_table(cluster: list[Document], tmp_path: Path, agent_pod: str) -> None:
     """`kubectl auth can-i --list` with the agent's own token: what every account has, and what the table names."""
     mine = kubectl("auth", "can-i", "--list", "-n", RUN, config=config_of(tmp_path, token("topoflight", RUN)))
-    any_account = kubectl("auth", "can-i", "--list", "-n", RUN, config=config_of(tmp_path, token("default", RUN)))
+    kubectl("create", "serviceaccount", "nobody", "-n", RUN)
+    any_account = kubectl("auth", "can-i", "--list", "-n", RUN, config=config_of(tmp_path, token("nobody", RUN)))
     more = {line.split()[0] for line in mine.splitlines()} - {line.split()[0] for line in any_account.splitlines()}
     assert more == {
         "tokenreviews.authentication.k8s.io", "subjectaccessreviews.authorization.k8s.io",
@@ -205,8 +207,8 @@ def test_the_server_finds_no_fault_in_the_policies(cluster: list[Document]) -> N
     assert len(policies) == 2
     for name in policies:
         path = path_of("admissionregistration.k8s.io/v1", "validatingadmissionpolicies", name)
-        if not within(lambda path=path: "typeChecking" in admin().get(path).get("status", {})):
-            pytest.skip("nobody has checked the policies' types: does a kube-controller-manager run?")
+        need_controllers()
+        assert within(lambda path=path: "typeChecking" in admin().get(path).get("status", {}))
         assert admin().get(path)["status"]["typeChecking"].get("expressionWarnings", []) == []
 
 
