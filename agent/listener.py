@@ -173,6 +173,10 @@ class Guarded(H11Protocol):
         if self in self.crowd.present:
             self.crowd.waiting[self] = None
         super().on_response_complete()
+        if self.busy() and not self.cycle.more_body:  # a request that was sent ahead of this answer
+            self.crowd.waiting.pop(self, None)
+        elif self.busy() or self.conn.trailing_data[0]:
+            self.since = self.since or time.monotonic()
 
     def pause_writing(self) -> None:
         """The client does not take the answer as fast as it is made."""

@@ -122,6 +122,17 @@ def test_a_request_that_never_ends_is_answered_408(impatient: Served, start: byt
     impatient.honest()
 
 
+def test_a_body_that_never_comes_behind_another_request(impatient: Served) -> None:
+    """Both sent at once: the first is answered, the second gets no longer than any other."""
+    first = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    second = b"POST /preflight HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with connect(impatient, first + second) as one:
+        answers = read(one)
+    assert answers.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in answers or b"HTTP/1.1 403 " in answers
+    impatient.honest()
+
+
 def test_a_silent_connection_is_closed_without_a_word(impatient: Served) -> None:
     with connect(impatient) as one:
         assert read(one) == b""
