@@ -250,6 +250,12 @@ def test_the_page_of_the_cluster_is_made_of_what_agents_publish(
             "[...document.querySelectorAll('section[aria-labelledby=kinds] tbody tr')].map(r => r.innerText)"
         )
         assert len(kinds) == 1 and kinds[0].startswith("3"), kinds  # alike to the last link, sick or not
+        tab.ask("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=False)
+        assert tab.run("document.scrollingElement.scrollWidth") <= 360
+        assert (
+            tab.run("document.querySelector('.nodes td').getBoundingClientRect().width") > 300
+        )  # a card, not a column
+        accessible(tab, axe)
         clean(tab, address)
         follow(tab, "hgx-h100-sick-memlock")
         assert tab.run("location.href") == peers[1]
