@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 MAX_FILE_BYTES = 1 << 20  # settings are hand-written: anything larger is the wrong file
+MAX_BRACKETS = 1000  # of each kind: PyYAML looks at every open one for every token
 MAX_ALIASES = 16  # of YAML: aliases of aliases multiply
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 
@@ -195,6 +196,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
     try:
         text = path.read_text(encoding="utf-8")
+        if max(text.count("["), text.count("{")) > MAX_BRACKETS:
+            raise ConfigError(f"{path}: more than {MAX_BRACKETS} brackets")
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)) > MAX_ALIASES:
             raise ConfigError(f"{path}: more than {MAX_ALIASES} aliases")
         data = yaml.safe_load(text)

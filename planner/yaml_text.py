@@ -6,17 +6,28 @@ aliases, or a merge key over merge keys, still multiplies, and a broken scalar r
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
 MOST_CHARACTERS = 1 << 20  # PyYAML reads some 100 kB a second
+MOST_LEVELS = 100
 MOST_PAIRS = 1000  # of one mapping, merged ones included
 MOST_MERGED = 64  # mappings under one merge key
 
 
 class YamlTextError(ValueError):
     """The text is no YAML, or no YAML that is read here."""
+
+
+def _deepest(text: str) -> int:
+    """How deep brackets nest, those in texts counted too: PyYAML's scanner looks at every open one for every token."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,6 +46,8 @@ def load_all(text: str, *, most_aliases: int) -> list[Any]:
     """Every document in the text. Raises YamlTextError."""
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
+    if _deepest(text) > MOST_LEVELS:
+        raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:

@@ -1,0 +1,152 @@
+"""Size and depth are bounded for each input: one table, one refusal each, in the reader's own words.
+
+Bombs are read in a process of their own with 1.5 GiB of address space and a minute: none may need more.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from readers import TARGETS
+
+from agent.advise import Request, RequestError, model_of
+from agent.baseline import read as read_baseline
+from agent.gate import GateError
+from agent.keep import MOST_RECORD_BYTES
+from agent.keep import read as read_kept
+from agent.kube_access import AccessError, from_kubeconfig
+from agent.nodes import unpack
+from finetune.config import ConfigError, read_mapping
+from finetune.plan import read_plan
+from planner.calibration import CalibrationError, load_calibration
+from planner.lint_sources import EnvironmentTextError, read_environment
+from planner.models import ModelError, load_model
+from planner.wire import WireError
+from planner.wire import from_json as advice_from_json
+from probes.interfaces_status import parse_network_status
+from probes.plain import PlainError
+from probes.plain import loads as plain
+from probes.recording import RecordingError, load
+from probes.wire import SnapshotError
+from probes.wire import loads as load_snapshot
+from topology.text import TopologyTextError
+from topology.text import parse as parse_text
+from topology.xml import TopologyXmlError
+from topology.xml import parse as parse_xml
+
+ROOT = Path(__file__).parent.parent.parent
+MIB = 1 << 20
+DEEP = b"[" * 100_000
+JUST_TOO_DEEP = b"[" * 900 + b"]" * 900  # which Python's own reader still takes
+DEEP_XML = b"<system>" * 100 + b"</system>" * 100
+
+
+def packed(raw: bytes) -> str:
+    import base64
+    import zlib
+
+    return base64.b64encode(zlib.compress(raw, 9)).decode()
+
+
+def text(reader: Callable[[str], object]) -> Callable[[Path], object]:
+    return lambda path: reader(path.read_text(encoding="utf-8"))
+
+
+# what is read, its reader, its error, and what must be refused
+BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, ...]]] = [
+    ("plain JSON", text(plain), PlainError, (DEEP, JUST_TOO_DEEP)),
+    ("recording", load, RecordingError, (b" " * (33 * MIB), gzip.compress(b" " * (33 * MIB)), DEEP, JUST_TOO_DEEP)),
+    ("snapshot", text(load_snapshot), SnapshotError, (DEEP, JUST_TOO_DEEP)),
+    ("network-status", text(parse_network_status), ValueError, (DEEP,)),
+    ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
+    ("graph of a node", text(lambda raw: unpack(packed(raw.encode()))), ValueError, (b" " * (2 * MIB), DEEP)),
+    ("config.json", lambda path: load_model(str(path)), ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
+    ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
+    ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
+    ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("advice", text(lambda raw: advice_from_json(raw, object)), WireError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),  # type: ignore[type-var]
+    ("kubeconfig", from_kubeconfig, AccessError, (
+        b"#" * (2 * MIB), b"[" * 5000, b"a: &a x\nb: [" + b"*a, " * 20 + b"]",
+    )),
+    ("environment", text(read_environment), EnvironmentTextError, (b"#" * (9 * MIB),)),
+    ("manifest", text(lambda raw: read_environment(raw, "pod")), EnvironmentTextError, (
+        b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
+        b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
+    )),
+    ("topo -m", text(parse_text), TopologyTextError, (b"x" * (17 * MIB),)),
+    ("NCCL XML", text(parse_xml), TopologyXmlError, (
+        b" " * (17 * MIB), DEEP_XML, b"<system>" + b"<cpu/>" * 300_000 + b"</system>",
+        b'<!DOCTYPE s [<!ENTITY a "b">]><system>&a;</system>',
+        b'<!DOCTYPE s SYSTEM "file:///etc/passwd"><system/>', b'<!DOCTYPE s [<!ENTITY % p SYSTEM "http://x/">%p;]><system/>',
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "reader", "error", "refused"), BOUNDS, ids=[row[0] for row in BOUNDS])
+def test_too_much_is_refused_by_name(
+    what: str, reader: Callable[[Path], object], error: type[Exception], refused: tuple[bytes, ...], tmp_path: Path
+) -> None:
+    """Too large, too deep, too many: the reader's own error, with words in it."""
+    path = tmp_path / ("config.json" if "config" in what else "input.json")
+    for content in refused:
+        path.write_bytes(content)
+        with pytest.raises(error) as caught:
+            reader(path)
+        assert str(caught.value).strip(), (what, content[:40])
+        assert len(str(caught.value)) < 2000, (what, content[:40])
+
+
+def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
+    """A new target is thought about."""
+    bounded = {
+        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph", "peer",
+        "model_config", "job_config", "job_plan", "calibration", "kubeconfig", "environment", "manifest", "topo_text",
+        "topo_xml",
+    }  # fmt: skip
+    # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of the file
+    flat = {"nccl_log", "words", "pci_config", "token_file"}
+    assert set(TARGETS) == bounded | flat
+
+
+BOMBS = """
+import resource, sys, zlib, base64, json, gzip
+resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))
+sys.path[:0] = [{root!r}, {root!r} + "/bench"]
+import fuzz_targets
+found = fuzz_targets.targets()
+def levels(form, n):
+    return b"".join(b"a%d: &a%d %s\\n" % (i + 1, i + 1, form % b", ".join([b"*a%d" % i] * 9)) for i in range(n))
+lists, merges = b"a0: &a0 [x]\\n" + levels(b"[%s]", 9), b"a0: &a0 {{k: v}}\\n" + levels(b"{{<<: [%s]}}", 9)
+entities = "".join(f'<!ENTITY e{{i + 1}} "{{f"&e{{i}};" * 10}}">' for i in range(9)).encode()
+XML = b'<!DOCTYPE s [<!ENTITY e0 "x">' + entities + b']><system><cpu numaid="&e9;"/></system>'
+inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\\0" * (16 << 20)),
+          ("topo_text", b"\\tGPU0" * 300_000), ("topo_text", b"GPU0\\tGPU1\\n" * 100_000),
+          ("words", b"\\2" + b"1:1," * 2500), ("environment", b"\\5" + b"[" * 200_000)]
+for name in ("job_config", "manifest", "kubeconfig"):
+    inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
+        b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
+for name in ("recording", "baseline", "snapshot", "flight", "calibration", "model_config", "bench_result"):
+    inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
+inputs.append(("node_graph", b"\\1" + b'{{"schema_version": 1, "pci": [' + b"0," * 400_000 + b"0]}}"))
+inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
+for name, data in inputs:
+    fuzz_targets.check(found[name], data)
+    print(name, len(data), flush=True)
+"""
+
+
+def test_bombs_end_soon_in_a_small_process() -> None:
+    """Billion laughs in YAML lists, merges and XML, long lines, deep brackets, a gzip bomb: all refused or read."""
+    done = subprocess.run(
+        [sys.executable, "-c", BOMBS.format(root=str(ROOT))], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-2000:]
