@@ -45,13 +45,16 @@ class _Console(Console):
 
 
 def console() -> Console:
-    """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe."""
+    """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe.
+
+    Without rich's emoji: `gpu-a:100:130` of a log is evidence, and no picture stands for its middle.
+    """
     if sys.stdout.isatty():
-        return _Console(file=sys.stdout, highlight=False, soft_wrap=False)
+        return _Console(file=sys.stdout, highlight=False, soft_wrap=False, emoji=False)
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
     plain: Any = _Plain(sys.stdout)
-    return _Console(file=plain, width=width, highlight=False, soft_wrap=False)
+    return _Console(file=plain, width=width, highlight=False, soft_wrap=False, emoji=False)
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
@@ -72,7 +75,7 @@ def waiting(text: str) -> Iterator[None]:
         _waiting[-1].update(text)
         yield
     elif sys.stderr.isatty():
-        with Console(stderr=True, highlight=False).status(text) as shown:
+        with Console(stderr=True, highlight=False, emoji=False).status(text) as shown:
             _waiting.append(shown)
             try:
                 yield
@@ -88,7 +91,7 @@ class Progress:
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._live = sys.stderr.isatty() and not quiet
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, emoji=False)
         self._status: Any = None
 
     def step(self, text: str) -> None:

@@ -414,15 +414,17 @@ def evidence(out: Console, found: Evidence) -> None:
         rows.add_row("note", escape(f"{seen.code}: {seen.message}"))
     out.print(rows)
     for problem in found.problems:
-        colour = COLOURS.get(problem.severity, "yellow")
-        out.print(
-            f"[{colour}]{problem.severity}[/{colour}] {problem.code} (x{problem.count}): {escape(problem.message)}"
-        )
+        colour, times = COLOURS.get(problem.severity, "yellow"), f" (x {problem.count})" if problem.count > 1 else ""
+        mark = GLYPHS.get(problem.severity, problem.severity)
+        out.print(f"[{colour}]{escape(mark)}[/{colour}] [bold]{escape(problem.code)}[/bold]{times}")
+        _indented(out, escape(problem.message))
         for line in problem.lines[:2]:
-            out.print(f"  line {line.line}: {escape(line.text)}", style="dim")
-        out.print(f"  → {escape(problem.action)}")
+            _indented(out, f"[dim]line {line.line}: {escape(line.text)}[/dim]")
+        _indented(out, f"[bold]→ {escape(problem.action)}[/bold]")
+    if found.proof:
+        out.print("[bold]Proof[/bold]")
     for line in found.proof[:8]:
-        out.print(f"line {line.line}: {escape(line.text)} ({escape(line.proves)})", style="dim")
+        _indented(out, f"[dim]line {line.line}: {escape(line.text)}[/dim] · {escape(line.proves)}", 2)
 
 
 def report(out: Console, whole: Report, *, everything: bool = False) -> None:
