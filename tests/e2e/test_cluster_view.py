@@ -18,6 +18,8 @@ from agent.kube import ApiError, Client, path_of
 from agent.kube_watch import Watcher
 from agent.nodes import (
     API_VERSION,
+    MOST_FINDINGS,
+    MOST_TEXT,
     PLURAL,
     Fleet,
     NodeRecord,
@@ -143,6 +145,22 @@ def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
     with pytest.raises(ApiError) as caught:
         client.merge(path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
     assert caught.value.status == 409
+
+
+def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
+    """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
+    finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
+    largest = replace(record_of(H100, node), findings=(finding,) * MOST_FINDINGS, graph="g" * MOST_TEXT)
+    publisher = Publisher(client, lambda: largest, namespace="default", labels=False)
+    publisher.write(largest)
+    assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
+    for more in (
+        replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, graph="g" * (MOST_TEXT + 1)),
+        replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),
+    ):  # fmt: skip
+        with pytest.raises(ApiError) as caught:
+            publisher.write(more)
+        assert caught.value.status == 422
 
 
 # what a real server does not do on demand
