@@ -17,6 +17,7 @@ from pathlib import Path
 from probes import nldev, portlink, verbs
 from probes.host import GpuHandle, Json
 from probes.kernel_log import KernelLog
+from probes.live_config import ConfigSpaces
 from probes.live_paths import Paths
 from probes.nvml import Nvml
 from probes.rtnl import Route
@@ -27,6 +28,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?
 
 # What the kernel stores when it finds a device, or the device cannot change. A third of all files that a scan reads.
 _FIXED = re.compile(r"/sys/bus/pci/devices/[^/]+/(?:class|vendor|device|max_link_speed|max_link_width|sriov_totalvfs)")
+_CONFIG = re.compile(r"/sys/bus/pci/devices/[^/]+/config")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
 
@@ -42,6 +44,7 @@ class LiveHost:
         self._texts: dict[str, str] | None = None  # of the scan under way, by path
         self._identities: dict[str, tuple[int, int]] = {}  # folder -> (device, inode), of the scan under way
         self._fixed: dict[str, tuple[tuple[int, int], str]] = {}  # path -> its folder's identity, text
+        self._spaces = ConfigSpaces()
         self._nvml = Nvml()
         self._log = KernelLog()
         self._route = Route()
@@ -74,20 +77,26 @@ class LiveHost:
 
     def _fixed_text(self, path: str) -> str:
         """An attribute that a device keeps for life; another device in its slot has another folder."""
+        identity = self._identity_of_folder(path)
+        known, text = self._fixed.get(path, (None, ""))
+        if known != identity:
+            text = self._text(path)
+            self._fixed[path] = identity, text
+        return text
+
+    def _identity_of_folder(self, path: str) -> tuple[int, int]:
         place, _ = self._paths.place(path)
         if place not in self._identities:
             found = os.stat(place)  # noqa: PTH116
             self._identities[place] = found.st_dev, found.st_ino
-        known, text = self._fixed.get(path, (None, ""))
-        if known != self._identities[place]:
-            text = self._text(path)
-            self._fixed[path] = self._identities[place], text
-        return text
+        return self._identities[place]
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """First `limit` bytes of a file; never waits for a device or a pipe."""
         descriptor = self._open(path)
         try:
+            if self._texts is not None and _CONFIG.fullmatch(path):
+                return self._spaces.read(path, self._identity_of_folder(path), descriptor)[:limit]
             chunks: list[bytes] = []
             while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
                 chunks.append(chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from probes.kernel_log import LINES_MAX, KernelLog
 from probes.live import LiveHost
 from probes.live_paths import Paths
+from probes.pci_config import Config, parse_config
 
 GPU = "/sys/bus/pci/devices/0000:1b:00.0"
 
@@ -67,6 +69,41 @@ def test_within_one_scan_two_probes_see_the_same(tmp_path: Path) -> None:
     assert host.read_text(f"{GPU}/current_link_width") == "16\n"
     (tmp_path / GPU.lstrip("/") / "current_link_width").write_text("8\n")
     assert host.read_text(f"{GPU}/current_link_width") == "16\n"
+
+
+def test_configuration_space_is_read_again_where_it_may_change(tmp_path: Path) -> None:
+    """ACS that is turned on, relaxed ordering, a device that is lost and comes back, another device in the slot."""
+    _plug(tmp_path, "0x2330")
+    file = tmp_path / GPU.lstrip("/") / "config"
+    space = bytearray(4096)
+    space[6], space[0x34] = 0x10, 0x40  # a list of capabilities, that begins at 0x40
+    space[0x40:0x44] = b"\x10\0\x02\0"  # PCI Express; its device control is at 0x48
+    struct.pack_into("<I", space, 0x100, 0x000D | 1 << 16)  # ACS; its control is at 0x106
+    file.write_bytes(space)
+    host = LiveHost(str(tmp_path))
+
+    def seen() -> Config:
+        host.begin_scan()
+        return parse_config(host.read_bytes(f"{GPU}/config", 4096))
+
+    def write(offset: int, value: bytes) -> None:
+        with file.open("r+b") as device:
+            device.seek(offset)
+            device.write(value)
+
+    assert (seen().acs_source_validation, seen().relaxed_ordering) == (False, False)
+    write(0x106, b"\x01")
+    assert (seen().acs_source_validation, seen().relaxed_ordering) == (True, False)
+    write(0x48, b"\x10")
+    assert (seen().acs_source_validation, seen().relaxed_ordering) == (True, True)
+    write(0, b"\xff" * 4096)
+    assert seen().lost
+    write(0, bytes(space))
+    assert (seen().lost, seen().acs_source_validation) == (False, False)
+    file.parent.resolve().rename(tmp_path / "aside")
+    _plug(tmp_path, "0x2331")
+    file.write_bytes(bytes(64))
+    assert seen().acs_source_validation is None
 
 
 def test_links_lead_where_the_system_says(tmp_path: Path) -> None:
