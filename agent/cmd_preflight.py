@@ -15,7 +15,7 @@ from agent.advise import Request
 from agent.exits import EXIT_FAILED, EXIT_PASS
 from agent.gate import GateError
 from agent.hosts import host_option, root_option
-from agent.output import Progress, console, render
+from agent.output import Progress, console, render, waiting
 from agent.report import Report, junit, write_atomic, write_folder
 from planner.advice import Recommendation
 from probes.api import Snapshot
@@ -112,9 +112,10 @@ def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
     try:
-        client = Client(find(where["context"]))
-        names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
-        held = fleet(client)
+        with waiting("preflight: asking the cluster"):
+            client = Client(find(where["context"]))
+            names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
+            held = fleet(client)
     except (AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
     return report_of(

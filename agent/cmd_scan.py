@@ -9,7 +9,7 @@ import click
 
 from agent import terminal
 from agent.hosts import host_option, root_option, snapshots
-from agent.output import console, emit, format_option
+from agent.output import console, emit, format_option, waiting
 from agent.view import look
 
 
@@ -40,7 +40,8 @@ def capture(root: str, target: Path | None) -> None:
     from probes.recording import dumps
     from probes.scanner import capture as record
 
-    text = dumps(record(root))
+    with waiting("capture: asking this host"):
+        text = dumps(record(root))
     if target is None:
         sys.stdout.write(text)
         return
