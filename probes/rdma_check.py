@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from probes.api import Finding, Severity
 from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma_check_flow import check_flow
 from probes.rdma_check_port import SYSFS, check_gids, check_mtu, check_width, gbps, subject, where_of
 
-EVIDENCE_MAX = 16
 DOWN_REMEDIES = {
     "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
     "ARMED": "Look at the subnet manager: it has configured the port and not activated it.",
@@ -33,7 +33,7 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
         yield from _permission(device)
     yield from _rates(facts)
     yield from _mixed(facts)
-    yield from _pfc(facts)
+    yield from check_flow(facts)
     yield from _memlock(facts)
     if facts.netns_mode == "shared" and facts.source == "netlink":
         yield Finding(
@@ -181,59 +181,6 @@ def _mixed(facts: RdmaFacts) -> Iterator[Finding]:
                 message=f"Boards {board} run different firmware: {', '.join(sorted(found))}.",
                 evidence=tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board),
             )
-
-
-def _pfc(facts: RdmaFacts) -> Iterator[Finding]:
-    """RoCE's ports with and without priority flow control.
-
-    NVIDIA, "Recommended Network Configuration Examples for RoCE Deployment": a lossless fabric has PFC on one priority
-    (3 by custom); without it a lossy one lives by ECN and selective repeat, which is a choice and no fault.
-    """
-    roce = [
-        (device, port)
-        for device, port in _ports(facts)
-        if port.state == "ACTIVE" and port.link_layer == "Ethernet" and device.kind == "hca"
-    ]
-    known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
-    if roce and not known:
-        yield Finding(
-            code="rdma.pfc.off",
-            severity=Severity.UNKNOWN,
-            subject="",
-            message="Whether RoCE ports have priority flow control is unknown: no driver tells, or no netdev is here.",
-            evidence=(f"DCB_CMD_IEEE_GET {', '.join(port.netdev or 'no netdev' for _, port in roce)}: no answer",),
-            remedy="Look on the host itself: dcb pfc show dev NETDEV, or mlnx_qos -i NETDEV.",
-        )
-    evidence = tuple(
-        f"DCB_CMD_IEEE_GET {port.netdev}: PFC on {', '.join(map(str, port.pfc_priorities or ())) or 'no priority'}"
-        for _, port in known[:EVIDENCE_MAX]
-    )
-    kinds = {port.pfc_priorities for _, port in known}
-    if len(kinds) > 1:
-        yield Finding(
-            code="rdma.pfc.mixed",
-            severity=Severity.WARN,
-            subject="",
-            message="RoCE ports of this host have PFC on different priorities: congested flows are dropped on some.",
-            evidence=evidence,
-            remedy="Give every RoCE port the same PFC setting (mlnx_qos, dcb pfc), the one of the switches.",
-        )
-    elif kinds == {()}:
-        unmarked = [port for _, port in known if port.ecn is False]
-        yield Finding(
-            code="rdma.pfc.off",
-            severity=Severity.WARN if unmarked else Severity.INFO,
-            subject="",
-            message=(
-                f"{len(unmarked)} RoCE port(s) have neither PFC nor ECN: nothing holds senders back before packets are "
-                "dropped."
-                if unmarked
-                else "No priority of a RoCE port has PFC: right for a fabric that is lossy by design with ECN, wrong "
-                "for one that is to be lossless."
-            ),
-            evidence=(*evidence, *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked)),
-            remedy="Turn on ECN for the RoCE priority, or PFC on NICs and switches alike." if unmarked else "",
-        )
 
 
 def _memlock(facts: RdmaFacts) -> Iterator[Finding]:

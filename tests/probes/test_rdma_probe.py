@@ -238,6 +238,13 @@ def test_priority_flow_control(masks: tuple[Any, ...], priorities: tuple[Any, ..
     assert codes(host) == expected
 
 
+def test_another_board_may_have_another_flow_control() -> None:
+    """A storage card beside the compute cards: only ports of one board are compared."""
+    links = {"eth0": {"pfc_classes": 8, "pfc_mask": 8}, "eth1": {"pfc_classes": 8, "pfc_mask": 0}}
+    storage = {"type": "MT4125", "rate": "200 Gb/sec (4X HDR)"}
+    assert codes(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, **storage).host(port_links=links)) == set()
+
+
 def test_neither_pfc_nor_ecn_is_a_warning() -> None:
     """ECN that is on, or not known, leaves a note."""
     for enabled, expected in (("0", Severity.WARN), ("1", Severity.INFO), (None, Severity.INFO)):
