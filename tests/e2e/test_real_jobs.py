@@ -52,8 +52,7 @@ def space(definition: None) -> Iterator[str]:
     label = {"pod-security.kubernetes.io/enforce": "privileged"}
     made = [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE, "labels": label}},
-        *({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SPACE}}
-          for name in ("trainer", "default")),
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "trainer", "namespace": SPACE}},
     ]  # fmt: skip
     with installed(made):
         yield SPACE
@@ -77,6 +76,7 @@ def pods_in(documents: tuple[Document, ...]) -> Iterator[Document]:
     for document in documents:
         for found in walk({k: v for k, v in document.items() if k not in ("metadata",)}):
             template = copy.deepcopy(found)
+            template["spec"].setdefault("serviceAccountName", "trainer")  # the default one may not be there yet
             for container in template["spec"]["containers"]:
                 container.setdefault("image", trainer.get("image"))
                 if container["name"] == "node" and "resourcesPerNode" in trainer:
