@@ -149,6 +149,17 @@ def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
         "topoflight_bench_spread_ratio": "for queries",
         "topoflight_network_channels": "the ratio is drawn",
         "topoflight_transport_info": "for alerts and joins",
+        **dict.fromkeys(
+            (
+                "topoflight_publish_attempts_total",
+                "topoflight_publish_failures_total",
+                "topoflight_publish_success_timestamp_seconds",
+                "topoflight_watch_lists_total",
+                "topoflight_watch_restarts_total",
+                "topoflight_watch_heard_timestamp_seconds",
+            ),
+            "of agents that publish into Kubernetes, for queries; a node that falls silent is on the page of the cluster",
+        ),
     }
     drawn = {metric for expr in EXPRESSIONS.values() for metric in re.findall(r"\btopoflight_\w+", expr)}
     own = {family.exposed for family in CATALOGUE if family.source == "agent"}
