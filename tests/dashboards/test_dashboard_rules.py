@@ -158,7 +158,7 @@ def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
                 "topoflight_watch_restarts_total",
                 "topoflight_watch_heard_timestamp_seconds",
             ),
-            "of agents that publish into Kubernetes, for queries; a node that falls silent is on the page of the cluster",
+            "of agents that publish, for queries; a node that falls silent is on the page of the cluster",
         ),
     }
     drawn = {metric for expr in EXPRESSIONS.values() for metric in re.findall(r"\btopoflight_\w+", expr)}
