@@ -25,7 +25,7 @@ from agent.report import document, write_atomic
 from collectives import processes, scratch
 from planner.advice import Recommendation
 
-RUN_VARIABLE = "TOPOFLIGHT_RUN"
+RUN_VARIABLE = processes.RUN_VARIABLE
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RUN_VARIABLE = "TOPOFLIGHT_RUN"  # as in collectives.plan: this file also runs by its path, without the package
 PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
 KILL_SECONDS = 5.0  # for the kernel to take a killed process down
 POLL_SECONDS = 0.05
@@ -29,19 +30,25 @@ POLL_SECONDS = 0.05
 def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when its parent dies, and check that it has not died already.
 
-    A rank whose launcher died before it came here has another parent by now: it asks whether the run's own lives.
+    A rank whose launcher died before it came here has another parent by now, which is not of its run.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     expected = os.getppid() if parent is None else parent
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != expected or not _starter_lives():
+    if os.getppid() != expected or (parent is None and not _of_the_run(expected)):
         os._exit(1)
 
 
-def _starter_lives() -> bool:
-    starter = os.environ.get(PARENT_VARIABLE, "")
-    return not starter.isdigit() or Path(f"/proc/{starter}").exists()
+def _of_the_run(parent: int) -> bool:
+    """Whether the parent carries this run's mark, or is the starter itself where the run has no mark."""
+    mark, starter = os.environ.get(RUN_VARIABLE), os.environ.get(PARENT_VARIABLE)
+    if not mark:
+        return starter in (None, str(parent))
+    try:
+        return f"{RUN_VARIABLE}={mark}".encode() in Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:

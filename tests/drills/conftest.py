@@ -82,6 +82,10 @@ is still there, and the agent goes on or ends in order.
 What the drills noted:
 
 {chr(10).join(noted)}
+
+Not drilled: the loss of power, against which a file is synced before it takes its name and the folder is not; a process
+that a rank sends into the background with an emptied environment, which nothing would find; a real GPU driver and real
+RDMA hardware, which this machine has not.
 """
 
 

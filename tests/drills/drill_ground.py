@@ -118,11 +118,12 @@ class Ground:
 
     def orphans(self) -> list[str]:
         """What still lives after a moment of grace; it is killed here, so that one drill does not spoil the next."""
-        left = eventually(lambda: self.ours() or None, wanted=None)
-        for process in left or ():
+        left = eventually(lambda: self.ours() or None, wanted=None) or ()
+        told = [f"orphan: {_words(process)}" for process in left]
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        return [f"orphan: {_words(process)}" for process in left or ()]
+        return told
 
     def lock_stuck(self) -> list[str]:
         """Whether the next benchmark would be refused."""

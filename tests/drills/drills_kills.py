@@ -138,7 +138,7 @@ def kill_of_the_server(ground: Ground) -> list[str]:
     return [*lost, *ground.orphans()]
 
 
-@drill("SIGTERM of the serving agent while its benchmark runs", short=0, long=5, marks=("ranks",))
+@drill("SIGTERM of the serving agent while its benchmark runs", short=0, long=20, marks=("ranks",))
 def sigterm_of_the_server(ground: Ground) -> list[str]:
     """It ends well within a kubelet's 30 seconds, and its benchmark with it."""
     keep_something(ground)
