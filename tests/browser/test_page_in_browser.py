@@ -160,11 +160,13 @@ def test_copy_gives_exactly_the_text(chromium: Browser, machines: dict[str, str]
         )
         tab.go(address)
         tab.ask("Page.bringToFront")
-        tab.run("document.querySelector('button[data-copy=env]').click()")
-        tab.until("document.getElementById('said').textContent === 'Copied.'")
-        copied = tab.run("navigator.clipboard.readText()")
-        assert copied == tab.run("document.getElementById('env').textContent")
-        assert "export " in copied
+        for block, begins in (("env", "export "), ("yaml", "- name: ")):
+            tab.run("document.getElementById('said').textContent = ''")
+            tab.run(f"document.querySelector('button[data-copy={block}]').click()")
+            tab.until("document.getElementById('said').textContent === 'Copied.'")
+            copied = tab.run("navigator.clipboard.readText()")
+            assert copied == tab.run(f"document.getElementById('{block}').textContent")
+            assert begins in copied
         clean(tab, host_of(address))
     with chromium.tab(scripts=False) as tab:
         tab.go(address)
