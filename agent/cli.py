@@ -16,7 +16,6 @@ from pathlib import Path
 import click
 
 from agent.exits import EXIT_TOOL_ERROR, EXIT_USAGE
-from agent.version import VERSION
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's disk, no fault of the program
 
@@ -61,8 +60,18 @@ class LazyGroup(click.Group):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
+def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    """Print it; looking it up imports as much as all else that --help needs, so it is done only here."""
+    if wanted:
+        from agent.version import VERSION
+
+        click.echo(f"topoflight, version {VERSION}")
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(VERSION, prog_name="topoflight")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version,
+              help="Show the version and exit.")  # fmt: skip
 @click.option("-v", "--verbose", count=True, help="Log more to stderr; twice for debug.")
 def cli(verbose: int) -> None:
     """Topology-aware preflight for GPU training.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource as limits
 import subprocess
 import sys
 from pathlib import Path
@@ -56,17 +55,8 @@ def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> 
 
 def test_help_costs_a_few_bare_interpreters() -> None:
     """CPU time of the best of some, so that what else the machine does counts little."""
-
-    def best(words: list[str]) -> float:
-        spent = []
-        for _ in range(5):
-            before = limits.getrusage(limits.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True, cwd=ROOT)
-            after = limits.getrusage(limits.RUSAGE_CHILDREN)
-            spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        return min(spent)
-
-    assert best(["-m", "agent.cli", "--help"]) < 10 * best(["-c", "pass"])
+    (_, spent), (_, bare) = footprint.help_seconds(times=5)
+    assert spent < 10 * bare
 
 
 def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
