@@ -32,6 +32,7 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 }
 
 REPLAY_TOKENS = 2048  # of the micro-batch whose activations are replayed
+REPLAY_SHARE = 0.75  # of the budget, for the replayed step
 MOST_DEGREE = 65536
 
 
@@ -59,24 +60,31 @@ def preflight_spec(found: Sequence[Snapshot], ranks: int, budget_seconds: float,
     """All-gather and reduce-scatter over a short sweep, judged against what the links promise."""
     return BenchSpec(
         ranks_per_host=ranks, budget_seconds=budget_seconds, gpu_pids=gpu_processes(found), force=force,
-        expectations=expectations(found),
+        expectations=expectations(found, ranks),
     )  # fmt: skip
 
 
-def expectations(found: Sequence[Snapshot]) -> tuple[Expectation, ...]:
-    """What the links of these hosts promise, for the ops that have a derivation."""
+def expectations(found: Sequence[Snapshot], ranks: int) -> tuple[Expectation, ...]:
+    """What the links of these hosts promise, and NCCL's own latency, for the ops that have a derivation."""
     if not found:
         return ()
     cluster = join(tuple(build(snapshot) for snapshot in found))
+    from collectives.latency import nccl_latency
     from collectives.ops import OPS
 
+    nodes = len(cluster.nodes)
+    usable = {gpu.name for gpu in cluster.nodes[0].gpus if gpu.usable}
+    link = "NVLink" if any(usable <= set(island.gpus) for island in cluster.nodes[0].islands) else "PCIe"
     best: dict[str, Expectation] = {}
     for expected in (*cluster.nodes[0].expectations, *cluster.expectations):
         whole = expected.scope in ("node", "cluster") and expected.op in OPS
         if whole and expected.busbw_bytes_per_second:
+            latency = nccl_latency(expected.op, ranks=ranks * nodes, nodes=nodes, link=link)
+            seconds, words = latency or (0.0, "")
             best[expected.op] = Expectation(
-                op=expected.op, busbw_bytes_per_second=expected.busbw_bytes_per_second, derivation=expected.derivation
-            )
+                op=expected.op, busbw_bytes_per_second=expected.busbw_bytes_per_second, latency_seconds=seconds,
+                derivation=(*expected.derivation, words) if words else expected.derivation,
+            )  # fmt: skip
     return tuple(best.values())
 
 
@@ -92,6 +100,8 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
         hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
         node_rank=options["node_rank"] if options["hosts"] > 1 else None,
         search=SearchPlan() if options["search"] else None,
+        # This host's links say nothing of what joins several.
+        expectations=spec.expectations if options["hosts"] == 1 else (),
     )  # fmt: skip
 
 
@@ -181,4 +191,9 @@ def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
             f"layout: {layout!r} has {shape.world_size} ranks, {spec.world_size} would run; "
             "allowed: degrees that multiply to --ranks x --nodes"
         )
-    return replace(spec, step=step_plan(shape), sizes_bytes=spec.sizes_bytes or (spec.min_bytes,))
+    # The budget is the user's for everything: the step is what was asked for, one size beside it is a check.
+    step = step_plan(shape, budget_seconds=spec.budget_seconds * REPLAY_SHARE)
+    return replace(
+        spec, step=step, sizes_bytes=spec.sizes_bytes or (spec.min_bytes,),
+        budget_seconds=spec.budget_seconds * (1 - REPLAY_SHARE),
+    )  # fmt: skip

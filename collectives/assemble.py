@@ -93,6 +93,7 @@ def _step(replayed: Sequence[Mapping[str, Any]]) -> StepTime | None:
             iteration_seconds=tuple(event["iteration_seconds"]),
             median_seconds=median(event["iteration_seconds"]),
             verified=not event["wrong"],
+            run_times=event["run_times"],
         )
         for event in replayed
     )

@@ -56,7 +56,8 @@ def _run_in(
     on_event: Callable[[dict[str, Any]], None],
     stop: threading.Event | None,
 ) -> BenchResult:
-    total = spec.startup_seconds + spec.budget_seconds + spec.silence_seconds
+    replay = spec.step.budget_seconds if spec.step else 0.0
+    total = spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds
     plan = Plan(
         directory=str(directory),
         host=spec.host_name,

@@ -42,6 +42,7 @@ class StepPlan:
     parts: tuple[Part, ...]
     warmup: int = 1
     iterations: int = 5
+    budget_seconds: float = 30.0  # for the whole replay; each part runs once and is timed once whatever it takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

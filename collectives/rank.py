@@ -89,6 +89,7 @@ def _work(me: Rank) -> None:
         search.run(me, me.plan.search)
     if me.plan.step is not None:
         replay.run(me, me.plan.step)
+        started = time.monotonic()  # the replay has a budget of its own
     for index, case in enumerate(me.plan.cases):
         left = me.plan.budget_seconds - measure.slowest(me, time.monotonic() - started)
         if left <= 0:

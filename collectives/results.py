@@ -67,6 +67,7 @@ class PartTime:
     iteration_seconds: tuple[float, ...]  # all calls of one step, slowest rank
     median_seconds: float
     verified: bool
+    run_times: int | None = None  # calls really run in each iteration; fewer than `times` are scaled up to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

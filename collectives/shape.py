@@ -81,6 +81,6 @@ def parts(shape: StepShape) -> tuple[Part, ...]:
     )
 
 
-def step_plan(shape: StepShape, iterations: int = 5, warmup: int = 1) -> StepPlan:
+def step_plan(shape: StepShape, iterations: int = 5, warmup: int = 1, budget_seconds: float = 30.0) -> StepPlan:
     """Give the plan that replays the step."""
-    return StepPlan(parts=parts(shape), iterations=iterations, warmup=warmup)
+    return StepPlan(parts=parts(shape), iterations=iterations, warmup=warmup, budget_seconds=budget_seconds)

@@ -36,7 +36,8 @@ class Expectation:
 class BenchSpec:
     """What to measure, where, and for how long.
 
-    A run ends within startup + budget + silence seconds, and a few more to kill what does not end by itself.
+    A run ends within startup + budget + silence seconds (and the budget of a step to be replayed), and a few more to
+    kill what does not end by itself.
     """
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")

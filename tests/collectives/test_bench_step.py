@@ -3,6 +3,7 @@
 import pytest
 
 from collectives import bench
+from collectives.replay import _fitting
 from collectives.shape import StepShape, groups, parts, step_plan
 
 SHAPE = StepShape(
@@ -91,3 +92,35 @@ def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
     assert not found.complete
     assert not any(part.verified for part in found.step.parts)
     assert all("rank 2 on" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "one", "left", "fits"),
+    [(24, 0.125, 3.0, 24), (24, 0.1, 1.05, 10), (24, 5.0, 1.0, 1), (24, 0.0, -1.0, 1)],
+)
+def test_as_many_calls_are_run_as_fit(wanted, one, left, fits):
+    assert _fitting(wanted, one, left) == fits
+
+
+@pytest.mark.ranks
+def test_a_replay_that_does_not_fit_its_budget_is_cut_and_scaled_up(tmp_path):
+    """Some 40,000 calls would take minutes: one is timed in each iteration, and the step's sum is still the whole."""
+    shape = StepShape(dp_shard=2, layers=20_000, fsdp_layer_bytes=200_000)
+    found = bench.run(
+        bench.BenchSpec(
+            ops=("all_gather",),
+            sizes_bytes=(4096,),
+            step=step_plan(shape, budget_seconds=0.5),
+            ranks_per_host=2,
+            backend="gloo",
+            budget_seconds=5,
+            lock_path=str(tmp_path / "lock"),
+        )
+    )
+    assert found.complete, found.problems
+    for part in found.step.parts:
+        assert 1 <= part.run_times < part.times
+        assert part.iteration_seconds
+        # As if all calls had been made: of one iteration, so many times as long as the calls made.
+        assert part.median_seconds > 0.5, "scaled to all calls of the step, which take longer than the budget"
+    assert found.measurements, "the sweep has a budget of its own"
