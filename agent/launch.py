@@ -101,7 +101,8 @@ def own_exit_code(record: Path, exit_code: int, began: float) -> int:
 def environment(advice: Recommendation) -> dict[str, str]:
     """This process's environment with the recommended settings on top."""
     settings = {setting.name: setting.value for setting in advice.settings}
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **settings}
+    # torchrun would set the same 1 and print a banner about it; a user's or the advice's value comes before.
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", **settings}
 
 
 def run(
