@@ -53,9 +53,15 @@ def fly(
     directory = Path(plan.directory)
     plans.write(plan, directory / "plan.json")
     mark = uuid.uuid4().hex
-    # temporary files of torchrun, which leaves them when it is killed, go with the run's folder
-    # and the 1 is what torchrun would set itself, with a banner that is no news of the run
-    inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": plan.directory, **environment, plans.RUN_VARIABLE: mark}
+    # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
+    # would set itself, with a banner that is no news of the run.
+    inherited = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "TMPDIR": plan.directory,
+        **environment,
+        plans.RUN_VARIABLE: mark,
+    }
     inherited["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parent.parent), *filter(None, [inherited.get("PYTHONPATH")])]
     )
