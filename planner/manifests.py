@@ -28,8 +28,16 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in value else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=_style(value))
+
+
+def _style(value: str) -> str | None:
+    """A file as its lines, where that reads back as it was; PyYAML does not mend a style that cannot hold the text."""
+    if not all(letter.isprintable() or letter in "\n\t" for letter in value):
+        return '"'
+    lines = value.split("\n")
+    whole = not value[:1].isspace() and all(line == line.rstrip() for line in lines)
+    return "|" if len(lines) > 1 and whole else None
 
 
 _Dumper.add_representer(str, _text)

@@ -1,0 +1,270 @@
+"""Paths stay in the folders given, tokens stay out of every output, and hostile names stay data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from agent import keep
+from agent.report import write_atomic
+from agent.server import create
+from agent.state import State
+from planner.advice import Reason, Setting
+from planner.env_render import RenderError, render_k8s, render_shell
+from planner.job import JobError, JobSpec
+from planner.manifests import config_map, indexed_job, pytorchjob, render, trainjob
+from probes import sysfs
+from probes.live import LiveHost
+from probes.recording import RecordedHost, load
+from probes.scan import scan
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
+SECRET = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
+EVIL = '<script>alert(1)</script>"\n# HELP x y\nx{a="b"} 1\n---\nkind: Evil\n'
+
+# --- paths
+
+
+def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
+    """Somebody who may write into the report's folder gains no file elsewhere."""
+    victim, link = tmp_path / "victim", tmp_path / "report.json"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    write_atomic(link, "new")
+    assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("precious", "new", False)
+
+
+def test_a_kept_flight_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
+    """The agent's state folder: names are made here, from time and process id only."""
+    kept = keep.keep_flight({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}, tmp_path)
+    assert kept is not None and kept.parent == tmp_path / keep.FLIGHTS_FOLDER
+    assert re.fullmatch(r"[\w.-]+\.json", kept.name)
+
+
+def test_a_recording_answers_only_what_it_holds(tmp_path: Path) -> None:
+    """Replaying never opens a file of this host, whatever the recording says."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    host = RecordedHost({**load(MACHINE).content})
+    for path in (str(secret), "/etc/passwd", "../../etc/passwd", f"/sys/../{secret}"):
+        with pytest.raises(OSError):
+            host.read_text(path)
+
+
+def test_a_mounted_root_is_not_left_through_links(tmp_path: Path) -> None:
+    """--root: what a container of unknown origin links to is looked up inside that root."""
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    (root / "sys/class").mkdir(parents=True)
+    secret.write_text("secret")
+    (root / "sys/class/direct").symlink_to(secret)
+    (root / "sys/class/up").symlink_to("../../../secret")
+    (root / "sys/folder").symlink_to(tmp_path)
+    host = LiveHost(str(root))
+    for path in ("/sys/class/direct", "/sys/class/up", "/sys/folder/secret", "/../secret", "/sys/../../secret"):
+        with pytest.raises(OSError):
+            host.read_text(path)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "a\0b", "", "x" * 129, "a\n", "../x"])
+def test_no_name_from_the_machine_leads_out_of_its_folder(name: str) -> None:
+    """What may become part of a path under /sys."""
+    assert sysfs.NAME.fullmatch(name) is None
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    snapshot = scan(load(MACHINE))
+    with TestClient(create(State(lambda: (snapshot,), interval_seconds=3600))) as running:
+        while running.get("/readyz").status_code != 200:
+            time.sleep(0.01)
+        yield running
+
+
+def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
+    """A model may be a path on the command line; over HTTP it is a name, and unknown names tell nothing of files."""
+    there = tmp_path / "config.json"
+    there.write_text('{"model_type": "llama", "hidden_size": "SECRET"}')
+    said = set()
+    for path in (
+        str(there),
+        str(tmp_path),
+        str(tmp_path / "missing.json"),
+        "../../../etc/passwd",
+        "file:///etc/passwd",
+    ):
+        for door in ("/recommendations", "/what-if"):
+            answer = client.get(door, params={"model": path})
+            assert answer.status_code == 400
+            assert "SECRET" not in answer.text
+            said.add(re.sub(r"'.*?'|&#39;.*?&#39;|value=\".*?\"", "", answer.text)[:60])
+    assert len(said) <= 2  # the same words whether the file is there or not
+    for door in ("/../etc/passwd", "/%2e%2e/etc/passwd", "/static/../../etc/passwd", "//etc/passwd", "/docs/../../x"):
+        assert client.get(door).status_code == 404
+
+
+# --- names
+
+
+@pytest.fixture(scope="module")
+def evil_host() -> Any:
+    content = json.loads(MACHINE.read_text())
+    content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
+    snapshot = scan(RecordedHost(content))
+    flights = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
+    return snapshot, flights
+
+
+def test_a_hostile_host_name_stays_text_in_every_format(evil_host: Any, tmp_path: Path) -> None:
+    """Page, metrics, JSON and YAML of a machine that calls itself a script, a metric and a document."""
+    snapshot, flight = evil_host
+    keep.keep_flight(flight, tmp_path)
+    with TestClient(create(State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path))) as running:
+        while running.get("/readyz").status_code != 200:
+            time.sleep(0.01)
+        for door in ("/", "/what-if", "/cluster", "/docs"):
+            assert "<script>alert" not in running.get(door).text, door
+        lines = running.get("/metrics").text.splitlines()
+        assert 'x{a="b"} 1' not in lines and "# HELP x y" not in lines
+        assert running.get("/snapshot").json()["hostname"] == EVIL
+        documents = list(yaml.safe_load_all(running.get("/snapshot?format=yaml").text))
+        assert len(documents) == 1 and documents[0]["hostname"] == EVIL
+
+
+ANY = st.text(max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    image=ANY, words=st.lists(ANY, min_size=1, max_size=3), value=ANY, queue=ANY, network=ANY, selector=ANY, file=ANY
+)
+def test_manifests_hold_any_text_as_data(
+    image: str, words: list[str], value: str, queue: str, network: str, selector: str, file: str
+) -> None:
+    """What is rendered reads back as exactly what was meant: no text opens a key, a document or a tag."""
+    try:
+        spec = JobSpec(
+            name="job", image=image, nodes=2, processes_per_node=1, command=tuple(words), environment={"NCCL_X": value},
+            queue=queue or None, networks=(network,), node_selector={"kind": selector}, topology_label=selector or None,
+            config_map="settings",
+        )  # fmt: skip
+        documents = (*trainjob(spec), *pytorchjob(spec), *indexed_job(spec), config_map(spec, {"a.yaml": file}))
+    except JobError:
+        return
+    try:
+        text = render(documents)
+    except (UnicodeEncodeError, yaml.YAMLError):
+        return
+    assert list(yaml.safe_load_all(text)) == [json.loads(json.dumps(document)) for document in documents]
+
+
+@settings(max_examples=40, deadline=None)
+@given(value=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40))
+def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
+    """A value from a machine that calls its interface $(reboot) is set, not run."""
+    setting = Setting(name="NCCL_SOCKET_IFNAME", value=value, reason=Reason(rule="r", evidence="e", source="s"))
+    try:
+        shell, listed = render_shell([setting]), render_k8s([setting])
+    except RenderError:
+        assert set(value) & set("\n\r\0")
+        return
+    done = subprocess.run(
+        ["sh", "-c", f'{shell}printf %s "$NCCL_SOCKET_IFNAME"'], capture_output=True, check=True,
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"},
+    )  # fmt: skip
+    assert done.stdout == value.encode()
+    assert yaml.safe_load(listed) == [{"name": "NCCL_SOCKET_IFNAME", "value": value}]
+
+
+# --- tokens
+
+
+def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
+    """A real agent at its most talkative; tokens in every place of a request; all of its output is searched."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(SECRET + "\n")
+    tokens.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    said = tmp_path / "said"
+    with said.open("wb") as stream:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={MACHINE}", f"--port={port}", "--reads=token",
+             f"--token-file={tokens}", f"--state={tmp_path}"],
+            stdout=stream, stderr=stream, cwd=ROOT,
+        )  # fmt: skip
+    answers = []
+    try:
+        url, wrong = f"http://127.0.0.1:{port}", SECRET[::-1]
+        pool = urllib3.PoolManager(retries=False)
+        for _ in range(600):
+            try:
+                if pool.request("GET", f"{url}/readyz").status == 200:
+                    break
+            except urllib3.exceptions.HTTPError:
+                time.sleep(0.05)
+        for token in (SECRET, wrong):
+            for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
+                for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"), ("PUT", "/x")):
+                    answers.append(pool.request(method, url + door, headers={"Authorization": header}, body=b"{}").data)
+            answers.append(pool.request("GET", f"{url}/snapshot?access_token={token}").data)
+            answers.append(
+                pool.request(
+                    "POST",
+                    f"{url}/preflight",
+                    body=json.dumps({"token": token}).encode(),
+                    headers={
+                        "Authorization": f"Bearer {SECRET}",
+                        "Content-Type": "application/json",
+                        "Cookie": f"t={token}",
+                    },
+                ).data
+            )
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                raw.sendall(f"GET /snapshot HTTP/1.1\r\nAuthorization Bearer {token}\r\n\r\n".encode())
+                answers.append(raw.recv(65536))
+        good = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+        answers.append(pool.request("POST", f"{url}/preflight", body=b"{}", headers=good).data)
+        opened = pool.request("GET", f"{url}/snapshot", headers={"Authorization": f"Bearer {SECRET}"})
+        assert opened.status == 200  # so that the right token was looked for
+    finally:
+        agent.terminate()
+        agent.wait(20)
+    output = said.read_bytes()
+    assert b"by token-file" in output  # so that there was something to search
+    for token in (SECRET.encode(), wrong.encode()):
+        assert token not in output
+        assert not any(token in answer for answer in answers)
+
+
+def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
+    """Answers are kept until the next scan; whoever asks next still needs a token."""
+    from agent.doors import Doors
+
+    tokens = tmp_path / "tokens"
+    tokens.write_text(SECRET + "\n")
+    tokens.chmod(0o600)
+    snapshot = scan(load(MACHINE))
+    state = State(lambda: (snapshot,), interval_seconds=3600)
+    with TestClient(create(state, doors=Doors(token_file=tokens, reads_open=False))) as running:
+        while running.get("/readyz").status_code != 200:
+            time.sleep(0.01)
+        for door in ("/metrics", "/snapshot", "/recommendations", "/"):
+            for _ in range(2):
+                assert running.get(door, headers={"Authorization": f"Bearer {SECRET}"}).status_code == 200
+                assert running.get(door).status_code == 401
+                assert running.head(door).status_code in (401, 405)
