@@ -87,3 +87,16 @@ def test_what_runs_here_is_what_is_locked() -> None:
         if found != version(entry):
             wrong[name] = (found, version(entry))
     assert wrong == {}
+
+
+def test_the_licences_and_the_sbom_are_of_the_agents_lock() -> None:
+    """docs/licences.md is what `make sbom` would write now; the SBOM names every package with a purl and a hash."""
+    import sys
+
+    sys.path.insert(0, str(ROOT / "locks"))
+    import inventory
+
+    assert inventory.table() == (ROOT / "docs/licences.md").read_text(encoding="utf-8"), "make sbom"
+    made = inventory.sbom()["components"]
+    assert len(made) > 20
+    assert all(one["purl"].startswith("pkg:pypi/") and one["properties"] for one in made)
