@@ -76,8 +76,7 @@ def table() -> str:
         rows.append(f"| {one['name']} | {one['version']} | {said} | {'copyleft' if COPYLEFT.search(said) else ''} |")
     return (
         "# Licences of the resident agent's packages\n\nWritten by `make sbom` from the packages' own metadata, for the "
-        "versions in `locks/agent.txt`. What is marked\ncopyleft is named in full by its maker; pyroute2 is offered under "
-        "GPL-2.0-or-later or Apache-2.0, and is used here under\nApache-2.0.\n\n"
+        "versions in `locks/agent.txt`.\nThe last column marks what is copyleft in any of its licences.\n\n"
         "| package | version | licence as stated | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 
