@@ -5,7 +5,6 @@ Facts are dataclasses of numbers, text, None, and tuples and dicts of these; `pr
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from probes.api import Absent, Failed, Ok
@@ -37,10 +36,14 @@ def _plain(value: Any) -> Json:
 _AS_IT_IS = frozenset({str, int, float, bool, type(None)})
 
 
-@cache
+_known: dict[type, tuple[str, ...]] = {}
+
+
 def _fields(kind: type) -> tuple[str, ...]:
     """The names of a dataclass' fields. TypeError where it is none: no fact may be lost silently."""
-    fields = getattr(kind, "__dataclass_fields__", None)
-    if fields is None:
-        raise TypeError(f"a fact of type {kind.__name__} has no plain form")
-    return tuple(fields)
+    if kind not in _known:
+        fields = getattr(kind, "__dataclass_fields__", None)
+        if fields is None:
+            raise TypeError(f"a fact of type {kind.__name__} has no plain form")
+        _known[kind] = tuple(fields)
+    return _known[kind]

@@ -10,31 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resident
-
-ROOT = Path(__file__).parent.parent.parent
-H100 = ROOT / "tests" / "machines" / f"{resident.MACHINE}.json"
-
-
-class Served:
-    """A running agent."""
-
-    def __init__(self, pid: int, port: int, log: Path | None = None) -> None:
-        self.pid, self.port, self.log = pid, port, log
-
-    def honest(self) -> None:
-        """What a scraper and the kubelet ask is answered."""
-        for path in ("/healthz", "/readyz", "/metrics"):
-            assert resident.get(self.port, path)[0] == 200, path
-
-    def descriptors(self) -> int:
-        """How many it has open."""
-        return psutil.Process(self.pid).num_fds()
+from load_served import H100, Served
 
 
 @pytest.fixture(scope="module")

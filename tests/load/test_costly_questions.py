@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 import resident
-from conftest import Served
+from load_served import Served
 from starlette.requests import Request
 
 from agent.desk import AT_ONCE, MOST_WAITING, Desk

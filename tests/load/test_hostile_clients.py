@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import resident
-from conftest import H100, Served
+from load_served import H100, Served
 
 from agent.listener import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import load
 import pytest
 import resident
-from conftest import H100, Served
+from load_served import H100, Served
 from starlette.testclient import TestClient
 
 from agent.doors import Doors
