@@ -48,7 +48,10 @@ def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
     """AdamW's state as it stands after `step` steps, with zero moments to load into."""
     for p in named.values():
         if p.requires_grad:
-            optimizer.state[p] = {"step": torch.tensor(float(step)), **{m: torch.zeros_like(p) for m in MOMENTS}}
+            optimizer.state[p] = {
+                "step": torch.tensor(float(step), device=p.device),
+                **{m: torch.zeros_like(p) for m in MOMENTS},
+            }
 
 
 class Checkpoints:

@@ -29,6 +29,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> to
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
+        fused=True,
     )
 
 
@@ -52,25 +53,34 @@ def learning_rate(config: JobConfig, step: int, steps: int) -> float:
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, pipeline: dist.ProcessGroup | None) -> float:
     """Scale gradients to a global norm of at most `limit` (0: only measure); returns the norm.
 
-    Sharded gradients are summed over their own mesh, replicated ones count once, and pipeline ranks add theirs.
+    Norms of the local parts are summed over the mesh dimensions that split them, replicated ones count once, and
+    pipeline ranks add theirs. On plain tensors: an operation on a DTensor costs its dispatch each time.
     """
-    grads: dict[Any, list[torch.Tensor]] = {}
+    grads: list[torch.Tensor] = []
+    groups: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
-        if p.grad is not None:
-            grads.setdefault(_mesh(p), []).append(p.grad)
-    device = next((gs[0].device for gs in grads.values()), torch.device("cpu"))
+        if p.grad is None:
+            continue
+        if isinstance(p.grad, DTensor) and any(placed.is_partial() for placed in p.grad.placements):
+            # norms under sequence parallelism see a part of the tokens each
+            p.grad = p.grad.redistribute(placements=p.placements)
+        grad = p.grad
+        grads.append(grad)
+        groups.setdefault(_mesh(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    device = grads[0].device if grads else torch.device("cpu")
     square = torch.zeros((), dtype=torch.float32, device=device)
-    for gs in grads.values():
-        norm = nn.utils.get_total_norm(gs)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        square += whole.to(device).float() ** 2
+    for where, local in groups.items():
+        part = torch.stack([norm.float() for norm in torch._foreach_norm(local)]).square().sum()
+        for dim, placed in enumerate(where[1] if where else ()):
+            if not placed.is_replicate():
+                dist.all_reduce(part, group=where[0].get_group(dim))
+        square += part.to(device)
     if pipeline is not None:
         dist.all_reduce(square, group=pipeline)
     norm = float(square.sqrt())
     if limit and norm > limit:
-        for gs in grads.values():
-            for grad in gs:
-                grad.mul_(limit / (norm + 1e-6))
+        for local in groups.values():
+            torch._foreach_mul_(local, limit / (norm + 1e-6))
     return norm
 
 

@@ -48,7 +48,9 @@ class Profiler:
             return
         if self._tool is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices are not the job's
-            self._tool = torch.profiler.profile(record_shapes=True)
+            # shapes only where they decide (part_of): keeping them takes memory, which the flight measures too
+            shapes = self.layout.tp > 1 and self.layout.data_parallel > 1
+            self._tool = torch.profiler.profile(record_shapes=shapes)
             self._tool.start()
         began = time.perf_counter()
         yield True

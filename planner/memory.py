@@ -150,6 +150,10 @@ def memory_parts(
         gathered += 0.0 if lora else (1.0 + copy) * unit
     elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
         copies = 2.0 * local
+        if stack.name == "topoflight" and layout.checkpointing == "full":
+            # The fine-tune job runs without autocast's cache, and nothing else keeps them: what one layer, or the head,
+            # casts (measured on a CPU: 2.0 bytes per weight less than with the cache).
+            copies = 2.0 * max(layer, float(count.head)) / layout.tp
 
     per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
     boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)

@@ -163,6 +163,9 @@ def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
     single = memory_parts(MODEL, replace(FULL, precision="fp32"), alone, stack)
     weights_in_half = half.weights / 2
     assert half.tensors - single.tensors == pytest.approx(weights_in_half, rel=0.01)
+    saved = replace(alone, checkpointing="full")  # nothing keeps a copy beyond its layer
+    half, single = (memory_parts(MODEL, replace(FULL, precision=p), saved, stack) for p in ("bf16", "fp32"))
+    assert 0 <= half.tensors - single.tensors < 0.1 * weights_in_half
     lora = TrainSpec(sequence_length=4096)
     frozen = memory_parts(MODEL, lora, alone, stack)
     assert frozen.activations == memory_parts(MODEL, replace(lora, precision="fp32"), alone, stack).activations
