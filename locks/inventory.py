@@ -75,8 +75,8 @@ def table() -> str:
         said = one["licenses"][0]["license"]["name"]
         rows.append(f"| {one['name']} | {one['version']} | {said} | {'copyleft' if COPYLEFT.search(said) else ''} |")
     return (
-        "# Licences of the resident agent's packages\n\nWritten by `make sbom` from the packages' own metadata, for the "
-        "versions in `locks/agent.txt`.\nThe last column marks what is copyleft in any of its licences.\n\n"
+        "# Licences of the resident agent's packages\n\nWritten by `make sbom` from the packages' own metadata, for "
+        "the versions in `locks/agent.txt`.\nThe last column marks what is copyleft in any of its licences.\n\n"
         "| package | version | licence as stated | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 
