@@ -94,15 +94,16 @@ def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layou
     communication = None
     if talking and wall_seconds > 0:
         alone = union([*busy, *talking]) - union(busy)
-        communication = {
-            "share": min(1.0, union(talking) / wall_seconds), "exposed_share": min(1.0, alone / wall_seconds),
+        share = min(1.0, union(talking) / wall_seconds)
+        communication = {  # where nothing hides it, rounding must not make more of the exposed than of the whole
+            "share": share, "exposed_share": min(share, max(0.0, alone) / wall_seconds),
             "seconds_by_kind": kinds, "profiled_seconds": wall_seconds,
         }  # fmt: skip
     return {
         "communication": communication,
         "parts": [
             {"part": name, "measured_seconds": taken[name], "share": taken[name] * steps / wall_seconds,
-             "hidden_seconds": union(comm[name]) / steps - taken[name] if name in comm else 0.0}
+             "hidden_seconds": max(0.0, union(comm[name]) / steps - taken[name]) if name in comm else 0.0}
             for name in PARTS if name in taken
         ],
     }  # fmt: skip
