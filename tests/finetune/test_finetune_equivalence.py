@@ -57,6 +57,8 @@ FOUR = [
          schedule="interleaved", virtual_stages=2),
     case("PP x DDP", pp=2, dp_replicate=2, sharding="ddp", micro_batch=4, gradient_accumulation=2),
     case("PP x TP", pp=2, tp=2, micro_batch=4, gradient_accumulation=4),
+    case("PP x TP full, sequence parallel", "full", pp=2, tp=2, micro_batch=4, gradient_accumulation=4,
+         sequence_parallel=True),
     case("PP4 uneven is even", "full", pp=4, micro_batch=4, gradient_accumulation=4, stage_layers=[1, 1, 1, 1]),
 ]  # fmt: skip
 
