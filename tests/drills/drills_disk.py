@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -91,10 +92,15 @@ def disk_read_only(ground: Ground) -> list[str]:
 @drill("Full disk: no temporary folder left")
 def disk_full_temporary(ground: Ground) -> list[str]:
     """Neither TMPDIR nor /tmp nor /var/tmp takes a byte: a benchmark says so and starts nothing."""
-    mounts = "; ".join(
-        f"mount -t tmpfs -o size=4k tmpfs {place} && head -c 4096 /dev/zero > {place}/filler"
-        for place in ('"$TMPDIR"', "/tmp", "/var/tmp", "/dev/shm")
-    )
+    places = ('"$TMPDIR"', "/tmp", "/var/tmp", "/dev/shm")
+    commands = [f"mkdir /run/lock/project && mount --bind {shlex.quote(str(ROOT))} /run/lock/project"]
+    for place in places:
+        commands.append(f"mount -t tmpfs -o size=4k tmpfs {place}")
+        if ROOT.is_relative_to(place):  # the project itself must stay in reach where it lies below
+            there = shlex.quote(str(ROOT))
+            commands.append(f"mkdir -p {there} && mount --bind /run/lock/project {there}")
+        commands.append(f"head -c 4096 /dev/zero > {place}/filler")
+    mounts = "; ".join(commands)
     done = ground.run(*SMALL_BENCH, DRILL_MOUNTS=f"{mounts}; cd /tmp")  # the working folder is the last resort
     return [*_told(done, "temporary"), *ground.after()]
 

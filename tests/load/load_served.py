@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -25,3 +26,12 @@ class Served:
     def descriptors(self) -> int:
         """How many it has open."""
         return psutil.Process(self.pid).num_fds()
+
+    def lowest_free_descriptor(self) -> int:
+        """The number its next descriptor may get: the lowest that was free at some moment of a scan's length."""
+        seen = []
+        for _ in range(24):
+            taken = {int(one.name) for one in Path(f"/proc/{self.pid}/fd").iterdir()}
+            seen.append(min(set(range(len(taken) + 1)) - taken))
+            time.sleep(0.05)
+        return min(seen)

@@ -234,7 +234,7 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventual
     """EMFILE at accept(2): the listener pauses, the process keeps quiet, and goes on when there are some again."""
     agent = psutil.Process(served.pid)
     soft, hard = agent.rlimit(psutil.RLIMIT_NOFILE)
-    agent.rlimit(psutil.RLIMIT_NOFILE, (served.descriptors(), hard))
+    agent.rlimit(psutil.RLIMIT_NOFILE, (served.lowest_free_descriptor(), hard))
     try:
         waiting = connect(served, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         waiting.settimeout(0.2)
