@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from agent.view import View
+from agent.gate import Check
+from agent.view import Group, View, grouped, look
 from collectives.results import Measurement
 from planner import exports, machines, models, nccl_env
 from planner.advice import Interval, Note, Recommendation
@@ -31,6 +32,7 @@ _FRAMEWORKS = tuple(name for name in exports.formats() if name not in ("env", "s
 EXPORTS: tuple[str, ...] = ("env", "shell", "k8s", *_FRAMEWORKS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 _CONFIG_LIMIT_BYTES = 1 << 20
+_FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
 
 
 class RequestError(click.ClickException):
@@ -157,14 +159,35 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
             measured = result_from_json(plain(request.bench_file.read_bytes())).measurements
         except (OSError, ValueError) as error:
             raise RequestError(f"--bench {request.bench_file}: {error}") from None
-    return answer(request, snapshots, measured=measured)
+    return with_faults(answer(request, snapshots, measured=measured), look(snapshots).checks)
 
 
 def for_view(view: View, request: Request) -> Recommendation:
     """Answer from what the agent knows."""
     snapshots = () if request.machine else view.snapshots
     measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
-    return answer(request, snapshots, measured=measured)
+    return with_faults(answer(request, snapshots, measured=measured), view.checks if snapshots else ())
+
+
+def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendation:
+    """The advice, which takes sound machines, with what is known to be wrong with these.
+
+    Failed checks, and warnings of GPUs: a clock that is held down slows every rank, and no forecast counts on it.
+    """
+    groups = [
+        group
+        for group in grouped(checks)
+        if group.status == "fail" or (group.status == "warn" and group.id.startswith("gpu."))
+    ]
+    said = tuple(f"the forecast takes sound machines: {_fault(group)}" for group in groups[:_FAULTS_SAID])
+    more = len(groups) - len(said)
+    rest = (f"{more} more findings of failed checks and GPUs: topoflight scan",) if more else ()
+    return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
+
+
+def _fault(group: Group) -> str:
+    on = f" on {group.subjects[0]}" if len(group.subjects) == 1 else f" ({group.size} times)" if group.size > 1 else ""
+    return f"{group.id}{on}: {group.message}"
 
 
 def answer(

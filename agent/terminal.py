@@ -51,7 +51,11 @@ def scan(out: Console, found: Sequence[Snapshot], checks: Sequence[Check], every
     for snapshot in found:
         host(out, snapshot)
         out.print("\n[bold]Findings[/bold]")
-        findings(out, [check for check in checks if check.node == snapshot.hostname], everything=everything)
+        mine = [check for check in checks if check.node == snapshot.hostname]
+        findings(out, mine, everything=everything)
+        found_bad = [check for check in mine if check.status in ("fail", "warn")]
+        if found_bad:
+            out.print("[dim]scan only tells; `topoflight preflight` turns this into a verdict and an exit code[/dim]")
 
 
 def host(out: Console, snapshot: Snapshot) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +152,9 @@ def digest(view: View) -> str:
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
-    found = (*checks_of_snapshot(snapshot), *environment_checks(snapshot, node))
+    names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
+    of_probes = (_called(check, names) for check in checks_of_snapshot(snapshot))
+    found = (*of_probes, *environment_checks(snapshot, node))
     if not node.gpus:
         why = "absent: no GPU on this host, so there is no link to judge"
         silent = (Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in topology_check.CODES)
@@ -160,10 +162,16 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     return (*found, *checks_of_findings(snapshot.hostname, topology_check.check(node), topology_check.CODES))
 
 
+def _called(check: Check, names: Mapping[str, str]) -> Check:
+    """What the PCI probe says of a GPU, which it knows by address only, under the GPU's name."""
+    name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
+    return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
+
+
 def with_rising(checks: Sequence[Check], before: Snapshot | None, now: Snapshot) -> tuple[Check, ...]:
     """The checks with what rose since the scan before; without one, that nothing rises is not known."""
     if before is None or now.taken_at_seconds <= before.taken_at_seconds:  # the same recording replayed is one scan
-        why = "needs two scans: one shows counters since the driver was loaded"
+        why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
             replace(check, status="unknown", message=why)
             if check.id in RISING_CODES and check.status == "pass"

@@ -136,7 +136,7 @@ def _near_a_gpu(node: NodeView) -> Rule:
             return {}
         fastest = max(view.port.rate_bytes_per_second or 0.0 for view in near)
         return {
-            view.name: "near no GPU, which all have a nearer one"
+            view.name: "nearest to no GPU: each has a nearer port"
             for view in ports
             if view.device.name not in names and (view.port.rate_bytes_per_second or 0.0) <= fastest
         }

@@ -37,7 +37,9 @@ def ib_hca(case: Situation) -> Setting | Note | None:
     choice = needed[0]
     value = next(iter(values.values()))
     exact = " ('=' asks for exact names: a prefix would also take the others)" if value.startswith("=") else ""
-    reason = Reason(rule=_hca_rule(choice) + exact, evidence=_hca_evidence(choice), source=f"{_INIT_CC}; {_ENV_RST}")
+    down = _returning(_view(case, next(iter(values))), choice)
+    evidence = _hca_evidence(choice, down)
+    reason = Reason(rule=_hca_rule(choice) + exact, evidence=evidence, source=f"{_INIT_CC}; {_ENV_RST}")
     return Setting(name=topic, value=value, reason=reason)
 
 
@@ -91,10 +93,11 @@ def _hca_rule(choice: PortChoice) -> str:
     return "NCCL takes every ACTIVE port, also those outside the training fabric: name the ones that belong to it"
 
 
-def _hca_evidence(choice: PortChoice) -> str:
+def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
     parts += [f"{_names(choice.keep)}: {_fabric(choice.keep)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
+    parts += [f"{view.name} is {view.port.state}: NCCL passes over it until it is mended" for view in down]
     return "; ".join(parts)
 
 

@@ -45,7 +45,7 @@ FAULTS = (
     Fault(machine="sick-h100-thermal", says="GPU7: the power brake is pulled", mend="power supplies",
           code="gpu.power.brake", severity="warn", panel="What holds the clocks down", drawn="hw_thermal",
           alert="TopoflightThermalThrottling"),
-    Fault(machine="sick-l40s-x4", says="The GPU runs at x4", mend="Reseat", code="pci.link.width", severity="fail",
+    Fault(machine="sick-l40s-x4", says="GPU2 runs at x4", mend="Reseat", code="pci.link.width", severity="fail",
           panel="PCIe width in use", drawn="0.25", alert="TopoflightPcieLinkDegraded"),
     Fault(machine="azure-nd-a100-flat-vm", says="The PCIe tree is not the machine's own", mend="NCCL_TOPO_FILE",
           code="pci.tree.virtual", severity="warn", panel="What is wrong", drawn="pci.tree.virtual", alert=None),
