@@ -18,6 +18,7 @@ import cattrs
 import pytest
 import rig
 
+from collectives.interval import spread_ratio
 from probes import interfaces, limits, rdma
 from probes.rdma_gids import nccl_gid_index
 
@@ -200,17 +201,21 @@ def part(guest: rig.Guest, name: str) -> tuple[int, str, str]:
     return int(code.read_text()), *((guest.results / f"{name}.{end}").read_text() for end in ("out", "err"))
 
 
-def test_our_write_loop_is_as_fast_as_ib_write_bw_within_a_factor_of_two(guests: list[rig.Guest]) -> None:
-    """Single pairs scatter by several times on an emulated CPU; the median of the pairs must not.
+def test_our_write_loop_is_as_fast_as_ib_write_bw_within_15_percent(guests: list[rig.Guest]) -> None:
+    """The median of pairs, one after the other.
 
-    A closer agreement needs a host with hardware virtualisation or a real NIC: the README gives the figures seen.
+    Beside other work single pairs scatter by several times on an emulated CPU: where their own interval is wider than
+    what is asked, they can only show that no factor of two lies between.
     """
     for guest in guests:
         code, _, errors = part(guest, "bandwidth")
         assert code == 0, errors
     pairs = json.loads(part(guests[1], "bandwidth")[1])
     ratios = [ours / theirs for ours, theirs in pairs]
-    assert 0.5 < median(ratios) < 2, pairs
+    spread = spread_ratio(ratios)
+    decided = spread is not None and spread <= 0.15
+    least, most = (0.85, 1.15) if decided else (0.5, 2.0)
+    assert least < median(ratios) < most, (spread, pairs)
 
 
 def test_the_write_loop_says_on_both_sides_that_memlock_is_too_small(guests: list[rig.Guest]) -> None:
