@@ -27,17 +27,17 @@ def ib_hca(case: Situation) -> Setting | Note | None:
     if case.one_node:
         return Note(topic=topic, text="Set nothing: the job stays on one node and opens no HCA.")
     choices = {node.hostname: choose_ports(node) for node in case.nodes if node.taken_ports()}
-    needed = [choice for choice in choices.values() if choice.dropped or choice.secondary]
+    needed = [(host, choice) for host, choice in choices.items() if choice.dropped or choice.secondary]
     if not needed:
         return _found_by_itself(topic, case, choices)
     values = {host: hca_list(_view(case, host), choice) for host, choice in choices.items()}
     if len(set(values.values())) > 1:
         listed = by_host((host, value) for host, value in values.items())
         return Note(topic=topic, text=f"The HCAs have other names on each node: set it per node: {listed}")
-    choice = needed[0]
+    host, choice = needed[0]
     value = next(iter(values.values()))
     exact = " ('=' asks for exact names: a prefix would also take the others)" if value.startswith("=") else ""
-    down = _returning(_view(case, next(iter(values))), choice)
+    down = _returning(_view(case, host), choice)
     evidence = _hca_evidence(choice, down)
     reason = Reason(rule=_hca_rule(choice) + exact, evidence=evidence, source=f"{_INIT_CC}; {_ENV_RST}")
     return Setting(name=topic, value=value, reason=reason)

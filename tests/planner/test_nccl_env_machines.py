@@ -51,3 +51,13 @@ def test_roce_pod_gets_its_network_and_hca_by_name() -> None:
 def test_nvswitch_box_gets_no_nccl_variable() -> None:
     """NCCL finds HCAs, NVLink SHARP and rails by itself."""
     assert not [name for name in values("hgx-h100-8xH100-8hca") if name.startswith("NCCL_")]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["healthy-first", "sick-first"])
+def test_a_port_that_is_down_is_named_whichever_node_comes_first(order: int) -> None:
+    """The evidence is that of the node whose ports decide, not of the first one."""
+    paths = [path for path in MACHINES if path.stem in ("hgx-h100-8xH100-8hca", "sick-h100-dead-hca")][::order]
+    snapshots = [scan(load(path)) for path in paths]
+    advice = settings(snapshots, join([build(snapshot) for snapshot in snapshots]), multi_node=True)
+    hca = next(setting for setting in advice.settings if setting.name == "NCCL_IB_HCA")
+    assert "mlx5_3:1 is DOWN" in hca.reason.evidence
