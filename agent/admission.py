@@ -74,10 +74,9 @@ def _later(why: str, policy: Policy, retries: int) -> Answer:
 
 
 def _some(names: list[str], fleet: Fleet, now: float) -> str:
-    records = {record.name: record for record in fleet.records()}
     words = []
     for name in names[:MOST_NAMED]:
-        record = records.get(name)
+        record = fleet.record(name)
         why = "publishes nothing" if record is None else "silent" if record.silent(now) else record.verdict
         words.append(f"{name} ({why})")
     return ", ".join(words) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")

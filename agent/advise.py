@@ -159,7 +159,8 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
             measured = result_from_json(plain(request.bench_file.read_bytes())).measurements
         except (OSError, ValueError) as error:
             raise RequestError(f"--bench {request.bench_file}: {error}") from None
-    return with_faults(answer(request, snapshots, measured=measured), look(snapshots).checks)
+    advice = answer(request, snapshots, measured=measured)
+    return with_faults(advice, look(snapshots).checks) if advice.chosen and snapshots else advice
 
 
 def for_view(view: View, request: Request) -> Recommendation:

@@ -6,6 +6,7 @@ of each collective at the largest size that was measured and verified.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -109,20 +110,16 @@ def figures(lines: Sequence[Line], when: Mapping[float, str]) -> Markup:
         return Markup()
     drawn = []
     for now in lines[0].largest:
-        runs = list(_runs(lines, now, when))
+        runs = list(itertools.islice(_runs(lines, now, when), SHOWN_BARS))
         if len(runs) > 1:
             title = f"{now.op} of {units.size(now.size_bytes)}, {lines[0].job}: bus bandwidth, newest first"
             drawn.append(charts.runs(title, runs, less_is_better=False))
     return Markup().join(drawn)
 
 
-def _runs(lines: Iterable[Line], now: Largest, when: Mapping[float, str]) -> Iterable[charts.Run]:
-    job = None
-    shown = 0
+def _runs(lines: Sequence[Line], now: Largest, when: Mapping[float, str]) -> Iterable[charts.Run]:
     for line in lines:
-        job = job or line.job
         same = next((one for one in line.largest if (one.op, one.size_bytes) == (now.op, now.size_bytes)), None)
-        if line.job == job and same and shown < SHOWN_BARS:
-            shown += 1
+        if line.job == lines[0].job and same:
             rate = same.busbw_bytes_per_second
             yield charts.Run(label=when[line.started_at_seconds], value=rate, shown=units.rate(rate))

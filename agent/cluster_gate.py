@@ -35,18 +35,16 @@ def fleet(client: Client) -> Fleet:
 
 def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     """The record of each node; one that no agent publishes is unknown and was never heard of."""
-    records = {record.name: record for record in held.records()}
     nobody = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
-    return tuple(records.get(name) or replace(nobody, name=name, host=name) for name in names)
+    return tuple(held.record(name) or replace(nobody, name=name, host=name) for name in names)
 
 
 def checks_of(names: Iterable[str], held: Fleet, *, now: float | None = None) -> tuple[Check, ...]:
     """What the agents found on these nodes; a node that says nothing is a failure, for nothing is known about it."""
     now = time.time() if now is None else now
-    records = {record.name: record for record in held.records()}
     checks: list[Check] = []
     for name in names:
-        record = records.get(name)
+        record = held.record(name)
         if record is None or record.silent(now):
             why = _why_silent(record, now)
             checks.append(Check(id=_SILENT, status="fail", node=name, message=f"{why}: nothing is known of this node",

@@ -101,6 +101,11 @@ class Flight:
         )
 
     @property
+    def division(self) -> str:
+        """Both in one line; empty where nothing was profiled."""
+        return "; ".join(text for text in (self.worst, self.by_part) if text)
+
+    @property
     def placements(self) -> str:
         """The effective layout in words: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
         found = self.effective
@@ -186,9 +191,8 @@ def read(path: Path) -> dict[str, Any]:
 def compare(forecast: Forecast | None, flown: Flight) -> tuple[Comparison, ...]:
     """Forecast against measurement: step time and memory."""
     step, memory = (forecast.step_seconds, forecast.memory_bytes) if forecast else (None, None)
-    detail = "; ".join(text for text in (flown.worst, flown.by_part) if text)
     return (
-        _line("step time", "s", step, flown.step_seconds, detail),
+        _line("step time", "s", step, flown.step_seconds, flown.division),
         _line("peak memory per rank", "bytes", memory, flown.memory_bytes),
     )
 

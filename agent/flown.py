@@ -40,8 +40,7 @@ def _one(record: dict[str, Any]) -> Flown:
         unit = "s" if name.endswith("_seconds") else "B" if name.endswith("_bytes") else "/s"
         figure = charts.interval(forecast, float(measured))
         if name == "step_seconds" and flight.parts:
-            told = "; ".join(text for text in (flight.worst, flight.by_part) if text)
-            figure += Markup('<div class="soft">{}</div>').format(told)
+            figure += Markup('<div class="soft">{}</div>').format(flight.division)
         lines.append((name.rsplit("_", 1)[0].replace("_", " "), unit, forecast, float(measured), figure))
     return Flown(flight=flight, transport=_transport(record), lines=tuple(lines))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from agent import units
 from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
@@ -131,7 +132,7 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
     required_unknown = [check for check in checks if check.required and check.status == "unknown"]
     if counts["fail"]:
         return Verdict(
-            word="fail", exit_code=EXIT_FAILED, counts=counts, why=_count(counts["fail"], "check") + " failed"
+            word="fail", exit_code=EXIT_FAILED, counts=counts, why=units.count(counts["fail"], "check") + " failed"
         )
     if required_unknown:
         names = ", ".join(sorted({check.id for check in required_unknown}))
@@ -141,12 +142,8 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
         return Verdict(word="unknown", exit_code=EXIT_UNKNOWN, counts=counts, why=why)
     if counts["warn"]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
-        return Verdict(word="warn", exit_code=code, counts=counts, why=_count(counts["warn"], "warning"))
+        return Verdict(word="warn", exit_code=code, counts=counts, why=units.count(counts["warn"], "warning"))
     return Verdict(word="pass", exit_code=EXIT_PASS, counts=counts, why="no check failed")
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def worst_first(checks: Iterable[Check]) -> tuple[Check, ...]:

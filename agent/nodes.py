@@ -203,6 +203,10 @@ class Fleet:
         found = self._records
         return tuple(found[name] for name in sorted(found))
 
+    def record(self, name: str) -> NodeRecord | None:
+        """What that node publishes; None where nobody speaks for it."""
+        return self._records.get(name)
+
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """The record's graph under its own host name; nodes with equal graphs share one."""
         if record.graph is None:

@@ -74,7 +74,7 @@ def run(options: Options, progress: Progress) -> Report:
 
     record: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
-    stopped = next((p for p in result.problems if p.startswith("stopped by ")), None) if result else None
+    stopped = _stopped(result) if result else None
     if stopped and options.fly:
         extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {stopped}")
     elif options.fly and not options.hosts:
@@ -111,6 +111,11 @@ def _flights(options: Options) -> tuple[dict[str, Any], ...]:
     return keep.flights(places) if options.fly or options.flights else ()
 
 
+def _stopped(result: BenchResult) -> str | None:
+    """What a signal that ended the benchmark left in its problems."""
+    return next((problem for problem in result.problems if problem.startswith("stopped by ")), None)
+
+
 def report_of(
     found: Sequence[Check], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
     fail_on: FailOn, baseline: Path | None,
@@ -144,7 +149,7 @@ def _measure(
         notes.append(f"not measured: {error}")
         return None, None
     keep.keep_bench(result)
-    if not options.fly or any(problem.startswith("stopped by ") for problem in result.problems):
+    if not options.fly or _stopped(result):
         return result, None
     request = _request(options)
     model = request.model or benchmark.EMBEDDED_MODEL

@@ -120,8 +120,6 @@ class Bencher:
 
     def measure(self, wanted: Bench) -> BenchResult:
         """Start it, wait for its end, and return what it measured. ProblemError as `start`; 500 without a result."""
-        from collectives.wire import result_from_json
-
         done = self._begin(wanted).result()  # the thread that sets it bounds the child's life
         try:
             return result_from_json(done["result"])

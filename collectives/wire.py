@@ -16,7 +16,7 @@ configure_union_passthrough(str | bool | int | float | None, _CONVERTER)
 
 
 def _exactly(kind: type, *allowed: type) -> Callable[[Any, type], Any]:
-    """Numbers for numbers and text for text: what JSON holds is not turned into something else."""
+    """Numbers for numbers and text for text, as `probes.plain.strict`, which this room may not import."""
 
     def hook(value: Any, asked: type) -> Any:
         if asked is not kind:  # an IntEnum, which is an int too

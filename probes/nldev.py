@@ -16,6 +16,8 @@ _GET, _PORT_GET, _SYS_GET = 1, 5, 6
 _REQUEST, _DUMP = 0x1, 0x300
 _DONE, _ERROR = 3, 2
 _TIMEOUT_SECONDS = 3.0
+_ATTRIBUTE = struct.Struct("=HH")
+_TYPE = 0x3FFF  # without NLA_F_NESTED and NLA_F_NET_BYTEORDER
 
 _NUMBERS = {
     1: "device_index",
@@ -81,17 +83,22 @@ def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
         datagram = datagram[(length + 3) & ~3 :]
 
 
+def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """(type without its flags, value) of every attribute of a message; a cut one ends it."""
+    while len(body) >= 4:
+        length, kind = _ATTRIBUTE.unpack_from(body)
+        if not 4 <= length <= len(body):
+            return
+        yield kind & _TYPE, body[4:length]
+        body = body[(length + 3) & ~3 :]
+
+
 def attributes(body: bytes) -> Message:
     """The attributes of one message that are known here, by name."""
     found: Message = {}
-    while len(body) >= 4:
-        length, kind = struct.unpack_from("=HH", body)
-        if length < 4:
-            break
-        value, kind = body[4:length], kind & 0x3FFF
+    for kind, value in pieces(body):
         if kind in _TEXTS:
             found[_TEXTS[kind]] = value.rstrip(b"\0").decode(errors="replace")
         elif kind in _NUMBERS:
             found[_NUMBERS[kind]] = int.from_bytes(value, "little" if struct.pack("=H", 1)[0] else "big")
-        body = body[(length + 3) & ~3 :]
     return found

@@ -12,9 +12,8 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterator
 
-from probes.nldev import messages
+from probes.nldev import messages, pieces
 
 _ROUTE, _GENERIC = 0, 16
 _REQUEST, _ERROR = 0x1, 2
@@ -22,7 +21,7 @@ _CONTROL, _GET_FAMILY, _FAMILY_ID, _FAMILY_NAME = 16, 3, 1, 2
 _LINKMODES_GET, _HEADER, _OURS, _DEVICE_NAME = 4, 1, 3, 2
 _BITSET_BITS, _BITS_BIT, _BIT_NAME = 3, 1, 2
 _RTM_GETDCB, _IEEE_GET, _IFNAME, _IEEE, _IEEE_PFC = 78, 21, 1, 13, 2
-_NESTED, _TYPE = 0x8000, 0x3FFF
+_NESTED = 0x8000
 _TIMEOUT_SECONDS = 3.0
 _SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS", "FIBRE" are no speeds
 
@@ -46,7 +45,7 @@ def ask(name: str) -> dict[str, int]:
 
 def _speed_max(name: str) -> dict[str, int]:
     with _socket(_GENERIC) as link:
-        family = dict(attributes(_exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))[4:]))
+        family = dict(pieces(_exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), "little" if struct.pack("=H", 1)[0] else "big")
         header = _attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
         return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header)))
@@ -55,10 +54,10 @@ def _speed_max(name: str) -> dict[str, int]:
 def parse_modes(body: bytes) -> dict[str, int]:
     """The fastest of the named link modes in an answer to ETHTOOL_MSG_LINKMODES_GET."""
     speeds = []
-    for kind, bitset in attributes(body[4:]):
-        bits = dict(attributes(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
-        for number, bit in attributes(bits):
-            mode = dict(attributes(bit)).get(_BIT_NAME, b"") if number == _BITS_BIT else b""
+    for kind, bitset in pieces(body[4:]):
+        bits = dict(pieces(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
+        for number, bit in pieces(bits):
+            mode = dict(pieces(bit)).get(_BIT_NAME, b"") if number == _BITS_BIT else b""
             if found := _SPEED.match(mode.rstrip(b"\0").decode(errors="replace")):
                 speeds.append(int(found[1]))
     return {"speed_max_megabits": max(speeds)} if speeds else {}
@@ -72,7 +71,7 @@ def _pfc(name: str) -> dict[str, int]:
 
 def parse_pfc(body: bytes) -> dict[str, int]:
     """The first two bytes of struct ieee_pfc in an answer to DCB_CMD_IEEE_GET; nothing where the driver has none."""
-    pfc = dict(attributes(dict(attributes(body[4:])).get(_IEEE, b""))).get(_IEEE_PFC, b"")
+    pfc = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b""))).get(_IEEE_PFC, b"")
     return {"pfc_classes": pfc[0], "pfc_mask": pfc[1]} if len(pfc) >= 2 else {}
 
 
@@ -102,13 +101,3 @@ def _attribute(kind: int, value: bytes) -> bytes:
 
 def _text(kind: int, value: str) -> bytes:
     return _attribute(kind, value.encode() + b"\0")
-
-
-def attributes(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type without its flags, value) of each netlink attribute; a cut one ends it."""
-    while len(body) >= 4:
-        length, kind = struct.unpack_from("=HH", body)
-        if not 4 <= length <= len(body):
-            return
-        yield kind & _TYPE, body[4:length]
-        body = body[(length + 3) & ~3 :]

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 
 from probes.host import Json
+from probes.nldev import pieces
 
 _REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _INTERRUPTED = 0x10  # NLM_F_DUMP_INTR: something changed while it was listed
@@ -22,8 +23,6 @@ _TIMEOUT_SECONDS = 3.0
 _TRIES = 4
 _BYTES = 1 << 16  # the kernel fills at most 32 KiB of a dump at a time
 _HEADER = struct.Struct("=IHHII")
-_ATTRIBUTE = struct.Struct("=HH")
-_NESTED = 0x3FFF  # without NLA_F_NESTED and NLA_F_NET_BYTEORDER
 
 Read = Callable[[bytes, int], Json]
 Known = dict[int, tuple[str, Read]]
@@ -49,7 +48,7 @@ def _address(value: bytes, family: int) -> Json:
 def _about_link(value: bytes, family: int) -> Json:
     """IFLA_LINKINFO; what a vxlan stands on is one level deeper."""
     kind, data = _attributes(value, {1: ("kind", _text)}, family), b""
-    for number, inner in _pieces(value):
+    for number, inner in pieces(value):
         data = inner if number == 2 else data
     name = kind.get("kind")
     found: dict[str, Json] = {"IFLA_INFO_KIND": name} if name else {}
@@ -152,18 +151,6 @@ class Route:
                     found.append(entry | _attributes(body[fixed.size :], known, body[0]))
 
 
-def _pieces(body: bytes) -> list[tuple[int, bytes]]:
-    """(number, value) of every attribute; a cut one ends it."""
-    found = []
-    while len(body) >= 4:
-        length, number = _ATTRIBUTE.unpack_from(body)
-        if not 4 <= length <= len(body):
-            break
-        found.append((number & _NESTED, body[4:length]))
-        body = body[(length + 3) & ~3 :]
-    return found
-
-
 def _attributes(body: bytes, known: Known, family: int) -> dict[str, Json]:
     """The attributes that are known here, by name."""
-    return {known[n][0]: known[n][1](value, family) for n, value in _pieces(body) if n in known}
+    return {known[n][0]: known[n][1](value, family) for n, value in pieces(body) if n in known}
