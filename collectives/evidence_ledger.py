@@ -10,11 +10,11 @@ from typing import Final, TypeVar
 
 from collectives import nccl_messages
 from collectives.evidence_channels import Channel
+from collectives.evidence_hosts import Hosts
 from collectives.transport import ProofLine
 
 _Key = TypeVar("_Key")
 
-MAX_HOSTS: Final = 20_000
 MAX_NAMES: Final = 512
 MAX_PROOF_PER_FACT: Final = 3
 
@@ -44,20 +44,8 @@ class Ledger:
         self.codes: Counter[str] = Counter()
         self.code_lines: dict[str, list[ProofLine]] = {}
         self.proof: dict[str, list[ProofLine]] = {}
-        self.hosts: Counter[bytes] = Counter()  # host: prefixes of processes met
+        self.hosts = Hosts()
         self.facts = nccl_messages.Facts()
-
-    def real_hosts(self) -> int:
-        """How many hosts wrote, without the pieces that torn lines made of a name."""
-        if len(self.hosts) > 256:
-            return len(self.hosts)
-        pieces = {
-            name
-            for name, count in self.hosts.items()
-            for other, more in self.hosts.items()
-            if more > count and name != other and (other.endswith(name) or name.endswith(other))
-        }
-        return len(self.hosts) - len(pieces)
 
     def add_channel(self, channel: Channel, by: int = 1) -> None:
         """Count the channel so many times."""

@@ -10,14 +10,13 @@ import re
 from typing import Final
 
 from collectives.evidence_channels import Channel, is_fragment, parse_channels
-from collectives.evidence_ledger import MAX_HOSTS, Ledger
+from collectives.evidence_ledger import Ledger
 from collectives.nccl_warnings import HARMLESS, codes_of
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns must not run away on more
 MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
 _HEADER = re.compile(rb"NCCL (INFO|WARN|TRACE|ERROR|VERSION) ")
-_HOST = re.compile(rb"([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\])? *(?:[^\s:]+:\d+ )?(?:\(\w+\) )?$")
 _NEXT_PREFIX = re.compile(
     rb"(?:\[[\d,]+\]<std\w+>:| ?\d{1,5}: )?([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\] ?)?(?:\S+:\d+ )?$"
 )
@@ -187,7 +186,8 @@ class LineReader:
         before = line[: marks[0].start()] if marks else b""
         if b"CCL version" in before:
             # The version's own pattern ends it, unless the name of the next host begins with a digit.
-            self._message(self._without_next_prefix(before) if self.ledger.hosts else before, warn=False, shown=line)
+            named = bool(self.ledger.hosts.names)
+            self._message(self._without_next_prefix(before) if named else before, warn=False, shown=line)
         for index, mark in enumerate(marks):
             last = index + 1 == len(marks)
             message = line[mark.end() : len(line) if last else marks[index + 1].start()]
@@ -206,22 +206,21 @@ class LineReader:
         if match is None:
             return message
         name = match[1]
-        hosts = self.ledger.hosts if len(self.ledger.hosts) <= 256 else ()
-        known = max((len(host) for host in hosts if name.endswith(host)), default=0)
+        names = self.ledger.hosts.names
+        known = max((len(host) for host in names if name.endswith(host)), default=0) if len(names) <= 256 else 0
         return message[: match.end(1) - known] if 0 < known < len(name) else message[: match.start()]
 
     def _host(self, prefix: bytes, *, first: bool = True) -> bytes:
         host = self._prefixes.get(prefix)
         if host is None:
-            match = _HOST.search(prefix[-300:])
-            host = match[1] if match else b""
+            host = self.ledger.hosts.name_in(prefix)
             if len(self._prefixes) < MAX_SEEN and len(prefix) < 200:
                 self._prefixes[prefix] = host
-            if match and len(self._writers) < MAX_SEEN:
+            if host and len(self._writers) < MAX_SEEN:
                 self._writers.add(_writer(prefix))
             # Behind another message the name may have the end of that message glued to it.
-            if host and first and len(self.ledger.hosts) < MAX_HOSTS:
-                self.ledger.hosts[host[:128]] += 1
+            if host and first:
+                self.ledger.hosts.add(host)
         return host
 
     def known(self, prefix: bytes) -> bool:

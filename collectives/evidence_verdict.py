@@ -81,7 +81,7 @@ def single_node(ledger: Ledger) -> bool | None:
     """Whether all ranks sit in one node; None where the log does not say."""
     if ledger.facts.nodes:
         return ledger.facts.nodes == 1 and not ledger.facts.mnnvl
-    return False if ledger.real_hosts() > 1 else None
+    return False if ledger.hosts.count() > 1 else None
 
 
 def selected_network(ledger: Ledger) -> str | None:
@@ -230,7 +230,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         },
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
-        hosts=ledger.real_hosts() or None,
+        hosts=ledger.hosts.count() or None,
     )
     problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
     return replace(evidence, problems=problems, notes=notes)

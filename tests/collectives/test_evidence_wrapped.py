@@ -1,0 +1,108 @@
+"""What a search, a launcher or a log collector puts before each line changes neither the channels nor the hosts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from collectives import evidence
+from collectives.transport import Evidence
+
+HOSTS = ("gpu-a", "gpu-b", "10-0-0-7")
+PER_HOST = 10
+
+
+def lines_of(host: str) -> list[str]:
+    """One node's part of a run of three nodes."""
+    return [
+        "NCCL version 2.21.5+cuda12.4",
+        f"{host}:10:20 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5",
+        f"{host}:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+        f"{host}:10:20 [0] NCCL INFO Using network IB",
+        f"{host}:10:20 [0] NCCL INFO comm 0x55 rank 0 nRanks 6 nNodes 3 localRanks 2 localRank 0 MNNVL 0",
+        f"{host}:10:20 [0] NCCL INFO Channel 00/0 : 5[1] -> 0[0] [receive] via NET/IB/0/GDRDMA",
+        f"{host}:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1(0)/GDRDMA",
+        f"{host}:11:21 [1] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [send] via NET/IB/1",
+        f"{host}:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
+        f"{host}:11:21 [1] NCCL INFO Connected all rings, use ring PXN 1 GDR 1",
+    ]
+
+
+LOG = [line for host in HOSTS for line in lines_of(host)]
+
+
+def file(number: int) -> str:
+    """The file of the line, one for each process."""
+    return f"nccl.{HOSTS[number // PER_HOST]}.{10 + number % 2}"
+
+
+def mark(number: int) -> str:
+    """What grep -C puts behind a name or a number: the search found every fourth line."""
+    return ":" if number % 4 == 0 else "-"
+
+
+DRESSES: dict[str, Callable[[int, str], str]] = {
+    "grep -n": lambda n, line: f"{n + 1}:{line}",
+    "grep -H": lambda n, line: f"logs/{file(n)}.log:{line}",
+    "grep -Hn": lambda n, line: f"{file(n)}:{n + 1}:{line}",
+    "grep -C -n": lambda n, line: f"{n + 1}{mark(n)}{line}",
+    "grep -C -H": lambda n, line: f"logs/{file(n)}.log{mark(n)}{line}",
+    "grep -C -H, no ending": lambda n, line: f"/tmp/{file(n)}{mark(n)}{line}",
+    "grep -C -Hn": lambda n, line: f"logs/{file(n)}.log{mark(n)}{n + 1}{mark(n)}{line}",
+    "grep -C -Hn, no ending": lambda n, line: f"{file(n)}{mark(n)}{n + 1}{mark(n)}{line}",
+    "grep -C -Hn, of Slurm": lambda n, line: f"slurm-4711.out{mark(n)}{n + 1}{mark(n)}{line}",
+    "grep -C, of other lines": lambda n, line: f"{file(n)}.log-{line}",
+    "grep -A1 with separators": lambda n, line: (
+        f"{n + 1}{':' if n % 2 else '-'}{line}" + ("\n--" if n % 2 == 0 else "")
+    ),
+    "grep in colours": lambda n, line: f"\x1b[35m\x1b[Ka.log\x1b[m\x1b[K\x1b[36m\x1b[K{mark(n)}\x1b[m\x1b[K{line}",
+    "cat -n": lambda n, line: f"{n + 1:6}\t{line}",
+    "kubectl logs --prefix": lambda n, line: f"[pod/trainer-{n // PER_HOST}-x7xk2/main] {line}",
+    "kubectl logs --prefix --timestamps": lambda n, line: f"[pod/t-{n % 3}/main] 2026-01-02T03:04:05.123456789Z {line}",
+    "stern": lambda n, line: f"trainer-{n // PER_HOST} main {line}",
+    "stern in colours": lambda n, line: f"\x1b[36mtrainer-{n % 3}\x1b[0m \u203a \x1b[36mmain\x1b[0m {line}",
+    "docker compose logs": lambda n, line: f"worker-{n // PER_HOST}-1  | {line}",
+    "journalctl": lambda n, line: f"Nov 21 07:57:16 {HOSTS[n // PER_HOST]} python[1234]: {line}",
+    "journalctl -o short-iso": lambda n, line: f"2026-11-21T07:57:16+0000 gpu-{n} train.sh[1234]: {line}",
+    "journalctl -o json": lambda _, line: json.dumps({"MESSAGE": line, "_HOSTNAME": "gpu-a", "_PID": "1"}),
+    "srun --label": lambda n, line: f"{n % 16}: {line}",
+    "mpirun --tag-output": lambda n, line: f"[1,{n % 16}]<stdout>:{line}",
+    "mpirun --timestamp-output": lambda n, line: f"Sat Nov 21 07:57:16 2026[1,{n % 16}]<stdout>:{line}",
+    "prterun": lambda n, line: f"[prterun-gpu-a-12@1,{n % 16}]<stdout>: {line}",
+    "mpiexec -l": lambda n, line: f"[{n % 16}] {line}",
+    "torchrun": lambda n, line: f"[rank{n % 16}]: {line}",
+    "torchrun --tee": lambda n, line: f"[default{n % 16}]:{line}",
+    "pdsh": lambda n, line: f"{HOSTS[n // PER_HOST]}: {line}",
+    "CRI": lambda _, line: f"2026-01-02T03:04:05.123456789+01:00 stdout F {line}",
+    "docker": lambda _, line: json.dumps({"log": line + "\n", "stream": "stdout"}).replace(">", "\\u003e"),
+    "Loki, lines": lambda _, line: json.dumps({"labels": {"pod": "t"}, "line": line, "timestamp": "2026"}),
+    "Loki, values": lambda _, line: json.dumps({"values": [["1700000000000000000", line]]}),
+}
+
+
+def facts(verdict: Evidence) -> tuple[object, ...]:
+    """What the log says, without the numbers and texts of its lines."""
+    counts = (verdict.send, verdict.receive, verdict.undirected, verdict.transports, verdict.devices)
+    said = (verdict.hosts, verdict.nodes, verdict.ranks, verdict.nccl_version, verdict.environment, verdict.hcas)
+    return (*counts, *said, verdict.gdrdma, tuple(sorted(problem.code for problem in verdict.problems)))
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
+    """Whatever stands before the lines, and whether the first is one the search was for."""
+    numbered = list(enumerate(LOG))[::order]
+    dressed = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
+    bare = facts(evidence.read([line + "\n" for _, line in numbered]))
+    assert bare[5] == len(HOSTS)
+    assert facts(evidence.read(dressed)) == bare
+
+
+def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
+    """Pods are numbered as a search numbers lines: without a line that matched they are hosts."""
+    pods = [f"train-workers-{job}-{pod}" for job in range(4) for pod in range(4)]
+    assert evidence.read([line for pod in pods for line in lines_of(pod)]).hosts == 16
+    found = [f"{n}{mark(n)}{line}" for n, line in enumerate(line for pod in pods for line in lines_of(pod))]
+    assert evidence.read(found).hosts == 16
