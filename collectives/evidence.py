@@ -78,7 +78,7 @@ def _take(ledger: Ledger, file: BinaryIO) -> None:
             rest = tail[:BLOCK_BYTES]
     if rest:
         reader.feed(rest)
-    reader.finish(cut=bool(rest))
+    reader.finish(cut=bool(rest) and not rest.endswith(b"\r"))
 
 
 def environment(debug_dir: str | Path) -> dict[str, str]:

@@ -257,6 +257,17 @@ def test_a_progress_bar_of_any_length_hides_no_message(redraws: int, tmp_path: P
     assert next(row.line for row in verdict.proof if "NET/Socket" in row.text) == 2
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("times", [1, 30_000])
+def test_every_line_end_ends_the_last_line(end: str, times: int, tmp_path: Path) -> None:
+    """A channel before the file's last line end is whole; without one the tag may have been next."""
+    log = tmp_path / "train.log"
+    log.write_bytes((SOCKETS[-1] + end).encode() * times)
+    assert (evidence.read_file(log).send, evidence.read_file(log).torn_lines) == (ChannelCount(total=times), 0)
+    log.write_bytes(log.read_bytes().removesuffix(end.encode()))
+    assert (evidence.read_file(log).send.total, evidence.read_file(log).torn_lines) == (times - 1, 1)
+
+
 def test_a_log_in_one_json_string_is_read(tmp_path: Path) -> None:
     """Some collectors give the whole log as one value."""
     log = tmp_path / "logs.json"
