@@ -42,6 +42,7 @@ class JobConfig:
     model_name_or_path: str = "random:tiny-llama"  # hub id, folder, or random:<preset or folder with config.json>
     model_revision: str = "main"
     tokenizer_name: str | None = None  # None: the model's own; "builtin:bytes" needs no download
+    tokenizer_revision: str = "main"  # of tokenizer_name; the model's own comes from its own revision
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # stored type of frozen weights
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
     fused_cross_entropy: bool | None = None
@@ -58,7 +59,8 @@ class JobConfig:
     lora_modules_to_save: tuple[str, ...] = ()
     # data
     dataset_name: str = "synthetic:arithmetic"  # hub id, .jsonl/.json/.parquet, folder, or synthetic:arithmetic
-    dataset_config: str | None = None
+    dataset_revision: str = "main"
+    dataset_config: str | None = None  # the part of a data set that has several, as GSM8K's "main"
     dataset_train_split: str = "train"
     dataset_test_split: str = "test"
     dataset_text_field: str = "text"
@@ -196,20 +198,28 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
     try:
         text = path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    return parse_mapping(text, path)
+
+
+def parse_mapping(text: str, where: object) -> dict[str, Any]:
+    """YAML or JSON text that holds one mapping."""
+    try:
         if max(text.count("["), text.count("{")) > MAX_BRACKETS:
-            raise ConfigError(f"{path}: more than {MAX_BRACKETS} brackets")
+            raise ConfigError(f"{where}: more than {MAX_BRACKETS} brackets")
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)) > MAX_ALIASES:
-            raise ConfigError(f"{path}: more than {MAX_ALIASES} aliases")
+            raise ConfigError(f"{where}: more than {MAX_ALIASES} aliases")
         data = yaml.safe_load(text)
     except ConfigError:
         raise
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        raise ConfigError(f"{where}: not YAML: {error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         # PyYAML's constructors check nothing: `!!int ""`, `!!bool x`, 5000 digits
-        raise ConfigError(f"{path}: not YAML: a value that its tag does not fit ({type(error).__name__})") from None
+        raise ConfigError(f"{where}: not YAML: a value that its tag does not fit ({type(error).__name__})") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must hold a mapping, holds {type(data).__name__}")
+        raise ConfigError(f"{where}: must hold a mapping, holds {type(data).__name__}")
     return data
 
 

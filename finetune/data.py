@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import ConfigError, JobConfig
-from finetune.rows import IGNORED, Example, encode, load_rows
+from finetune.rows import IGNORED, Example, encode
+from finetune.sources import load_rows
 
 LENGTH_POOL = 50  # global batches that are sorted by length together: order stays random beyond them
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import LinearCrossEntropyOptions, functional
 from torch.utils.checkpoint import checkpoint
 
+from finetune import hub
 from finetune.config import ConfigError, JobConfig
 from finetune.rows import IGNORED
 
@@ -74,10 +75,8 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
 
 def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
     """What transformers loads without running code that comes with the model, whatever the model asks for."""
-    try:
+    with hub.asking("model_name_or_path", name, str(more.get("revision"))):
         return load(*words, trust_remote_code=False, **more)
-    except ValueError as error:
-        raise ConfigError(f"model_name_or_path={name!r}: {error}") from None
 
 
 def _four_bit(config: JobConfig) -> dict[str, Any]:

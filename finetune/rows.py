@@ -1,20 +1,20 @@
-"""Rows: where they come from, how they become text, and tokens with labels.
+"""Rows: how they become text, and tokens with labels.
 
-Surface: JSON lines, JSON and parquet files, folders of them, hub data sets (through `datasets`), and one built-in
-set. Row shapes are TRL's: `messages`, `prompt` + `completion`, `text`; and `question` + `answer` as GSM8K has them.
-Every label is the *next* token's id, or -100 where it does not count, so that no model or stage has to shift.
+Surface: transformers' tokenizers and their chat templates. Row shapes are TRL's: `messages`, `prompt` + `completion`,
+`text`; and `question` + `answer` as GSM8K has them. Every label is the *next* token's id, or -100 where it does not
+count, so that no model or stage has to shift.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
+from finetune import hub
 from finetune.config import ConfigError, JobConfig
 
 IGNORED = -100  # torch's cross_entropy ignore_index
@@ -37,12 +37,18 @@ def load_tokenizer(config: JobConfig) -> Any:
     """The model's tokenizer, or the built-in one that knows bytes."""
     from transformers import AutoTokenizer
 
-    name = config.tokenizer_name or config.model_name_or_path
+    setting, revision = "tokenizer_name", config.tokenizer_revision
+    name = config.tokenizer_name
+    if name is None:
+        setting, name, revision = "model_name_or_path", config.model_name_or_path, config.model_revision
     folder = name.removeprefix("random:")
     if name == "builtin:bytes" or (folder != name and not Path(folder).is_dir()):
         tokenizer = _byte_tokenizer()
     else:
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=config.model_revision, trust_remote_code=False)
+        with hub.asking(setting, name, revision):
+            tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{setting}={name!r}: the tokenizer has no mark for the end of a text (eos_token)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
@@ -65,74 +71,6 @@ def _byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")  # noqa: S106
 
 
-def load_rows(config: JobConfig, split: str) -> list[dict[str, Any]]:
-    """The rows of one split."""
-    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
-    if name == "synthetic:arithmetic":
-        rows = _sums(config.dataset_rows or 1024, split)
-    elif path.is_file():
-        rows = _read_file(path)
-    elif path.is_dir():
-        rows = [row for file in _split_files(path, split) for row in _read_file(file)]
-    elif path.suffix in (".jsonl", ".json", ".parquet"):
-        raise ConfigError(f"dataset_name={name!r}: no such file")
-    else:
-        rows = _read_hub(config, split)
-    if not rows:
-        raise ConfigError(f"dataset_name={name!r}: split {split!r} holds no rows")
-    return rows[: config.dataset_rows]
-
-
-def _sums(count: int, split: str) -> list[dict[str, Any]]:
-    """Sums of two numbers below 100; train and test draw from different streams."""
-    draw = random.Random(f"sums {split}")  # noqa: S311  a data set, not a secret
-    pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
-    return [{"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}"} for a, b in pairs]
-
-
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """Files named after the split, as the hub lays data sets out: train.jsonl, main/train-00000-of-00001.parquet."""
-    found = [f for f in sorted(folder.rglob("*")) if f.suffix in (".jsonl", ".json", ".parquet")]
-    chosen = [f for f in found if f.stem.split("-")[0] == split or split in f.relative_to(folder).parts[:-1]]
-    if not chosen and split == "train" and len(found) == 1:
-        return found
-    if not chosen:
-        raise ConfigError(f"{folder}: no .jsonl, .json or .parquet file named after the split {split!r}")
-    return chosen
-
-
-def _read_file(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]]
-    if path.suffix == ".parquet":
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ConfigError(f"{path}: parquet needs pyarrow (pip install pyarrow); .jsonl needs nothing")
-        import pyarrow.parquet  # type: ignore[import-not-found, unused-ignore]
-
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    else:
-        text = path.read_text()
-        try:
-            rows = (
-                json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
-            )
-        except ValueError as error:
-            raise ConfigError(f"{path}: not JSON lines: {error}") from None
-    if not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path}: every row must be a mapping")
-    return rows
-
-
-def _read_hub(config: JobConfig, split: str) -> list[dict[str, Any]]:
-    if importlib.util.find_spec("datasets") is None:
-        raise ConfigError(
-            f"dataset_name={config.dataset_name!r}: no such file or folder, and a hub id needs the datasets package "
-            "(pip install datasets)"
-        )
-    import datasets  # type: ignore[import-not-found, unused-ignore]
-
-    return list(datasets.load_dataset(config.dataset_name, config.dataset_config, split=split))
-
-
 def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | None:
     """One row as tokens and labels; None where nothing is left to learn from."""
     text, answers = _spell(row, tokenizer, config)
@@ -151,20 +89,28 @@ def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | 
 
 def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str, list[tuple[int, int]] | None]:
     """The row's text and, where only answers count, the character spans of its answers."""
-    if "question" in row and "answer" in row:
+    for names in (("question", "answer"), ("prompt", "completion")):
+        kinds = {type(row.get(name)) for name in names}
+        if all(name in row for name in names) and "messages" not in row and kinds not in ({str}, {list}):
+            both = " and ".join(f"{name}={str(row[name])[:100]!r}" for name in names)
+            raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
+    if "question" in row and "answer" in row and "messages" not in row:
         row = {"messages": [_said("user", row["question"]), _said("assistant", row["answer"])]}
     elif isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
         row = {"messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
-        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        text = _templated(row["messages"], tokenizer)
         return text, _answer_spans(row["messages"], text, tokenizer) if config.completion_only_loss else None
+    # A template writes the mark of the beginning itself; plain text gets it where the tokenizer would set it.
+    begin = tokenizer.bos_token if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] else ""
     if "prompt" in row and "completion" in row:
-        text = f"{row['prompt']}{row['completion']}{tokenizer.eos_token}"
-        return text, [(len(row["prompt"]), len(text))] if config.completion_only_loss else None
+        before = f"{begin}{row['prompt']}"
+        text = f"{before}{row['completion']}{tokenizer.eos_token}"
+        return text, [(len(before), len(text))] if config.completion_only_loss else None
     if isinstance(row.get(config.dataset_text_field), str):
         if config.completion_only_loss:
             raise ConfigError("completion_only_loss=true: rows of plain text do not say which part is the answer")
-        return row[config.dataset_text_field] + tokenizer.eos_token, None
+        return begin + row[config.dataset_text_field] + tokenizer.eos_token, None
     raise ConfigError(
         f"a row holds {sorted(row)}: needs messages, prompt + completion, question + answer, "
         f"or {config.dataset_text_field!r} (dataset_text_field)"
@@ -175,14 +121,27 @@ def _said(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+def _templated(messages: Any, tokenizer: Any, **more: Any) -> str:
+    """The talk as the chat template writes it."""
+    turns = messages if isinstance(messages, list) else []
+    if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
+        raise ConfigError(
+            f"a row's messages are {str(messages)[:200]!r}: must be a list of mappings with role and content"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **more))
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"chat_template: {error}: for {str(turns)[:200]}") from None
+
+
 def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any) -> list[tuple[int, int]]:
     """Where the assistant's turns stand in the templated text."""
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-        through = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        before = _templated(messages[:i], tokenizer, add_generation_prompt=True)
+        through = _templated(messages[: i + 1], tokenizer)
         if not text.startswith(through) or not through.startswith(before):
             raise ConfigError(
                 "completion_only_loss=true: this chat template rewrites earlier turns; give a chat_template"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -21,13 +20,11 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from finetune import checkpoint
+from finetune import checkpoint, hub
 from finetune.config import ConfigError, EndedError, read_config
 from finetune.flight import Recorder
 from finetune.loop import RESUMABLE, Trainer
 from finetune.plan import read_plan, settle_layout
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         recorder = Recorder(Path(config.output_dir), layout, plan.forecast if plan else {}, device)
         for text in notes:
             recorder.note(text)
-        trainer = Trainer(config, layout, plan, device, recorder)
+        trainer = Trainer(hub.pin(config), layout, plan, device, recorder)
         trainer.go()
         export(trainer)
     except EndedError as error:
         ended = error
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in hub.DISK_ERRORS:
             raise
         ended = checkpoint.SaveError(str(error))
     code = _tell(ended) if ended else 0
@@ -105,7 +102,7 @@ def export(trainer: Trainer) -> None:
         try:
             made.update(checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer))
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
+            if error.errno not in hub.DISK_ERRORS:
                 raise
             failed = [f"export: {error}"]
     dist.broadcast_object_list(failed, src=0)

@@ -1,6 +1,5 @@
 """Rows to batches: shapes of rows, masks, packing, order."""
 
-import importlib.util
 import json
 from collections import Counter
 
@@ -8,7 +7,8 @@ import pytest
 
 from finetune.config import ConfigError, JobConfig
 from finetune.data import Loader, pack, prepare
-from finetune.rows import IGNORED, encode, load_rows, load_tokenizer
+from finetune.rows import IGNORED, encode, load_tokenizer
+from finetune.sources import load_rows
 
 
 @pytest.fixture(scope="module")
@@ -143,20 +143,6 @@ def test_local_files_and_folders(tmp_path):
         load_rows(job(dataset_name=str(lines)), "train")
     with pytest.raises(ConfigError, match="no such file"):
         load_rows(job(dataset_name=str(tmp_path / "absent.jsonl")), "train")
-
-
-def test_parquet(tmp_path):
-    """Parquet reads like JSON lines where pyarrow is installed, and asks for it where it is not."""
-    if importlib.util.find_spec("pyarrow") is None:
-        (tmp_path / "train.parquet").write_bytes(b"PAR1")
-        with pytest.raises(ConfigError, match="pip install pyarrow"):
-            load_rows(job(dataset_name=str(tmp_path)), "train")
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(ROWS[3:4]), tmp_path / "train-00000-of-00001.parquet")
-    assert load_rows(job(dataset_name=str(tmp_path)), "train") == ROWS[3:4]
 
 
 def test_synthetic_sums_are_right_and_splits_differ():

@@ -1,0 +1,166 @@
+"""Parquet: every shape of row, folders and cards as the hub lays them out, bounds, and what is said without pyarrow."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from finetune import sources
+from finetune.config import ConfigError, JobConfig
+from finetune.data import prepare
+from finetune.rows import encode, load_tokenizer
+from finetune.sources import load_rows
+
+ROOT = Path(__file__).parents[2]
+SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
+TALK = [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]
+SHAPES = {
+    "messages": {"messages": TALK},
+    "prompt": {"prompt": "Née?", "completion": "Oui."},
+    "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
+    "question": {"question": "Née?", "answer": "Oui."},
+    "text": {"text": "Née? Oui."},
+}
+
+
+def job(path, **settings):
+    """Settings of a small job on a file or folder."""
+    return JobConfig(dataset_name=str(path), max_length=64, tokenizer_name="builtin:bytes", **settings)
+
+
+def write(path, rows, **options):
+    """A parquet file of these rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_row_shape_reads_as_from_json(tmp_path, shape):
+    """The same tokens and labels as the row itself; other columns are not read."""
+    row = SHAPES[shape]
+    config = job(write(tmp_path / "train.parquet", [{**row, "id": 7, "image": b"x" * 10}] * 3))
+    tokenizer = load_tokenizer(config)
+    assert load_rows(config, "train") == [row] * 3
+    examples, told = prepare(config, "train", tokenizer)
+    assert examples == [encode(row, tokenizer, config)] * 3
+    assert (told["rows"], told["dropped_rows"]) == (3, 0)
+
+
+def test_nulls_of_a_table_are_absent_members(tmp_path):
+    """Rows of two shapes in one table, and messages with members that only some have."""
+    tool = {"messages": [{"role": "user", "content": "a?", "name": "Ann"}, TALK[1]]}
+    config = job(write(tmp_path / "train.parquet", [{**tool, **dict.fromkeys(SUM)}, {**SUM, "messages": None}]))
+    assert load_rows(config, "train") == [tool, SUM]
+    assert len(prepare(config, "train", load_tokenizer(config))[0]) == 2
+
+
+def test_files_of_a_split_in_the_order_of_their_names(tmp_path):
+    """Shards, a folder per part, and which part."""
+    for part in ("main", "socratic"):
+        for shard in (1, 0):
+            rows = [{**SUM, "answer": f"{part} {shard} {n}"} for n in range(2)]
+            write(tmp_path / part / f"train-0000{shard}-of-00002.parquet", rows)
+    rows = load_rows(job(tmp_path, dataset_config="main"), "train")
+    assert [row["answer"] for row in rows] == ["main 0 0", "main 0 1", "main 1 0", "main 1 1"]
+    assert len(load_rows(job(tmp_path, dataset_config="main", dataset_rows=3), "train")) == 3
+    with pytest.raises(ConfigError, match="dataset_config must be one of main, socratic"):
+        load_rows(job(tmp_path), "train")
+    with pytest.raises(ConfigError, match="'validation'"):
+        load_rows(job(tmp_path, dataset_config="main"), "validation")
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/tr*
+  - split: test
+    path: [main/a.parquet, main/b.jsonl]
+- config_name: socratic
+  data_files: socratic/*
+---
+# Sums
+"""
+
+
+def test_the_card_says_which_files_a_split_has(tmp_path):
+    """Patterns, lists, a split that is not named; unknown names list what there is."""
+    (tmp_path / "README.md").write_text(CARD)
+    for name in ("main/tr-0.parquet", "main/a.parquet", "socratic/one.parquet"):
+        write(tmp_path / name, [{"text": name}])
+    (tmp_path / "main/b.jsonl").write_text('{"text": "main/b.jsonl"}\n')
+    found = {
+        (part, split): [row["text"] for row in load_rows(job(tmp_path, dataset_config=part), split)]
+        for part, split in (("main", "train"), ("main", "test"), ("socratic", "train"))
+    }
+    assert found == {
+        ("main", "train"): ["main/tr-0.parquet"],
+        ("main", "test"): ["main/a.parquet", "main/b.jsonl"],
+        ("socratic", "train"): ["socratic/one.parquet"],
+    }
+    for settings, split, word in (
+        ({}, "train", "must be one of main, socratic"),
+        ({"dataset_config": "mian"}, "train", "'mian': must be one of main, socratic"),
+        ({"dataset_config": "socratic"}, "test", "socratic has train"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            load_rows(job(tmp_path, **settings), split)
+    split = "configs: [{config_name: a, data_files: [{split: x}]}]"  # without its path
+    for broken in ("configs: [1]", "configs: 5", split, "a: [", "- 1"):
+        (tmp_path / "README.md").write_text(f"---\n{broken}\n---\n")
+        with pytest.raises(ConfigError, match=r"README\.md"):
+            load_rows(job(tmp_path), "train")
+
+
+def test_what_is_not_parquet_is_said_in_one_line(tmp_path):
+    """Truncated, another format, an empty file."""
+    whole = write(tmp_path / "whole.parquet", [SUM] * 50).read_bytes()
+    for number, content in enumerate((b"", b"PAR1", whole[:-20], whole[:40] + b"\0" * 60 + whole[100:], b"{}" * 40)):
+        path = tmp_path / f"broken{number}.parquet"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="not parquet") as caught:
+            load_rows(job(path), "train")
+        assert "\n" not in str(caught.value)
+
+
+def test_rows_are_bounded_as_they_unpack(tmp_path, monkeypatch):
+    """A small file of a long text, a million times: counted unpacked, and only as far as rows are asked for."""
+    monkeypatch.setattr(sources, "MAX_BYTES", 1 << 20)  # a limit of gigabytes, at a size that a test can unpack
+    path = write(tmp_path / "train.parquet", [{"text": "x" * 100_000}] * 4000)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(ConfigError, match="dataset_rows"):
+        load_rows(job(path), "train")
+    lines = tmp_path / "long.jsonl"
+    lines.write_text('{"text": "' + "x" * 100_000 + '"}\n' + ('{"text": "y"}\n' * 100_000))
+    with pytest.raises(ConfigError, match="dataset_rows"):
+        load_rows(job(lines), "train")
+    assert len(load_rows(job(lines, dataset_rows=5), "train")) == 5
+
+
+def test_json_lines_end_at_line_feeds_only(tmp_path):
+    """Other marks of Unicode that look like the end of a line stand inside texts."""
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a\u2028b\x85c"}\n\n{"text": "d"}\n', encoding="utf-8")
+    assert load_rows(job(path), "train") == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    path.write_text('{"text": 1}\n' + "[" * 100_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2"):
+        load_rows(job(path), "train")
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path):
+    """An interpreter that cannot import it."""
+    path = write(tmp_path / "train.parquet", [SUM])
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from finetune.config import JobConfig; from finetune.sources import load_rows\n"
+        f"load_rows(JobConfig(dataset_name={str(path)!r}), 'train')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 1
+    assert "pip install 'topoflight[parquet]'" in done.stderr.splitlines()[-1]
