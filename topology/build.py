@@ -79,6 +79,8 @@ def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[G
             compute_capability=model_of(NVIDIA, tree.devices[bus_id].device_id)[1],
             numa_node=tree.devices[bus_id].numa_node,
             pcie_bytes_per_second=tree.slot_bytes_per_second(bus_id),
+            pcie_running_bytes_per_second=tree.running_bytes_per_second(bus_id),
+            pcie_link=tree.link(bus_id),
         )
         for index, bus_id in enumerate(seen)
     )
@@ -106,6 +108,8 @@ def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
             NvLinkTarget(bus_id=bus_id, count=count, kind=kind) for (kind, bus_id), count in active_targets(gpu)
         ),
         pcie_bytes_per_second=tree.slot_bytes_per_second(gpu.bus_id),
+        pcie_running_bytes_per_second=tree.running_bytes_per_second(gpu.bus_id),
+        pcie_link=tree.link(gpu.bus_id),
     )
 
 
@@ -153,6 +157,7 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNod
         label=label,
         path=path_class(label),
         bytes_per_second=_plan(a, b, label, tree, cpu),
+        running_bytes_per_second=_slowed(a, b, label, tree, cpu),
         evidence="nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered"),
     )
 
@@ -168,14 +173,29 @@ def _nic_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, tree: PciTree, cpu: Cp
         label=label,
         path=path,
         bytes_per_second=_plan(a, b, label, tree, cpu),
+        running_bytes_per_second=_slowed(a, b, label, tree, cpu),
         evidence="sysfs" if label != UNKNOWN else "not in the PCIe tree",
     )
 
 
-def _plan(a: GpuNode | NicNode, b: GpuNode | NicNode, label: str, tree: PciTree, cpu: CpuNode | None) -> float | None:
+def _plan(
+    a: GpuNode | NicNode,
+    b: GpuNode | NicNode,
+    label: str,
+    tree: PciTree,
+    cpu: CpuNode | None,
+    *,
+    running: bool = False,
+) -> float | None:
     if label == UNKNOWN or not a.bus_id or not b.bus_id:
         return None
-    return plan(tree, a.bus_id, b.bus_id, label, cpu, gpu_to_gpu=isinstance(b, GpuNode))
+    return plan(tree, a.bus_id, b.bus_id, label, cpu, gpu_to_gpu=isinstance(b, GpuNode), running=running)
+
+
+def _slowed(a: GpuNode | NicNode, b: GpuNode | NicNode, label: str, tree: PciTree, cpu: CpuNode | None) -> float | None:
+    """What the pair's PCIe links carry as they run now, None where that is what NCCL plans."""
+    now, planned = _plan(a, b, label, tree, cpu, running=True), _plan(a, b, label, tree, cpu)
+    return now if now is not None and planned is not None and now < planned else None
 
 
 def _cpus(host: HostinfoFacts | None) -> tuple[CpuNode, ...]:

@@ -42,6 +42,8 @@ def _rdma(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) 
         active=bool(active) if known else None,
         ports=len(device.ports) or None,
         pcie_bytes_per_second=tree.slot_bytes_per_second(bus_id),
+        pcie_running_bytes_per_second=tree.running_bytes_per_second(bus_id),
+        pcie_link=tree.link(bus_id),
     )
 
 
@@ -57,4 +59,6 @@ def _ethernet(interface: Interface, tree: PciTree) -> NicNode:
         active=interface.running,
         ports=1,
         pcie_bytes_per_second=tree.slot_bytes_per_second(interface.bus_id),
+        pcie_running_bytes_per_second=tree.running_bytes_per_second(interface.bus_id),
+        pcie_link=tree.link(interface.bus_id),
     )

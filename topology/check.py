@@ -40,6 +40,9 @@ CODES = (
 _MOST_DIRECT_LINKS = 18  # NVLinks of one GPU up to Blackwell: more in sum over its peers means NVSwitch
 _RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
+_NODE_IS_PHB = (
+    " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
+)
 
 
 def check(node: NodeTopology) -> tuple[Finding, ...]:
@@ -148,13 +151,14 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
         if near.why or not _rdma_nics(node, near):
             continue
         if not near.local:
+            relay = _relay(node, near)
             yield Finding(
                 code=FAR,
                 severity=Severity.WARN,
                 subject=near.gpu,
                 message=f"{near.gpu} has no NIC on its own NUMA node: {', '.join(near.nics[:4])} is {near.label}",
-                evidence=_pair_evidence(node, near),
-                remedy="Place NICs on both sockets, or keep traffic between nodes on GPUs that have one nearby (PXN).",
+                evidence=(*_pair_evidence(node, near), *relay),
+                remedy=_instead_of_far(node, relayed=bool(relay)),
             )
         elif near.path is not None and near.path > PathClass.PXB and near.path != PathClass.P2C:
             yield Finding(
@@ -165,8 +169,34 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
                 "not use GPUDirect RDMA beyond PXB by itself",
                 evidence=_pair_evidence(node, near),
                 remedy="Put NIC and GPU behind one PCIe switch; where that cannot be, measure with "
-                "NCCL_NET_GDR_LEVEL=PHB before keeping it.",
+                "NCCL_NET_GDR_LEVEL=PHB before keeping it." + _NODE_IS_PHB * (near.label == "NODE"),
             )
+
+
+def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
+    """What proves that NCCL can send through another GPU (PXN); empty where it cannot.
+
+    Specification: NCCL src/graph/paths.cc, ncclTopoComputePaths: the GPU between is joined to this one by NVLink
+    directly, and is PXB at most (P2C where the NIC hangs on a C2C CPU) from the NIC.
+    """
+    known = Pairs(node.pairs)
+    for other in node.nearest_nic:
+        joined = nvlinks(known.label(near.gpu, other.gpu))
+        if joined and other.path is not None and other.path <= PathClass.P2C and _rdma_nics(node, other):
+            return (
+                f"{near.gpu} to {other.gpu}: {known.label(near.gpu, other.gpu)}",
+                f"{other.gpu} to {other.nics[0]}: {other.label}",
+            )
+    return ()
+
+
+def _instead_of_far(node: NodeTopology, *, relayed: bool) -> str:
+    if relayed:
+        return "Place NICs on both sockets; until then NCCL sends over NVLink through a GPU that is beside a NIC (PXN)."
+    words = "Place NICs on both sockets, or run jobs over several nodes on the GPUs that have a NIC nearby."
+    if not node.nvlink_known:
+        return words
+    return f"{words} NCCL's way through another GPU (PXN) is closed: no NVLink to one with a NIC at PXB or nearer."
 
 
 def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:

@@ -157,10 +157,12 @@ def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
     a, b, label, value = pair
+    slowed = [gpu for gpu in node.gpus if gpu.name in (a, b) and gpu.pcie_running_bytes_per_second]
     return value, (
         f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
         f"the best ring still crosses {label} ({a} to {b}): {gigabytes(value)} each way "
         "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
+        *(f"{gpu.name} runs at {gpu.pcie_link}: NCCL plans by the slot, the data goes by the link" for gpu in slowed),
         "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
     )
 
@@ -173,7 +175,7 @@ def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str
         for a in reached:
             for b in names:
                 pair = known.get(a, b) if b not in reached else None
-                value = pair.bytes_per_second if pair else None
+                value = (pair.running_bytes_per_second or pair.bytes_per_second) if pair else None
                 if pair and value is not None and (best is None or value > best[3]):
                     best = (pair.a, pair.b, pair.label, value)
         if best is None:
@@ -185,12 +187,13 @@ def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str
 
 
 def usable_rate(nic: NicNode) -> float | None:
-    """What a NIC carries: its active ports' rate, bounded by its PCIe slot. None where the rate is unknown."""
+    """What a NIC carries: its active ports' rate, bounded by its PCIe link. None where the rate is unknown."""
     if nic.active is False:
         return 0.0
     if nic.rate_bytes_per_second is None:
         return None
-    return min(nic.rate_bytes_per_second, nic.pcie_bytes_per_second or nic.rate_bytes_per_second)
+    link = nic.pcie_running_bytes_per_second or nic.pcie_bytes_per_second
+    return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
 
 
 def _rail_plan(node: NodeTopology, rail: Rail) -> tuple[float | None, tuple[str, ...]]:
@@ -201,8 +204,17 @@ def _rail_plan(node: NodeTopology, rail: Rail) -> tuple[float | None, tuple[str,
         if rate is None:
             return None, (f"no plan: the rate of {nic.name} is not known",)
         rates.append(rate)
-        steps.append(
-            f"{nic.name}: active ports {gigabytes(nic.rate_bytes_per_second)}, "
-            f"PCIe slot {gigabytes(nic.pcie_bytes_per_second)}: {gigabytes(rate)}"
-        )
-    return sum(rates), (*steps, f"rail {rail.rail}: {gigabytes(sum(rates))} from one node to the next, each way")
+        slot = f"PCIe slot {gigabytes(nic.pcie_bytes_per_second)}"
+        if nic.pcie_running_bytes_per_second:
+            slot = f"PCIe link {gigabytes(nic.pcie_running_bytes_per_second)} ({nic.pcie_link})"
+        steps.append(f"{nic.name}: active ports {gigabytes(nic.rate_bytes_per_second)}, {slot}: {gigabytes(rate)}")
+    value = sum(rates)
+    slowed = [gpu for gpu in node.gpus if gpu.name in rail.gpus and gpu.pcie_running_bytes_per_second]
+    links = [
+        gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in node.gpus if gpu.name in rail.gpus
+    ]
+    reach = sum(link for link in links if link is not None)
+    if slowed and None not in links and reach < value:  # a sound slot is not held against the plan: NCCL has its own
+        steps += [f"{gpu.name} runs at {gpu.pcie_link}: {gigabytes(reach)} into the GPUs of the rail" for gpu in slowed]
+        value = reach
+    return value, (*steps, f"rail {rail.rail}: {gigabytes(value)} from one node to the next, each way")

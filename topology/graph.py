@@ -83,6 +83,8 @@ class GpuNode:
     usable: bool = True  # False: lost GPU
     nvlinks: tuple[NvLinkTarget, ...] = ()  # active links by where they end; empty from a text matrix
     pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
+    pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
+    pcie_link: str | None = None  # the link as it runs: "Gen4 x16", "Gen4 x4 of x16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class NicNode:
     ports: int | None = None
     nets: tuple[str, ...] = ()  # every device of the same PCIe function, where it is more than `name`
     pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
+    pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
+    pcie_link: str | None = None  # the link as it runs: "Gen5 x16", "Gen3 of Gen5 x16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,7 @@ class Pair:
     nvlinks: int = 0
     bytes_per_second: float | None = None  # NCCL's planning value, one direction
     evidence: str = ""  # "nvml", "sysfs", "line 5 of topo.txt"
+    running_bytes_per_second: float | None = None  # as the PCIe links run now, where that is less than the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

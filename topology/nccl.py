@@ -48,6 +48,15 @@ def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None)
     return width * lane / _PCIE_DIVISOR * GIGA
 
 
+def pcie_generation(transfers_per_second: float | None) -> int | None:
+    """Generation of a PCIe link by its speed: 16 GT/s is 4; None where it is unknown or none of them."""
+    if not transfers_per_second:
+        return None
+    speeds = [speed for speed, _ in reversed(_PCIE_LANE)]  # from 2.5 on
+    reached = [number for number, speed in enumerate(speeds, 1) if transfers_per_second / GIGA >= speed * 0.98]
+    return reached[-1] if reached else None
+
+
 def cpu_bytes_per_second(
     vendor: str | None, family: int | None, model: int | None, arch: str | None = None
 ) -> float | None:

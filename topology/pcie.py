@@ -1,5 +1,7 @@
 """Path labels and planning bandwidth from PCI ancestry alone, with no vendor tool.
 
+NCCL plans by what a link could do; what it really runs at is told apart, for expectations and for people.
+
 Specification: the legend of `nvidia-smi topo -m`; NVML nvmlGpuTopologyLevel_t;
 PCI Express Base Specification 1.3 (a switch is an upstream port with downstream ports below it).
 """
@@ -8,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from probes.pci import PciDevice
+from probes.pci import PciDevice, is_bridge, is_network
 from topology.graph import CpuNode
-from topology.nccl import INTEL_P2P_OVERHEAD, cpu_bytes_per_second, pcie_bytes_per_second
+from topology.nccl import INTEL_P2P_OVERHEAD, cpu_bytes_per_second, pcie_bytes_per_second, pcie_generation
 
 _DEEPEST = 64  # bridges above a device; the specification's 256 buses cannot nest deeper in practice
 
@@ -64,22 +66,59 @@ class PciTree:
         return self._slots[bus_id]
 
     def _slot(self, bus_id: str) -> float | None:
+        return pcie_bytes_per_second(*self._possible(bus_id))
+
+    def _possible(self, bus_id: str) -> tuple[float | None, int | None]:
+        """Speed and width that the device and the port above it can both do."""
         device = self.devices.get(bus_id)
         if device is None:
-            return None
+            return None, None
         speed, width = _most(device)
         port = self.devices.get(device.parent or "")
         if port is not None:
             port_speed, port_width = _most(port)
             speed = min(filter(None, (speed, port_speed)), default=None)
             width = min(filter(None, (width, port_width)), default=None)
-        return pcie_bytes_per_second(speed, width)
+        return speed, width
 
-    def path_bytes_per_second(self, first: str, second: str) -> float | None:
-        """The narrowest planned PCIe link between two devices, None where an end is unknown."""
+    def _running(self, bus_id: str) -> tuple[float | None, int | None]:
+        """Speed and width as the link runs now, never more than possible.
+
+        GPUs, and the switches above them, lower their link's speed when idle: of theirs only the width counts. Ports
+        inside a switch are no links; below a root port both ends of one link are known. A virtual function has none.
+        """
+        speed, width = self._possible(bus_id)
+        device = self.devices.get(bus_id)
+        if device is None or device.physical_function is not None:
+            return speed, width
+        port = self.devices.get(device.parent or "")
+        if is_bridge(device.class_code) and (port is None or port.parent is not None):
+            return speed, width
+        if is_network(device.class_code):
+            speed = min(filter(None, (speed, device.link_transfers_per_second)), default=None)
+        return speed, min(filter(None, (width, device.link_width)), default=None)
+
+    def running_bytes_per_second(self, bus_id: str | None) -> float | None:
+        """The plan of the device's own link as it runs; None where that is not less than its slot."""
+        slot = self.slot_bytes_per_second(bus_id)
+        now = pcie_bytes_per_second(*self._running(bus_id)) if bus_id else None
+        return now if now and slot and now < slot else None
+
+    def link(self, bus_id: str | None) -> str | None:
+        """The device's own link in words, and of what where it runs below that: "Gen4 x4 of x16"."""
+        (speed, width), (fastest, widest) = self._running(bus_id or ""), self._possible(bus_id or "")
+        now, best = pcie_generation(speed), pcie_generation(fastest)
+        if now is None or best is None or not width or not widest:
+            return None
+        generation = f"Gen{now}" if now == best else f"Gen{now} of Gen{best}"
+        return f"{generation} x{width}" if width == widest else f"{generation} x{width} of x{widest}"
+
+    def path_bytes_per_second(self, first: str, second: str, *, running: bool = False) -> float | None:
+        """The narrowest planned PCIe link between two devices, or as the links run; None where an end is unknown."""
         above = [*self.above(first), first], [*self.above(second), second]
         common = sum(1 for a, b in zip(*above, strict=False) if a == b)
-        links = [self.slot_bytes_per_second(bus_id) for chain in above for bus_id in chain[common:]]
+        between = [bus_id for chain in above for bus_id in chain[common:]]
+        links = [(running and self.running_bytes_per_second(b)) or self.slot_bytes_per_second(b) for b in between]
         ends = self.slot_bytes_per_second(first), self.slot_bytes_per_second(second)
         return None if None in ends else min((link for link in links if link is not None), default=None)
 
@@ -99,9 +138,14 @@ def _below_one_root_port(above_a: tuple[str, ...], above_b: tuple[str, ...]) -> 
     return "PIX" if max(own) <= 1 else "PXB"
 
 
-def plan(tree: PciTree, a: str, b: str, label: str, cpu: CpuNode | None, *, gpu_to_gpu: bool) -> float | None:
-    """What NCCL plans for a pair without NVLink: the narrowest PCIe link, and the CPUs where they are crossed."""
-    value = tree.path_bytes_per_second(a, b)
+def plan(
+    tree: PciTree, a: str, b: str, label: str, cpu: CpuNode | None, *, gpu_to_gpu: bool, running: bool = False
+) -> float | None:
+    """What NCCL plans for a pair without NVLink: the narrowest PCIe link, and the CPUs where they are crossed.
+
+    With `running` by the links as they run now, which NCCL does not look at.
+    """
+    value = tree.path_bytes_per_second(a, b, running=running)
     if value is None:
         return None
     if gpu_to_gpu and label in ("PHB", "NODE", "SYS") and cpu and cpu.vendor == "GenuineIntel":

@@ -48,6 +48,7 @@ def json_document(node: NodeTopology) -> Json:
                 "gpu_numa_id": gpu.gpu_numa_id,
                 "nvlink_domain": gpu.nvlink_domain,
                 "c2c": gpu.c2c,
+                "pcie_link": gpu.pcie_link,
                 "usable": gpu.usable,
             }
             for gpu in node.gpus
@@ -63,6 +64,7 @@ def json_document(node: NodeTopology) -> Json:
                 "numa_node": nic.numa_node,
                 "rate_bytes_per_second": nic.rate_bytes_per_second,
                 "pcie_bytes_per_second": nic.pcie_bytes_per_second,
+                "pcie_link": nic.pcie_link,
                 "link_layer": nic.link_layer,
                 "active": nic.active,
                 "ports": nic.ports,

@@ -11,6 +11,7 @@ from topo_machines import NAMES, snapshot, topology
 
 from probes.api import Absent, Ok, Severity
 from probes.gpu import GpuFacts
+from probes.pci import PciFacts
 from topology import xml
 from topology.build import build, cpu_mask
 from topology.check import CODES, check
@@ -101,6 +102,49 @@ def test_missing_nvlinks_lower_the_plan_and_are_found():
     assert plan.busbw_bytes_per_second == pytest.approx(16 * 20.6e9)
 
 
+def test_a_gpu_at_x4_lowers_the_plan_of_the_ring():
+    """NCCL plans by the slot (16 GB/s between these CPUs); the ring crosses four lanes of Gen4, 6 GB/s, and says so."""
+    plans = {}
+    for name in ("l40s-4x-pcie", "sick-l40s-x4"):
+        node = topology(name)
+        (plans[name],) = [e for e in node.expectations if (e.scope, e.op) == ("node", "all_gather")]
+        assert node.pair("GPU2", "GPU3").bytes_per_second == pytest.approx(24e9)  # as NCCL reads the slot, either way
+    assert plans["l40s-4x-pcie"].busbw_bytes_per_second == pytest.approx(16e9)
+    assert plans["sick-l40s-x4"].busbw_bytes_per_second == pytest.approx(6e9)
+    assert any("GPU2 runs at Gen4 x4 of x16" in step for step in plans["sick-l40s-x4"].derivation)
+    links = {gpu.name: gpu.pcie_link for gpu in topology("sick-l40s-x4").gpus}
+    assert links == {"GPU0": "Gen4 x16", "GPU1": "Gen4 x16", "GPU2": "Gen4 x4 of x16", "GPU3": "Gen4 x16"}
+
+
+def with_links(name, **links):
+    """The node with the named devices' links as they are given."""
+    whole = snapshot(name)
+    facts = whole.facts(PciFacts)
+    changed = tuple(
+        replace(d, **links[d.bus_id.replace(":", "_")]) if d.bus_id.replace(":", "_") in links else d
+        for d in facts.devices
+    )
+    return build(replace(whole, outcomes={**whole.outcomes, "pci": Ok(facts=replace(facts, devices=changed))}))
+
+
+def test_a_slow_nic_lowers_its_rail_and_an_idle_gpu_nothing():
+    """A NIC keeps its speed at rest, so a low one counts; an idle GPU lowers its own."""
+    sound = topology(HGX)
+    nic, gpu = sound.nics[0], sound.gpus[0]
+    at_rest = {"link_transfers_per_second": 2.5e9}
+    idle = with_links(HGX, **{gpu.bus_id.replace(":", "_"): at_rest})
+    assert idle.expectations == sound.expectations
+    assert idle.gpus[0].pcie_link == "Gen5 x16"
+    slow = with_links(HGX, **{nic.bus_id.replace(":", "_"): {"link_transfers_per_second": 16e9, "link_width": 8}})
+    assert slow.nics[0].pcie_link == "Gen4 of Gen5 x8 of x16"
+    rail = next(e for e in slow.expectations if e.scope == "rail" and nic.name in e.members and e.op == "all_gather")
+    assert rail.busbw_bytes_per_second == pytest.approx(12e9)  # Gen4 x8
+    narrow = with_links(HGX, **{gpu.bus_id.replace(":", "_"): {"link_width": 4}})
+    rail = next(e for e in narrow.expectations if e.scope == "rail" and gpu.name in e.members and e.op == "all_gather")
+    assert rail.busbw_bytes_per_second == pytest.approx(12e9)  # Gen5 x4 into the rail's only GPU
+    assert narrow.islands == sound.islands  # NVLink does not care
+
+
 def test_dead_hca_moves_one_gpu_off_its_rail():
     node = topology("sick-h100-dead-hca")
     (down,) = [finding for finding in check(node) if finding.code == "topology.gpu_nic.down"]
@@ -122,6 +166,34 @@ def test_far_nics_of_a_pcie_server():
     codes = {(finding.code, finding.subject) for finding in check(topology(A40))}
     assert ("topology.gpu_nic.far", "GPU0") in codes
     assert ("topology.gdr.path", "GPU1") in codes
+
+
+def test_pxn_is_promised_only_over_nvlink():
+    """A PCIe server has no NVLink; Polaris has, but no GPU with a NIC at PXB or nearer; with one, the way is named."""
+    for name in ("l40s-4x-pcie", "polaris-4xA100-nv4"):
+        far = [finding for finding in check(topology(name)) if finding.code == "topology.gpu_nic.far"]
+        assert far and all("(PXN) is closed" in finding.remedy for finding in far)
+    node = topology("polaris-4xA100-nv4")
+    beside = tuple(
+        replace(near, label="PIX", path=PathClass.PIX) if near.gpu == "GPU1" else near for near in node.nearest_nic
+    )
+    far = [f for f in check(replace(node, nearest_nic=beside)) if f.code == "topology.gpu_nic.far"]
+    assert [finding.subject for finding in far] == ["GPU0", "GPU2"]
+    for finding in far:
+        assert "until then NCCL sends over NVLink" in finding.remedy
+        assert f"{finding.subject} to GPU1: NV4" in finding.evidence
+        assert "GPU1 to mlx5_1: PIX" in finding.evidence
+
+
+def test_node_is_told_beside_the_level_that_covers_it():
+    """nvidia-smi says NODE where NCCL says PHB; where PHB itself is shown there is nothing to explain."""
+    remedies = {
+        name: next(f.remedy for f in check(topology(name)) if f.code == "topology.gdr.path")
+        for name in (A40, "polaris-4xA100-nv4")
+    }
+    assert "NCCL_NET_GDR_LEVEL=PHB" in remedies[A40]
+    assert "NCCL's level PHB covers it" in remedies[A40]
+    assert "NODE" not in remedies["polaris-4xA100-nv4"]
 
 
 @pytest.mark.parametrize("name", NAMES)
