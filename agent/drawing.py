@@ -45,6 +45,8 @@ class Device:
     numa: int | None
     status: str  # "fail", "warn", "" from the findings about it
     bandwidth: float | None  # of its PCIe slot, NCCL's planning value
+    link: str | None = None  # its PCIe link as it runs: "Gen4 x4 of x16"
+    running: float | None = None  # bandwidth of that, where it is less than the slot's
 
 
 def picture(
@@ -99,14 +101,16 @@ def _devices(node: NodeTopology, checks: Sequence[Check]) -> list[Device]:
         status = "fail" if not gpu.usable else _status(checks, names)
         about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
         made.append(Device(name=gpu.name, label=gpu.name, lines=(_cut(model),), about=about, kind="gpu",
-                           numa=gpu.numa_node, status=status, bandwidth=gpu.pcie_bytes_per_second))  # fmt: skip
+                           numa=gpu.numa_node, status=status, bandwidth=gpu.pcie_bytes_per_second, link=gpu.pcie_link,
+                           running=gpu.pcie_running_bytes_per_second))  # fmt: skip
     places = _nic_numa(node)
     for nic in node.nics:
         status = _status(checks, (nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         rate = "down" if nic.active is False else units.bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {rate}"
         made.append(Device(name=nic.name, label=_cut(nic.name), lines=(_nic_line(nic, rate),), about=about, kind="nic",
-                           numa=places[nic.name], status=status, bandwidth=nic.pcie_bytes_per_second))  # fmt: skip
+                           numa=places[nic.name], status=status, bandwidth=nic.pcie_bytes_per_second,
+                           link=nic.pcie_link, running=nic.pcie_running_bytes_per_second))  # fmt: skip
     return made
 
 
@@ -231,14 +235,25 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
 def _line(x: float, y: float, end: float, kind: str, device: Device) -> str:
     start, stop = (y + HIGH, BUS_Y) if y < BUS_Y else (y, BUS_Y + BUS_HIGH)
     bend = (start + stop) / 2
-    speed = f"{units.rate(device.bandwidth)} planned each way" if device.bandwidth else "bandwidth unknown"
     drawn = (
-        f'<g><title>{escape(device.name)}: {escape(speed)}</title><path class="l-{kind}" '
+        f'<g><title>{escape(device.name)}: {escape(_speed(device))}</title><path class="l-{kind}" '
         f'd="M{x:.1f} {start:.1f}C{x:.1f} {bend:.1f} {end:.1f} {bend:.1f} {end:.1f} {stop:.1f}"/></g>'
     )
-    if device.bandwidth and device.kind == "gpu":
-        drawn += _text(x + 5, GPU_Y - 8, units.rate(device.bandwidth), "d-tiny", anchor="start")
+    if device.link and (device.kind == "gpu" or device.running):
+        place, slow = (GPU_Y - 8 if device.kind == "gpu" else y + HIGH + 12), device.running is not None
+        words = f"! {device.link}" if slow else device.link
+        drawn += _text(x + 5, place, words, "d-tiny d-warn" if slow else "d-tiny", anchor="start")
     return drawn
+
+
+def _speed(device: Device) -> str:
+    """A PCIe link in words: as it runs, and what NCCL plans by, which is the slot."""
+    if not device.bandwidth:
+        return "bandwidth unknown"
+    planned = f"{units.rate(device.bandwidth)} planned each way"
+    if device.running:
+        return f"{device.link}, {units.rate(device.running)} each way as it runs, {planned}"
+    return f"{device.link}, {planned}" if device.link else planned
 
 
 def _box(device: Device, x: float, y: float) -> str:
@@ -266,7 +281,7 @@ def _frame(numa: int | None, left: float, wide: float, *, virtual: bool) -> str:
 
 def _between(start: float, end: float) -> str:
     y = BUS_Y + BUS_HIGH / 2
-    return f'<g><title>SYS: between the CPUs</title><path class="l-sys" d="M{start:.1f} {y}H{end:.1f}"/></g>'
+    return f'<g><title>SYS: from CPU to CPU</title><path class="l-cpus" d="M{start:.1f} {y}H{end:.1f}"/></g>'
 
 
 def _nvlink(node: NodeTopology, spots: dict[str, float], bench: BenchResult | None) -> tuple[list[str], float]:

@@ -53,6 +53,32 @@ def test_missing_nics_and_sick_devices_stand_out() -> None:
     assert "d-fail" not in drawn["hgx-h100-8xH100-8hca"]
 
 
+def texts(drawn: str) -> list[tuple[str, str]]:
+    """Class and words of every text of a drawing."""
+    root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
+    return [(text.get("class", ""), text.text or "") for text in root.iter("text")]
+
+
+def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
+    """Four lanes in a slot of sixteen: said at that GPU, marked, with both bandwidths behind it; the others are x16."""
+    snapshot = scan(load(MACHINES[0].with_name("sick-l40s-x4.json")))
+    drawn = drawing.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
+    links = [(kind, words) for kind, words in texts(drawn) if "x16" in words]
+    assert sorted(links) == [("d-tiny", "Gen4 x16")] * 3 + [("d-tiny d-warn", "! Gen4 x4 of x16")]
+    assert "GPU2: Gen4 x4 of x16, 6 GB/s each way as it runs, 24 GB/s planned each way" in drawn
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_no_line_of_a_drawing_is_red_where_nothing_is_wrong(path: Path) -> None:
+    """The link between two CPUs is as sound as the CPUs: it has their colour, and is not dashed as what is missing."""
+    drawn = drawing.picture(build(scan(load(path))))
+    root = ElementTree.fromstring(drawn) if drawn else ElementTree.Element("svg")  # noqa: S314 - our own output
+    kinds = [line.get("class", "") for line in root.iter("path")]
+    assert "l-sys" not in kinds and "l-gone" not in kinds
+    boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
+    assert kinds.count("l-cpus") == max(0, boxes - 1)
+
+
 @pytest.mark.parametrize("name", ["aws-p4d-8xA100-4efa", "titan-rtx-2x-nv2"])
 def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
     """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
