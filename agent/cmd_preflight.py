@@ -297,9 +297,7 @@ def _launch_here(advice: Recommendation, folder: Path, timeout: float, dry_run: 
         progress.done()
     if done.exit_code != 0:
         click.echo("\n".join(done.last_lines), err=True)
-        click.echo(f"the job ended with exit code {done.exit_code}; whole log: {done.output}", err=True)
-        if done.exit_code == launcher.RESUMABLE:
-            click.echo("saved: the same command goes on from there", err=True)
+        click.echo(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     record = read(folder / "flight.json")
     keep_flight(record)

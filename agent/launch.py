@@ -28,10 +28,11 @@ from planner.advice import Recommendation
 RUN_VARIABLE = processes.RUN_VARIABLE
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
+_AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
 class LaunchError(Exception):
-    """The job cannot be started, or ended badly; the message holds its last lines."""
+    """The job cannot be started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,23 @@ class Launched:
     seconds: float
     output: Path
     last_lines: tuple[str, ...]
+    cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
+    killed: bool = False  # it did not end when it was asked to
+
+    @property
+    def fate(self) -> str:
+        """What became of the job, in one sentence."""
+        if self.exit_code == RESUMABLE:
+            told = "the job saved and ended; the same command goes on from there"
+        elif self.killed:
+            told = f"the job did not end within {GRACE_SECONDS:.0f} s of SIGTERM and was killed; " + _AGAIN
+        elif self.cut_short and self.exit_code == 0:
+            told = "the job was done by then"
+        elif self.cut_short:
+            told = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
+        else:
+            told = f"the job ended with exit code {self.exit_code}"
+        return f"{self.cut_short}: {told}" if self.cut_short else told
 
 
 def plan_document(advice: Recommendation) -> dict[str, object]:
@@ -76,7 +94,7 @@ def fly(
     timeout_seconds: float,
     on_line: Callable[[str], None] = lambda _line: None,
 ) -> Launched:
-    """Run the job to its end on this host; raises LaunchError where it cannot start or does not end in time."""
+    """Run the job to its end on this host; raises LaunchError where there is nothing to start."""
     output.mkdir(parents=True, exist_ok=True)
     plan = write_atomic(output / "plan.json", json.dumps(plan_document(advice), indent=1) + "\n")
     layout = advice.chosen.layout if advice.chosen else None
@@ -84,18 +102,23 @@ def fly(
     words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
     began = time.time()
     ended = run(words, environment(advice), output, timeout_seconds, on_line)
-    return replace(ended, exit_code=own_exit_code(output / "flight.json", ended.exit_code, began))
+    own = own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
+    return replace(ended, exit_code=own)
 
 
-def own_exit_code(record: Path, exit_code: int, began: float) -> int:
-    """The job's own code where torchrun, which makes 1 of every failure, hides it; 75 is "start again to go on"."""
+def own_exit_code(record: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
+    """The job's own code where torchrun, which makes 1 of every failure, hides it; 75 is "start again to go on".
+
+    `cut_short` says that torchrun was told to end: the job may have been done by then.
+    """
     if exit_code == 0:
         return 0
     try:
         own = read(record).get("exit_code") if record.stat().st_mtime >= began else None  # of this start, not before
     except (FlightError, OSError):
         return exit_code
-    return own if isinstance(own, int) and not isinstance(own, bool) and 0 < own < 256 else exit_code
+    least = 0 if cut_short else 1
+    return own if isinstance(own, int) and not isinstance(own, bool) and least <= own < 256 else exit_code
 
 
 def environment(advice: Recommendation) -> dict[str, str]:
@@ -116,36 +139,43 @@ def run(
     mark = uuid.uuid4().hex
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, _stopped_by_sigterm(), scratch.folder() as temporary:
+    with log.open("wb") as stream, _sigterm() as stop, scratch.folder() as temporary:
         marked = {**variables, RUN_VARIABLE: mark, "TMPDIR": str(temporary)}  # torchrun leaves files there when killed
         process = processes.start(words, marked, stream)
         last: deque[str] = deque(maxlen=12)
-        try:
-            with _followed(log, last, on_line):
-                process.wait(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"the job did not end within {timeout_seconds:.0f} s and was ended; see {log}") from None
-        finally:
-            processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
+        with _followed(log, last, on_line):
+            try:
+                cut_short = _wait(process, stop, timeout_seconds)
+            finally:
+                killed = processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
+    code = process.poll()
     return Launched(
-        exit_code=process.returncode, seconds=time.monotonic() - started, output=log, last_lines=tuple(last)
-    )
+        exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
+        last_lines=tuple(last), cut_short=cut_short, killed=bool(killed),
+    )  # fmt: skip
+
+
+def _wait(process: subprocess.Popen[bytes], stop: threading.Event, timeout_seconds: float) -> str:
+    """Wait for the end of the process; says why it is not waited for any longer, else nothing."""
+    until = time.monotonic() + timeout_seconds
+    while process.poll() is None:
+        if stop.wait(processes.POLL_SECONDS):
+            return "stopped by SIGTERM"
+        if time.monotonic() > until:
+            return f"not done within {timeout_seconds:.0f} s"
+    return ""
 
 
 @contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Make an error of SIGTERM: the job is then asked to end, which saves a checkpoint, and not left to its fate."""
+def _sigterm() -> Iterator[threading.Event]:
+    """Note SIGTERM in place of dying of it: the job is then asked to end, which saves a checkpoint."""
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield stop
         return
-
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the end must not be interrupted
-        raise LaunchError("stopped by SIGTERM: the job was asked to save and end; the same command goes on from there")
-
-    former = signal.signal(signal.SIGTERM, stop)
+    former = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-        yield
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, former)
 

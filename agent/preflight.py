@@ -194,7 +194,9 @@ def _fly(
             timeout_seconds=options.timeout_seconds, on_line=progress.note,
         )  # fmt: skip
         tail = " | ".join(done.last_lines[-3:])
-        ended = f"the job ended with exit code {done.exit_code}: {tail} (whole log: {done.output})"
+        ended = f"{done.fate}: {tail} (whole log: {done.output})"
+        if done.cut_short and done.exit_code != 0:
+            return None, (), ended
         record = flight.read(output / "flight.json")
         keep.keep_flight(record)
         flown = flight.parse(record)

@@ -15,6 +15,7 @@ from drill_ground import ROOT, SMALL_BENCH, Ground, eventually
 from drill_register import drill
 from drills_scan import gpu_environment
 
+from agent.launch import RESUMABLE
 from collectives import lock
 
 # Longer than any drill: what ends it is the fault. A result comes out whatever happens.
@@ -180,7 +181,7 @@ def sigterm_of_a_benchmark(ground: Ground) -> list[str]:
 
 @drill("SIGTERM in the middle of a launch", marks=("ranks",), long=5)
 def sigterm_of_a_launch(ground: Ground) -> list[str]:
-    """The job saves and ends; its record says that it can be resumed."""
+    """The job saves and ends; its record, and the exit code of the launch, say that it can be resumed."""
     out = ground.folder / "out"
     words = ("launch", "--ranks=2", f"--output={out}", "--set=max_steps=5000", "--set=dataset_rows=64",
              "--set=eval_strategy=no", "--set=logging_steps=1", "--set=save_steps=5000")  # fmt: skip
@@ -195,6 +196,6 @@ def sigterm_of_a_launch(ground: Ground) -> list[str]:
     lost = [] if record["status"] == "interrupted" else [f"the record says {record['status']}: {record['reason']}"]
     if not list(out.glob("checkpoint-*")):
         lost.append("no checkpoint was saved")
-    if process.returncode != 1 or "stopped by SIGTERM" not in err:
+    if process.returncode != RESUMABLE or "stopped by SIGTERM: the job saved" not in err:
         lost.append(f"exit code {process.returncode}: {err[-300:]}")
     return [*lost, *ground.after(out)]
