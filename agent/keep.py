@@ -38,11 +38,11 @@ def folder() -> Path | None:
 
 
 def keep_bench(result: BenchResult, place: Path | None = None) -> Path | None:
-    """Leave the result as the last one, and a line of it in the history."""
+    """Leave the result as the last one, and a line of it in the history; not one that was stopped before any."""
     from collectives.wire import result_to_json
 
     where = place or folder()
-    if where is None:
+    if where is None or (result.stopped_by and not result.measurements):
         return None
     try:
         bench_history.remember(where, result)

@@ -62,6 +62,13 @@ def _unverified(result: BenchResult, node: str) -> Check:
 def _incomplete(result: BenchResult, node: str) -> Check:
     if result.complete:
         return Check(id="bench.run.incomplete", status="pass", node=node, message="ran to its end")
+    if result.stopped_by:  # what became of the ranks then says nothing of the machine
+        done = units.count(len(result.measurements), "size")
+        return Check(
+            id="bench.run.incomplete", status="unknown", node=node, evidence=result.problems,
+            message=f"stopped by {result.stopped_by} before it was done: {done} measured until then",
+            remedy="Measure again: what was not measured is not known.",
+        )  # fmt: skip
     return Check(
         id="bench.run.incomplete", status="fail", node=node, evidence=result.problems,
         message="; ".join(result.problems) or "ended early",

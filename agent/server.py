@@ -46,7 +46,7 @@ def create(
         if publisher is not None:
             publisher.start()
         yield
-        bencher.stop()
+        await run_in_threadpool(bencher.stop)
         cluster.stop()
         if publisher is not None:
             await run_in_threadpool(publisher.stop)

@@ -43,6 +43,7 @@ MOST_RANKS = 64
 MOST_BENCH_SECONDS = 300.0
 LATE_SECONDS = 240.0  # beyond the budget: start-up and the end of ranks that hang (collectives.spec.BenchSpec)
 POSTS_PER_MINUTE = 12.0
+STOP_SECONDS = 5.0  # for ranks to end (collectives.engine.TERM_SECONDS) and the result to be written
 
 
 class Preflight(BaseModel):
@@ -86,6 +87,8 @@ class Bencher:
         self._lock = threading.Lock()
         self._running = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
         self._until = 0.0
         self.last: dict[str, Any] = {"status": "none"}
 
@@ -115,7 +118,8 @@ class Bencher:
             self._running = True
             self.last = {"status": "running", "started_at_seconds": time.time(), "request": wanted.model_dump()}
         ended: Future[dict[str, Any]] = Future()
-        threading.Thread(target=self._follow, args=(words, ended), name="benchmark", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, args=(words, ended), name="benchmark", daemon=True)
+        self._thread.start()
         return ended
 
     def measure(self, wanted: Bench) -> BenchResult:
@@ -128,10 +132,13 @@ class Bencher:
             raise ProblemError(500, f"the benchmark ended without a result: {said or done['status']}") from None
 
     def stop(self) -> None:
-        """End a child that still runs; it ends its ranks by itself."""
-        child = self._child
+        """End a child that still runs; it ends its ranks by itself, and what it measured until then is kept."""
+        self._stopping = True
+        child, thread = self._child, self._thread
         if child is not None:
             child.terminate()
+        if thread is not None:
+            thread.join(STOP_SECONDS)
 
     def _follow(self, words: Sequence[str], ended: Future[dict[str, Any]]) -> None:
         """Run the child in this thread, which lives as long as it does: the child dies when its starter does."""
@@ -182,7 +189,7 @@ class Bencher:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the benchmark's result is not kept: %s", error)
                 return
-            if keep.keep_bench(result, self._state.folder):
+            if keep.keep_bench(result, self._state.folder) and not self._stopping:
                 self._state.refresh()
 
 

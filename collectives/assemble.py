@@ -54,6 +54,7 @@ def assemble(
         search=next((_search(event, hosts) for event in outcome.events if event["event"] == "searched"), None),
         complete=not outcome.problems and not skipped and verified and bool(hello),
         problems=problems,
+        stopped_by=outcome.stopped_by,
     )
 
 

@@ -112,4 +112,5 @@ class BenchResult:
     search: PairSearch | None = None
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
+    stopped_by: str | None = None  # "SIGTERM", "its caller": cut short from outside, no fault of what was measured
     schema_version: int = SCHEMA_VERSION

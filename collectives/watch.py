@@ -59,6 +59,7 @@ class Outcome:
 
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    stopped_by: str | None = None  # a signal, or whoever started the run
 
 
 class Watch:
@@ -85,6 +86,7 @@ class Watch:
         failed = any(state.last == "error" or _dead(state) for state in self.states.values())
         self._failed_at = (self._failed_at or now) if failed else None
         if (signal_name := stopped()) is not None:
+            self.outcome.stopped_by = signal_name
             return f"stopped by {signal_name}"
         if self._failed_at is not None and now - self._failed_at > GRACE_SECONDS:
             return "a rank failed"

@@ -1,5 +1,6 @@
 """Whatever breaks, a benchmark ends, names who it was, and leaves no process, port or lock behind."""
 
+import json
 import os
 import signal
 import socket
@@ -164,7 +165,9 @@ def test_sigterm_ends_the_run_with_a_partial_result(tmp_path):
     parent.terminate()
     out, _ = parent.communicate(timeout=60)
     assert parent.returncode == 0
-    assert "stopped by SIGTERM" in out
+    result = json.loads(out.splitlines()[-1])
+    assert result["problems"][0].startswith("stopped by SIGTERM")
+    assert (result["complete"], result["stopped_by"]) == (False, "SIGTERM")
     assert not left_behind(tmp_path)
 
 
