@@ -187,8 +187,9 @@ def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendati
 
 
 def _fault(group: Group) -> str:
-    on = f" on {group.subjects[0]}" if len(group.subjects) == 1 else f" ({group.size} times)" if group.size > 1 else ""
-    return f"{group.id}{on}: {group.message}"
+    on = f"on {group.subjects[0]}" if len(group.subjects) == 1 else group.places
+    said = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
+    return f"{', '.join(group.codes)}{on and ' '}{on}: {said}"
 
 
 def answer(

@@ -6,9 +6,10 @@ leaves its checks "unknown", which is never a pass. The exit codes are a table i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 from agent import units
@@ -19,6 +20,7 @@ from probes.scan import SCAN_CODES, failures
 
 Status = Literal["pass", "info", "unknown", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
+_OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
 
 FailOn = Literal["fail", "warn", "unknown"]
 
@@ -47,8 +49,9 @@ class Verdict:
 
     word: Literal["pass", "warn", "fail", "unknown"]
     exit_code: int
-    counts: dict[str, int]
+    counts: dict[str, int]  # of results: a check on ten devices is ten
     why: str
+    by_check: dict[str, int] = field(default_factory=dict)  # of checks, each by its worst result: on ten devices one
 
 
 def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
@@ -126,24 +129,57 @@ def select(
 def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
     """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning."""
     checks = tuple(checks)
-    counts: dict[str, int] = dict.fromkeys(ORDER, 0)
+    results: dict[Status, list[Check]] = {status: [] for status in ORDER}
     for check in checks:
-        counts[check.status] += 1
-    required_unknown = [check for check in checks if check.required and check.status == "unknown"]
-    if counts["fail"]:
-        return Verdict(
-            word="fail", exit_code=EXIT_FAILED, counts=counts, why=units.count(counts["fail"], "check") + " failed"
-        )
+        results[check.status].append(check)
+    each = _by_worst(results)
+    say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
+    required_unknown = sorted({check.id for check in results["unknown"] if check.required})
+    if results["fail"]:
+        why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
+        return say(word="fail", exit_code=EXIT_FAILED, why=why)
     if required_unknown:
-        names = ", ".join(sorted({check.id for check in required_unknown}))
-        return Verdict(word="unknown", exit_code=EXIT_UNKNOWN, counts=counts, why=f"required but not measured: {names}")
-    if fail_on == "unknown" and counts["unknown"]:
-        why = f"{counts['unknown']} checks could not be measured, and --fail-on unknown"
-        return Verdict(word="unknown", exit_code=EXIT_UNKNOWN, counts=counts, why=why)
-    if counts["warn"]:
+        return say(
+            word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {', '.join(required_unknown)}"
+        )
+    if fail_on == "unknown" and results["unknown"]:
+        unknown = len({check.id for check in results["unknown"]})
+        why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
+        return say(word="unknown", exit_code=EXIT_UNKNOWN, why=why)
+    if results["warn"]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
-        return Verdict(word="warn", exit_code=code, counts=counts, why=units.count(counts["warn"], "warning"))
-    return Verdict(word="pass", exit_code=EXIT_PASS, counts=counts, why="no check failed")
+        return say(word="warn", exit_code=code, why=_with_places(units.count(each["warn"], "warning"), results["warn"]))
+    if not results["pass"]:
+        return say(word="pass", exit_code=EXIT_PASS, why="no check failed")  # and none passed: nothing is healthy yet
+    return say(word="pass", exit_code=EXIT_PASS, why="healthy as far as seen" if each["unknown"] else "healthy")
+
+
+def _by_worst(results: Mapping[Status, Sequence[Check]]) -> dict[str, int]:
+    """How many checks have which result as their worst; a check is one however many devices and nodes it judged."""
+    seen: set[str] = set()
+    counts: dict[str, int] = {}
+    for status in ORDER:
+        mine = {check.id for check in results[status]} - seen
+        counts[status] = len(mine)
+        seen |= mine
+    return counts
+
+
+def _with_places(words: str, found: Sequence[Check]) -> str:
+    where = places(found) if len(found) > len({check.id for check in found}) else ""
+    return f"{words}, {where}" if where else words
+
+
+def places(found: Sequence[Check]) -> str:
+    """On how many nodes or devices these were found: "on 10 devices"; empty where it is one or none is named."""
+    nodes = {name for check in found for name in check.node.split(", ") if name}
+    if len(nodes) > 1:
+        return f"on {len(nodes)} nodes"
+    subjects = {name for check in found for name in check.subject.split(", ") if name}
+    if len(subjects) < 2:
+        return ""
+    devices = all(check.id.split(".")[0] in _OF_DEVICES for check in found)
+    return f"on {len(subjects)} devices" if devices else f"in {len(subjects)} places"
 
 
 def worst_first(checks: Iterable[Check]) -> tuple[Check, ...]:

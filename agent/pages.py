@@ -26,7 +26,7 @@ from agent.flown import by_network, flights, side_by_side
 from agent.gate import judge, worst_first
 from agent.prose import explained, headline, inline, sentence, told
 from agent.terminal import GLYPHS, facts_lines
-from agent.view import grouped
+from agent.view import grouped, reasons
 from planner import machines, models
 from planner.advice import RankedLayout, Recommendation
 from planner.env_render import render_k8s, render_shell
@@ -61,6 +61,7 @@ def _environment(*, html: bool) -> Environment:
     made.globals.update(
         picture=drawing.picture,
         grouped=grouped,
+        reasons=reasons,
         about=told,
         glance=glance,
         charts=charts,

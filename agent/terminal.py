@@ -15,7 +15,7 @@ from rich.table import Table
 from agent import units
 from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict
-from agent.view import Group, grouped
+from agent.view import Group, grouped, reasons
 from collectives.results import BenchResult
 from collectives.transport import Evidence
 from planner.advice import RankedLayout, Recommendation
@@ -134,45 +134,61 @@ def _cpus(text: str) -> str:
 
 
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
-    """Findings worst first, the same one on several subjects once; passes and unknowns as a count unless asked for."""
-    quiet: dict[str, int] = {}
+    """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
+    quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     for group in grouped(checks):
         if everything or group.status in ("fail", "warn", "info") or group.required:
             finding(out, group)
         else:
-            quiet[group.status] = quiet.get(group.status, 0) + group.size
-    if quiet:
-        counts = ", ".join(f"{number} {status}" for status, number in quiet.items())
-        out.print(f"[dim]not shown: {counts} (--all shows them)[/dim]")
+            quiet[group.status].append(group)
+    unknowns(out, quiet["unknown"])
+    if quiet["pass"]:
+        passed = len({group.id for group in quiet["pass"]})
+        out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
+
+
+def unknowns(out: Console, groups: Sequence[Group]) -> None:
+    """Checks that were not measured, by name under what kept them from it."""
+    if groups:
+        number = units.count(len({group.id for group in groups}), "check")
+        out.print(
+            f"[{COLOURS['unknown']}]{GLYPHS['unknown']}[/{COLOURS['unknown']}] {number}, neither passed nor failed"
+        )
+    for why, codes in reasons(groups).items():
+        _indented(out, escape(why))
+        _indented(out, f"[dim]{escape(_some(codes))}[/dim]", 9)
 
 
 def finding(out: Console, group: Group) -> None:
     """One finding: what, where, what proves it, what to do."""
     colour = COLOURS[group.status]
-    times = f" (x {group.size})" if group.size > 1 else ""
-    alone = f" on {group.subjects[0]}" if group.alike and len(group.subjects) == 1 else ""
-    out.print(f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.id)}[/bold]{escape(alone)}{times}")
+    one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))
+    where = f"on {group.subjects[0]}" if one else group.places
+    head = f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(', '.join(group.codes))}[/bold]"
+    out.print(f"{head} {escape(where)}" if where else head)
     nodes = group.nodes if len(group.nodes) > 1 else ()
+    _indented(out, f"{group.trouble}:" if group.trouble else "")
     if group.alike:
         _indented(out, escape(group.message))
-        _indented(out, "" if alone else escape(_some(group.subjects, "on")))
+        _indented(out, "" if one else escape(_some(group.subjects, "on ")))
     else:
         for check in group.checks[:SHOWN]:
-            named = check.subject and not check.message.startswith(check.subject)
+            named = check.subject and not one and not check.message.startswith(check.subject)
             _indented(out, escape(f"{check.subject}: {check.message}" if named else check.message))
         if group.size > SHOWN:
             _indented(out, f"and {group.size - SHOWN} more")
-    _indented(out, escape(_some(nodes, "nodes")))
+    _indented(out, escape(_some(nodes, "nodes ")))
     if group.status in ("fail", "warn"):
-        for line in group.checks[0].evidence[:4]:
-            _indented(out, f"[dim]{escape(line)}[/dim]")
+        for check in group.checks[: len(group.codes) if group.trouble else 1]:  # those of the first device
+            for line in check.evidence[:4]:
+                _indented(out, f"[dim]{escape(line)}[/dim]")
         _indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 
 
-def _some(names: Sequence[str], word: str) -> str:
+def _some(names: Sequence[str], word: str = "") -> str:
     """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{word} {', '.join(names[:SHOWN])}{more}" if names else ""
+    return f"{word}{', '.join(names[:SHOWN])}{more}" if names else ""
 
 
 def _indented(out: Console, text: str, by: int = 7) -> None:
@@ -241,7 +257,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
         doubt = "" if nearest.decidable else f"; undecidable: {nearest.why}"
-        shared.setdefault((_some(nearest.nics, "nearest NIC"), nearest.label, doubt), []).append(nearest.gpu)
+        shared.setdefault((_some(nearest.nics, "nearest NIC "), nearest.label, doubt), []).append(nearest.gpu)
     for (nics, label, doubt), gpus in shared.items():
         out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
 
@@ -281,7 +297,10 @@ def bench(out: Console, result: BenchResult) -> None:
 
 
 def recommendation(out: Console, advice: Recommendation, *, explain: bool = False) -> None:
-    """Settings with reasons, then the layout with its forecast."""
+    """The layout with its forecast, then the settings with their reasons."""
+    layout(out, advice)
+    if explain and advice.chosen is not None:
+        parts(out, advice.chosen)
     out.print("\n[bold]Environment[/bold]")
     if advice.settings:
         for setting in advice.settings:
@@ -294,9 +313,6 @@ def recommendation(out: Console, advice: Recommendation, *, explain: bool = Fals
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
         point(out, "·", f"the pod needs {escape(units.need(need.name, need.value))}: {escape(need.reason.rule)}")
-    layout(out, advice)
-    if explain and advice.chosen is not None:
-        parts(out, advice.chosen)
 
 
 def parts(out: Console, ranked: RankedLayout) -> None:
@@ -387,12 +403,9 @@ def comparison(out: Console, lines: Iterable[Comparison]) -> None:
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
-    counts = judged.counts
     word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
-    out.print(
-        f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(judged.why)}; {units.rest(judged.word, counts)} "
-        f"in {units.seconds(seconds)}"
-    )
+    said = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
+    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(said)} in {units.seconds(seconds)}")
 
 
 def evidence(out: Console, found: Evidence) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, worst_first
+from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, places, worst_first
 from agent.rising import CODES as RISING_CODES
 from agent.rising import rising
 from collectives.results import BenchResult
@@ -76,15 +76,35 @@ def look(
     )
 
 
+# Checks that read one trouble of one device, each from another side, and the trouble's name.
+_TROUBLES = (
+    ("too hot", ("gpu.thermal.hot", "gpu.thermal.throttling")),
+    ("short of power", ("gpu.power.brake", "gpu.power.capped", "gpu.power.limit")),
+    ("short of NVLinks", ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing")),
+)
+_TROUBLE_OF = {code: trouble for trouble, codes in _TROUBLES for code in codes}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The same finding on several subjects: one thing to read and to mend."""
+    """The same finding on several subjects, or several of one trouble of one device: one thing to read and to mend."""
 
-    id: str
+    id: str  # of the first; `codes` has all
     status: Status
     message: str  # of the first; the others differ by their subject or not at all
     remedy: str
     checks: tuple[Check, ...]  # worst first
+    trouble: str = ""  # "too hot", where several checks tell of it
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Every finding code in it, once."""
+        return tuple(dict.fromkeys(check.id for check in self.checks))
+
+    @property
+    def places(self) -> str:
+        """On how many nodes or devices it was found: "on 10 devices"; empty where it is one."""
+        return places(self.checks)
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -113,14 +133,61 @@ class Group:
 
 
 def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
-    """Findings that share code, status and remedy as one, worst first; a pass or an info is a group too."""
-    found: dict[tuple[str, str, str], list[Check]] = {}
-    for check in worst_first(checks):
-        found.setdefault((check.status, check.id, check.remedy), []).append(check)
-    return tuple(
-        Group(id=same[0].id, status=same[0].status, message=same[0].message, remedy=same[0].remedy, checks=tuple(same))
-        for same in found.values()
-    )
+    """Findings that share code, status and remedy as one, worst first; a pass or an info is a group too.
+
+    What several checks tell of one trouble of one device is one group, at the place of the worst of them; devices
+    with the same trouble, told by the same checks, share it.
+    """
+    checks = worst_first(checks)
+    together = _of_one_trouble(checks)
+    found: dict[tuple[object, ...], list[Check]] = {}
+    for check in checks:
+        bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
+        found.setdefault(bad or (check.status, check.id, check.remedy), []).append(check)
+    return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
+
+
+def _group(same: list[Check], *, shared: bool) -> Group:
+    first = same[0]
+    if shared:  # device by device, each from its worst reading on
+        same = sorted(same, key=lambda check: (check.node, check.subject))
+    return Group(
+        id=first.id, status=first.status, message=first.message, remedy=_remedies(same), checks=tuple(same),
+        trouble=_TROUBLE_OF[first.id] if shared else "",
+    )  # fmt: skip
+
+
+def _device(check: Check) -> tuple[str, str, str]:
+    """Node, device and trouble of a check; no trouble where the check stands for itself."""
+    return check.node, check.subject, _TROUBLE_OF.get(check.id, "")
+
+
+def _of_one_trouble(checks: Sequence[Check]) -> dict[tuple[str, str, str], tuple[object, ...]]:
+    """Devices of which more than one check tells the same trouble, each with what tells it and what mends it."""
+    told: dict[tuple[str, str, str], list[Check]] = {}
+    for check in checks:
+        if check.status in ("fail", "warn") and check.subject and check.id in _TROUBLE_OF:
+            told.setdefault(_device(check), []).append(check)
+    return {
+        device: (device[2], *((check.status, check.id, check.remedy) for check in found))
+        for device, found in told.items()
+        if len({check.id for check in found}) > 1
+    }
+
+
+def _remedies(checks: Sequence[Check]) -> str:
+    """Each remedy once, and none that another says too."""
+    said = list(dict.fromkeys(check.remedy for check in checks if check.remedy))
+    return " ".join(one for one in said if not any(one is not other and one.rstrip(".") in other for other in said))
+
+
+def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
+    """Checks that were not measured, by what kept them from it."""
+    found: dict[str, dict[str, None]] = {}
+    for group in unknown:
+        for check in group.checks:
+            found.setdefault(check.message.rstrip("."), {})[check.id] = None
+    return {why: tuple(codes) for why, codes in found.items()}
 
 
 def only(view: View, hostname: str) -> View:

@@ -101,7 +101,7 @@ def _power(gpu: Gpu) -> Iterator[Finding]:
             "gpu.power.limit", Severity.WARN, subject,
             f"the power limit is {limit:.0f} W, below the board's {default:.0f} W",
             f"nvmlDeviceGetEnforcedPowerLimit = {limit:.0f} W",
-            f"If nobody chose it, restore it: nvidia-smi -i {gpu.index} -pl {default:.0f}.",
+            f"If nobody chose this limit, restore it: nvidia-smi -i {gpu.index} -pl {default:.0f}.",
         )  # fmt: skip
 
 

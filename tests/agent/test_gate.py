@@ -85,3 +85,37 @@ def test_failures_are_listed_first() -> None:
     """Worst first, then by name."""
     order = [c.status for c in worst_first([check(s) for s in ("pass", "warn", "info", "fail", "unknown")])]
     assert order == ["fail", "warn", "unknown", "info", "pass"]
+
+
+def on(status: str, code: str, subject: str = "", node: str = "n") -> Check:
+    return Check(id=code, status=status, node=node, subject=subject)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ([on("fail", "pci.nic.no_rdma", f"0000:{n}:00.0") for n in range(10)], "1 check failed, on 10 devices"),
+        ([on("fail", "a.b", "GPU0"), on("fail", "a.c", "GPU0")], "2 checks failed"),
+        ([on("fail", "limits.memlock.low", node=node) for node in "abc"], "1 check failed, on 3 nodes"),
+        ([on("fail", "env.name.unknown", name) for name in ("NCCL_X", "NCCL_Y")], "1 check failed, in 2 places"),
+        ([on("warn", "gpu.thermal.hot", gpu) for gpu in ("GPU1", "GPU2")], "1 warning, on 2 devices"),
+        ([on("warn", "gpu.thermal.hot", "GPU1, GPU2")], "1 warning"),
+        ([on("pass", "a.b"), on("unknown", "a.c")], "healthy as far as seen"),
+        ([on("pass", "a.b"), on("info", "a.c")], "healthy"),
+        ([on("unknown", "a.c")], "no check failed"),
+        ([], "no check failed"),
+    ],
+)
+def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[Check], why: str) -> None:
+    """Ten devices that fail one check are one check; nothing seen is not called healthy."""
+    assert judge(found).why == why
+
+
+def test_a_check_counts_once_by_its_worst_result_and_results_are_counted_too() -> None:
+    """The sum over checks is their number; `counts`, which scripts read, stays the number of results."""
+    found = [on("fail", "a.b", "x"), on("fail", "a.b", "y"), on("pass", "a.b", node="m"), on("unknown", "a.c"),
+             on("warn", "a.c", node="m"), on("pass", "a.d")]  # fmt: skip
+    verdict = judge(found)
+    assert verdict.by_check == {"fail": 1, "warn": 1, "unknown": 0, "info": 0, "pass": 1}
+    assert verdict.counts == {"fail": 2, "warn": 1, "unknown": 1, "info": 0, "pass": 2}
+    assert judge(found[3:5], fail_on="unknown").exit_code == 5  # an unknown stays one, whatever another node says

@@ -117,6 +117,9 @@ def test_counts_agree_with_their_nouns() -> None:
         units.tally({"pass": 120, "fail": 0, "warn": 1, "unknown": 2, "info": 3}) == "1 warning, 2 unknown, 120 passed"
     )
     assert units.rest("fail", {"fail": 1, "warn": 2, "pass": 3}) == "2 warnings, 3 passed"
+    assert units.rest("pass", {"unknown": 1, "pass": 3}, "below") == "1 check unknown, named below; 3 passed"
+    assert units.rest("pass", {"unknown": 2, "pass": 0}) == "2 checks unknown"
+    assert units.rest("pass", {"unknown": 0, "pass": 3}, "below") == "3 passed"
     assert units.bits(5e10) == "400 Gb/s"
     assert units.bits(4.5e11) == "3.6 Tb/s"
     assert units.need("shm_bytes", "2147483648") == "2.0 GiB of shared memory (/dev/shm)"

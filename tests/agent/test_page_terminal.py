@@ -59,7 +59,7 @@ def test_ten_times_the_same_is_said_once() -> None:
     terminal.findings(out, view.checks)
     text = text_of(out)
     assert text.count("pci.nic.no_rdma") == 1
-    assert "(x 10)" in text
+    assert "pci.nic.no_rdma on 10 devices" in text
     assert "and 2 more" in text
     assert text.count("→ Load the driver") == 1
     assert text.index("FAIL") < text.index("warn")
@@ -75,6 +75,68 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     terminal.findings(out, made)
     assert all(word in text_of(out) for word in ("x: one", "y: two", "three", "mend", "replace"))
     assert [group.size for group in grouped(made)] == [2, 1]
+
+
+def test_two_readings_of_one_hot_gpu_are_one_finding() -> None:
+    """One entry per device and trouble, every code, reading and proof in it; the checks behind it stay as they are."""
+    view, out = view_of("sick-h100-thermal"), console()
+    terminal.findings(out, view.checks)
+    text = text_of(out)
+    assert text.count("! warn") == 2
+    hot = text[text.index("gpu.thermal.hot, gpu.thermal.throttling on GPU6") :]
+    for words in ("too hot", "88 C", "held down at 1050 MHz", "nvmlDeviceGetTemperature = 88", "hw_slowdown"):
+        assert words in hot, words
+    assert hot.count("→") == 1  # the second remedy says the first, and more
+    groups = [group for group in grouped(view.checks) if group.status == "warn"]
+    assert [(group.subjects, group.trouble) for group in groups] == [
+        (("GPU7",), "short of power"), (("GPU6",), "too hot"),
+    ]  # fmt: skip
+    assert sorted(check.id for group in groups for check in group.checks) == sorted(
+        check.id for check in view.checks if check.status == "warn"
+    )
+
+
+def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itself() -> None:
+    """A rack whose fans stopped is one thing to read; a GPU with one reading only is that finding."""
+
+    def hot(node: str, gpu: str, *codes: str) -> list[Check]:
+        return [
+            Check(id=code, status="warn", node=node, subject=gpu, message=f"{code} of {gpu}", remedy="fans")
+            for code in codes
+        ]
+
+    both = ("gpu.thermal.hot", "gpu.thermal.throttling")
+    found = grouped([*hot("a", "GPU0", *both), *hot("b", "GPU0", *both), *hot("b", "GPU1", both[0])])
+    assert [(group.codes, group.size, group.trouble, group.places) for group in found] == [
+        (both, 4, "too hot", "on 2 nodes"),
+        (both[:1], 1, "", ""),
+    ]
+    assert [(check.node, check.id) for check in found[0].checks] == [(n, code) for n in ("a", "b") for code in both]
+
+
+def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
+    """A healthy machine is told to be healthy as far as seen, and which checks that leaves open."""
+    view, out = view_of("hgx-h100-8xH100-8hca"), console()
+    terminal.findings(out, view.checks)
+    terminal.verdict(out, view.verdict, 1.0)
+    text = " ".join(text_of(out).split())
+    assert view.verdict.word == "pass"
+    unknown = {check.id for check in view.checks if check.status == "unknown"}
+    assert unknown and all(code in text for code in unknown)
+    assert f"✓ pass healthy as far as seen; {len(unknown)} checks unknown, named above; " in text
+    assert "not a pass" not in text
+
+
+def test_the_answer_comes_before_the_environment() -> None:
+    """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
+    view = view_of("hgx-h100-8xH100-8hca")
+    for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
+        out = console()
+        terminal.recommendation(out, advise.for_view(view, advise.Request(model=model)), explain=True)
+        text = text_of(out)
+        places = [text.index(word) for word in order]
+        assert places == sorted(places)
+        assert ("Layout for" in text) == (model is not None)
 
 
 def test_a_pipe_gets_the_matrix_that_other_tools_read() -> None:
