@@ -7,13 +7,16 @@ weakest node together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import TypeVar
 
 from topology.expect import for_cluster, gigabytes, node_plan, usable_rate
-from topology.graph import ClusterTopology, NicNode, NodeTopology
+from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
 
 T = TypeVar("T")
+_OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
 _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma"), ("ethernet", "tcp"))
 
 
@@ -22,12 +25,13 @@ def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopolog
     nodes = tuple(nodes)
     if len(nodes) < 2:
         return ClusterTopology(nodes=nodes)
-    warnings = list(_asymmetries(nodes))
-    transport = _transport(nodes, warnings)
-    value, steps = _between(nodes, transport)
+    models = _models(nodes)
+    warnings = list(_asymmetries(nodes, models))
+    transport = _transport(nodes, models, warnings)
+    value, steps = _between(nodes, models, transport)
     if value is None:
         warnings.append(steps[-1])
-    plan, plan_steps = _cluster_plan(nodes, value, steps)
+    plan, plan_steps = _cluster_plan(nodes, models, value, steps)
     return ClusterTopology(
         nodes=nodes,
         inter_node_bytes_per_second=value,
@@ -42,12 +46,13 @@ def _kinds(node: NodeTopology) -> list[str]:
     return [transport for kind, transport in _TRANSPORTS if kind in kinds]
 
 
-def _transport(nodes: tuple[NodeTopology, ...], warnings: list[str]) -> str | None:
+def _transport(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], warnings: list[str]) -> str | None:
     """The best network that every node has."""
-    domains = {gpu.nvlink_domain for node in nodes for gpu in node.gpus}
-    if len(domains) == 1 and None not in domains and all(node.gpus for node in nodes):
+    distinct = {id(model): model for model in models}.values()
+    domains = {gpu.nvlink_domain for model in distinct for gpu in model.gpus}
+    if len(domains) == 1 and None not in domains and all(model.gpus for model in distinct):
         return "nvlink"
-    offers = [_kinds(node) for node in nodes]
+    offers = _each(models, _kinds)
     common = [kind for kind in offers[0] if all(kind in other for other in offers)]
     best = {offer[0] for offer in offers if offer}
     if len(best) > 1 or not all(offers):
@@ -70,21 +75,22 @@ def _nics_of(node: NodeTopology, transport: str | None) -> tuple[NicNode, ...]:
     return tuple(nic for nic in offered if nic.name in near) or offered
 
 
-def _between(nodes: tuple[NodeTopology, ...], transport: str | None) -> tuple[float | None, tuple[str, ...]]:
+def _between(
+    nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], transport: str | None
+) -> tuple[float | None, tuple[str, ...]]:
     if transport == "nvlink":
-        plans = [node_plan(node) for node in nodes]
-        values = [value for value, _ in plans if value is not None]
+        plans = _each(models, lambda node: node_plan(node)[0])
+        values = [value for value in plans if value is not None]
         if len(values) < len(nodes):
             return None, ("the nodes share an NVLink domain, but the speed of its links is not known",)
         return min(values), (f"one NVLink domain holds every GPU: {gigabytes(min(values))} per GPU",)
     if transport is None:
         return None, ("no network that every node has is known: bandwidth between nodes is unknown",)
     sums: dict[str, float] = {}
-    for node in nodes:
-        rates = [usable_rate(nic) for nic in _nics_of(node, transport)]
-        if not rates or None in rates:
+    for node, rate in zip(nodes, _each(models, lambda node: _rate_of(node, transport)), strict=True):
+        if rate is None:
             return None, (f"{node.hostname}: the rate of its {transport} NICs is not known",)
-        sums[node.hostname] = sum(rate for rate in rates if rate is not None)
+        sums[node.hostname] = rate
     weakest = min(sums, key=lambda name: sums[name])
     return sums[weakest], (
         f"{weakest} has the weakest network: its active {transport} NICs, nearest to GPUs where that is known, "
@@ -92,15 +98,20 @@ def _between(nodes: tuple[NodeTopology, ...], transport: str | None) -> tuple[fl
     )
 
 
+def _rate_of(node: NodeTopology, transport: str) -> float | None:
+    rates = [usable_rate(nic) for nic in _nics_of(node, transport)]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
+
 def _cluster_plan(
-    nodes: tuple[NodeTopology, ...], between: float | None, steps: tuple[str, ...]
+    nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], between: float | None, steps: tuple[str, ...]
 ) -> tuple[float | None, tuple[str, ...]]:
     """A flat ring over all GPUs: the weaker of what is inside a node and what is between nodes."""
     if between is None:
         return None, steps
-    several = [node for node in nodes if len(node.gpus) > 1]
-    plans = _each(several, lambda node: node_plan(node)[0])
-    inside = [(node.hostname, value) for node, value in zip(several, plans, strict=True)]
+    plans = _each(models, lambda node: node_plan(node)[0])
+    inside = [(node.hostname, value) for node, value in zip(nodes, plans, strict=True) if len(node.gpus) > 1]
     unknown = [name for name, value in inside if value is None]
     if unknown:
         return None, (*steps, f"no plan: what the GPUs of {unknown[0]} carry among themselves is not known")
@@ -115,11 +126,11 @@ def _cluster_plan(
     )
 
 
-def _asymmetries(nodes: tuple[NodeTopology, ...]) -> list[str]:
+def _asymmetries(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]) -> list[str]:
     """Every trait in which a node differs from most of the others."""
     found = []
     for what, trait in _TRAITS:
-        values = _each(nodes, trait)
+        values = _each(models, trait)
         common, count = Counter(values).most_common(1)[0]
         if count == len(nodes):
             continue
@@ -132,17 +143,27 @@ def _asymmetries(nodes: tuple[NodeTopology, ...]) -> list[str]:
     return found
 
 
-def _each(nodes: Sequence[NodeTopology], trait: Callable[[NodeTopology], T]) -> list[T]:
-    """`trait` of every node, worked out once for nodes made of the same parts: thousands are a handful of graphs."""
-    known: dict[tuple[int, ...], T] = {}
-    values = []
-    for node in nodes:  # which keeps the parts alive, so that an id stays theirs
-        parts = (id(node.gpus), id(node.pairs), id(node.nics), id(node.nearest_nic), id(node.islands),
-                 node.nvlink_known)  # fmt: skip
-        if parts not in known:
-            known[parts] = trait(node)
-        values.append(known[parts])
-    return values
+def _models(nodes: Sequence[NodeTopology]) -> list[NodeTopology]:
+    """For every node the first that is made alike: of thousands of nodes a handful."""
+    by_id: dict[tuple[int, ...], NodeTopology] = {}  # the nodes keep their parts alive, so that an id stays theirs
+    by_content: dict[Hashable, NodeTopology] = {}
+    models = []
+    for node in nodes:
+        parts = (node.gpus, node.pairs, node.nics, node.nearest_nic, node.islands, node.rails, node.nvlink_known)
+        known = tuple(map(id, parts))
+        model = by_id.get(known)
+        if model is None:
+            # No two GPUs have the same UUID, and nothing here follows from it.
+            model = by_id[known] = by_content.setdefault((tuple(map(_OF_GPU, node.gpus)), *parts[1:]), node)
+        models.append(model)
+    return models
+
+
+def _each(models: Sequence[NodeTopology], trait: Callable[[NodeTopology], T]) -> list[T]:
+    """`trait` of every node, worked out once for each model."""
+    known = {id(model): model for model in models}
+    values = {number: trait(model) for number, model in known.items()}
+    return [values[id(model)] for model in models]
 
 
 def _spread(values: list[str]) -> str:
@@ -152,7 +173,7 @@ def _spread(values: list[str]) -> str:
 _TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
     ("GPUs", lambda node: _spread([gpu.model or "GPU" for gpu in node.gpus])),
     ("usable GPUs", lambda node: str(sum(gpu.usable for gpu in node.gpus))),
-    ("GPU links", lambda node: _spread([pair.label for pair in node.pairs if _gpu_pair(node, pair.a, pair.b)])),
+    ("GPU links", lambda node: _spread(_gpu_links(node))),
     ("active NICs", lambda node: _spread([nic.kind for nic in node.nics if nic.active is not False])),
     ("NIC rates", lambda node: _spread([gigabytes(usable_rate(nic)) for nic in node.nics if nic.active is not False])),
     ("link layers", lambda node: _spread(sorted({nic.link_layer or "unknown" for nic in node.nics}))),
@@ -160,6 +181,6 @@ _TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
 )
 
 
-def _gpu_pair(node: NodeTopology, a: str, b: str) -> bool:
+def _gpu_links(node: NodeTopology) -> list[str]:
     names = {gpu.name for gpu in node.gpus}
-    return a in names and b in names
+    return [pair.label for pair in node.pairs if pair.a in names and pair.b in names]
