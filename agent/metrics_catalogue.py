@@ -121,6 +121,7 @@ OWN: tuple[Family, ...] = (
     _agent("checks", "Checks of the last scan by their outcome.", "status"),
     _agent("gate_status", "1 for the status the gate is in: pass, warn, unknown, fail.", "status"),
     # --- the cluster: of an agent that publishes, and of one that was asked for the cluster; as of the last scan
+    _agent("publish_interval_seconds", "How often this node's record is written though nothing changed."),
     _agent("publish_attempts_total", "Attempts to write this node's record into the cluster.", kind="counter"),
     _agent("publish_failures_total", "Attempts that failed.", "reason", kind="counter"),
     _agent("publish_success_timestamp_seconds", "Unix time of the last write that succeeded."),

@@ -45,7 +45,7 @@ class Publisher:
         self._exists = False
         self._nfd_again = 0.0
         self.writes = 0
-        self.tally = PublishTally()
+        self.tally = PublishTally(interval_seconds=interval_seconds)
         self.error: str | None = None
 
     def start(self) -> None:

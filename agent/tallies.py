@@ -25,6 +25,7 @@ def reason_of(status: int) -> str:
 class PublishTally:
     """Of one publisher; written by its thread alone."""
 
+    interval_seconds: float  # a record is written this often though nothing changed
     attempts: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # by reason
     succeeded_at_seconds: float | None = None  # Unix time
@@ -50,6 +51,7 @@ class WatchTally:
 def samples(publish: PublishTally | None, watch: WatchTally) -> Iterator[tuple[str, Samples]]:
     """Pairs of family name and its samples, as of now. An agent that does neither exports neither."""
     if publish is not None:
+        yield "publish_interval_seconds", [((), publish.interval_seconds)]
         yield "publish_attempts_total", [((), float(publish.attempts))]
         yield (
             "publish_failures_total",

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from alert_rules import Alert, on_finding, series
 
+from agent.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
+
 RATIO = "topoflight_gdrdma_channels_ratio"
 LARGE = 'size_bytes=~"[0-9]{10,}"'  # ten digits: 1 GiB and more, what docs/busbw.md's published results speak of
+PUBLISHED = "topoflight_publish_success_timestamp_seconds"
+INTERVAL = "topoflight_publish_interval_seconds"
+ATTEMPTS = "topoflight_publish_attempts_total"
 MONTH_SECONDS = 30 * 86400  # the operator's choice: about as often as drivers and firmware change
 
 ALERTS: tuple[Alert, ...] = (
@@ -280,6 +285,31 @@ ALERTS: tuple[Alert, ...] = (
         firing={series("up"): "0x120"},
         quiet={series("up"): "1x120"},
         says="Nothing is known about node-a:9402: its agent does not answer.",
+    ),
+    Alert(
+        name="TopoflightRecordTooOld",
+        expr=f"time() - {PUBLISHED} > clamp_min({SILENT_INTERVALS} * {INTERVAL}, {LEAST_SILENT_SECONDS:.0f})",
+        severity="warning",
+        summary="A node's record in the cluster is no longer renewed.",
+        description="The agent of {{ $labels.instance }} wrote its node's record {{ $value | humanizeDuration }} ago: "
+        "others call the node silent, and the gate over nodes fails there.",
+        firing={series(PUBLISHED): "0x120", series(INTERVAL): "300x120"},
+        after=16,
+        quiet={series(PUBLISHED): "0x120", series(INTERVAL): "3600x120"},
+        says="The agent of node-a:9402 wrote its node's record 21m 0s ago: others call the node silent, and the gate "
+        "over nodes fails there.",
+    ),
+    Alert(
+        name="TopoflightRecordNeverWritten",
+        expr=f"{ATTEMPTS} > 0 unless on (job, instance) {PUBLISHED}",
+        severity="warning",
+        summary="An agent cannot write its node's record into the cluster.",
+        description="The agent of {{ $labels.instance }} has tried {{ $value }} times to write its node's record, and "
+        "never could.",
+        hold="15m",  # three writes of the default interval
+        firing={series(ATTEMPTS): "4x120"},
+        quiet={series(ATTEMPTS): "4x120", series(PUBLISHED): "0x120"},
+        says="The agent of node-a:9402 has tried 4 times to write its node's record, and never could.",
     ),
     Alert(
         name="TopoflightFlightFarFromForecast",

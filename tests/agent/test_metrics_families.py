@@ -161,7 +161,7 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
 
 def test_whole_catalogue_can_appear(full: View) -> None:
     """No family is dead: with a benchmark, a flight and a cluster one machine shows all of the agent's own."""
-    publish, watch = PublishTally(), WatchTally(lists=1, heard_at_seconds=1.0)
+    publish, watch = PublishTally(interval_seconds=300.0), WatchTally(lists=1, heard_at_seconds=1.0)
     publish.failed(403)
     publish.succeeded()
     watch.restarts["expired"] += 1

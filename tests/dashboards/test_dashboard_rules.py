@@ -151,6 +151,7 @@ def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
         "topoflight_transport_info": "for alerts and joins",
         **dict.fromkeys(
             (
+                "topoflight_publish_interval_seconds",
                 "topoflight_publish_attempts_total",
                 "topoflight_publish_failures_total",
                 "topoflight_publish_success_timestamp_seconds",

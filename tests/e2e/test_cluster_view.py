@@ -419,7 +419,8 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
         Client(client_of(api).access, tries=1), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
     )
     http = TestClient(create(state, cluster=cluster, publisher=publisher))
-    assert exported(http, state) == {"publish_attempts_total": 0.0}, "no watch before the first question"
+    begun = {"publish_interval_seconds": 300.0, "publish_attempts_total": 0.0}
+    assert exported(http, state) == begun, "no watch before the first question"
     api.faults = [(403, {}), (503, {}), (403, {})]
     publisher.start()
     eventually(lambda: publisher.writes == 1, "written after all")
@@ -430,7 +431,7 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
     began = time.time() - 60
     assert found.pop("publish_success_timestamp_seconds") > began and found.pop("watch_heard_timestamp_seconds") > began
     assert found == {
-        "publish_attempts_total": 4.0, 'publish_failures_total{reason="forbidden"}': 2.0,
+        "publish_interval_seconds": 300.0, "publish_attempts_total": 4.0, 'publish_failures_total{reason="forbidden"}': 2.0,
         'publish_failures_total{reason="server"}': 1.0, "watch_lists_total": 2.0,
         'watch_restarts_total{reason="expired"}': 1.0,
     }  # fmt: skip
