@@ -6,17 +6,18 @@ Specification: NCCL src/os/linux.cc (interfaces), src/transport/net_ib/init.cc (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from planner.lint_finding import finding
+from planner.lint_names import NameList
+from planner.lint_roce import ROCE_CODES, check_roce
 from planner.lint_values import strtoll
 from planner.nccl_env_gpus import p2p_level_effect
 from planner.nccl_env_situation import NodeView, PortView
-from planner.nccl_names import Version, version_text
+from planner.nccl_names import Version
 from probes.api import Finding, Severity
 
 MACHINE_CODES = (
-    "env.gid.absent",
+    *ROCE_CODES,
     "env.gloo.interface",
     "env.hca.absent",
     "env.hca.down",
@@ -34,41 +35,6 @@ MACHINE_CODES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameList:
-    """NCCL_IB_HCA or NCCL_SOCKET_IFNAME as NCCL parses it."""
-
-    negated: bool
-    exact: bool
-    entries: tuple[tuple[str, int | None], ...]  # (name, port)
-
-    @classmethod
-    def parse(cls, text: str) -> NameList:
-        """`^` first, then `=`, then names with an optional port."""
-        negated = text.startswith("^")
-        text = text.removeprefix("^")
-        exact = text.startswith("=")
-        entries = []
-        for entry in text.removeprefix("=").split(","):
-            name, _, rest = entry.partition(":")
-            port = rest.split(":")[0]
-            if name:
-                entries.append((name, int(port) if port.isdecimal() else None))
-        return cls(negated=negated, exact=exact, entries=tuple(entries))
-
-    def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:
-        """Whether one entry matches a name."""
-        wanted, wanted_port = entry
-        same = name == wanted if self.exact else name.startswith(wanted)
-        return same and (port is None or wanted_port is None or wanted_port == port)
-
-    def takes(self, name: str, port: int | None = None) -> bool:
-        """Whether NCCL would use the name."""
-        if not self.entries:
-            return not self.negated
-        return any(self.hits(entry, name, port) for entry in self.entries) != self.negated
-
-
 def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
     """Every contradiction between the environment and the machine it is for."""
     yield from _interfaces(environment, node)
@@ -76,7 +42,7 @@ def check_machine(environment: Mapping[str, str], node: NodeView, version: Versi
     yield from _hcas(environment, node)
     yield from _fabric(environment, node)
     yield from _peers(environment, node)
-    yield from _gids(environment, node, version)
+    yield from check_roce(environment, node, version)
 
 
 def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -264,33 +230,6 @@ def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         yield _finding(
             "env.p2p.level", Severity.INFO, "NCCL_P2P_LEVEL", level, p2p_level_effect(level, node),
             (f"{len(gpus)} GPUs",), "Unset NCCL_P2P_LEVEL.",
-        )  # fmt: skip
-
-
-def _gids(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
-    name = "NCCL_IB_GID_INDEX"
-    value = environment.get(name, "")
-    index, whole = strtoll(value)
-    if not whole or index < 0:
-        return
-    hcas = environment.get("NCCL_IB_HCA")
-    wanted = NameList.parse(hcas) if hcas else None
-    for view in node.taken_ports():
-        if view.port.link_layer != "Ethernet" or not view.port.gids_known:
-            continue
-        if wanted is not None and not wanted.takes(view.device.name, view.port.port):
-            continue
-        gid = next((gid for gid in view.port.gids if gid.index == index), None)
-        if gid is not None and gid.type != "IB/RoCE v1":
-            continue
-        what = "is RoCE v1, which no router passes on" if gid else "is empty: connections fail with 'Invalid argument'"
-        used = ", ".join(f"{each.index}: {each.type}" for each in view.port.gids) or "none"
-        since = (
-            f" NCCL {version_text(version)} finds the right one by itself." if version and version >= (2, 21) else ""
-        )
-        yield _finding(
-            "env.gid.absent", Severity.FAIL if gid is None else Severity.WARN, name, value,
-            f"entry {index} of {view.name} {what}.{since}", (f"{view.name} GIDs: {used}",), f"Unset {name}.",
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/connect.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from planner.advice import Note, Reason, Setting
 from planner.nccl_env_hcas import choose_ports
@@ -77,11 +77,22 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
         return None
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
+    told = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
     if len(classes) == 1:
         evidence = _say(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
         rule = "The ports are configured for one traffic class; NCCL unasked marks its packets 0, best effort"
+        priority = next(iter(classes)) >> 5  # DSCP >> 3
+        if lossless and priority not in lossless:
+            rule += (
+                f". By default it is priority {priority}, and flow control protects {_numbers(lossless)}: "
+                "check ports and switches"
+            )
+            evidence += "; " + _say(roce, _protected)
         reason = Reason(rule=rule, evidence=evidence, source=_ENV_RST)
         return Setting(name=topic, value=str(classes.pop()), reason=reason)
+    if len(told) > 1 and not classes:
+        text = "Flow control protects other priorities on one port than on the next: agree on one, then set NCCL_IB_TC."
+        return Note(topic=topic, text=text, evidence=_say(roce, _protected))
     if len(lossless) == 1 and not classes:
         return _class_of_priority(topic, lossless.pop(), roce)
     if classes or lossless:
@@ -104,9 +115,20 @@ def _class_of_priority(topic: str, priority: int, roce: Sequence[tuple[str, Port
         f"PFC protects priority {priority} only; NCCL unasked sends as class 0 and would be dropped under load. "
         f"DSCP {dscp} lies in that priority under the default mapping: check it against the switches"
     )
-    evidence = _say(roce, lambda view: f"{view.name} flow control on priority {priority}")
+    evidence = _say(roce, _protected)
     source = f"{_ENV_RST}; NVIDIA RoCE configuration (DSCP 26, priority 3)"
     return Setting(name=topic, value=str(dscp << 2 | 2), reason=Reason(rule=rule, evidence=evidence, source=source))
+
+
+def _protected(view: PortView) -> str:
+    priorities = view.port.pfc_priorities
+    if priorities is None:
+        return f"{view.name} does not tell its flow control"
+    return f"{view.name} flow control on {f'priority {_numbers(priorities)}' if priorities else 'no priority'}"
+
+
+def _numbers(priorities: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(priorities)))
 
 
 def _roce(case: Situation) -> list[tuple[str, PortView]]:

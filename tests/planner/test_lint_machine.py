@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from nccl_env_hosts import host, interface, port, v2_gid
 
 from planner.lint import CODES, lint
-from planner.lint_machine import NameList
+from planner.lint_names import NameList
 from probes.api import Finding, Severity, Snapshot
 from probes.rdma import Gid
 
@@ -168,6 +170,34 @@ def test_gid_index_against_the_table() -> None:
     }
     assert by_index["0"].severity is Severity.WARN
     assert by_index["7"].severity is Severity.FAIL
+
+
+@pytest.mark.parametrize(
+    ("environment", "facts", "told"),
+    [
+        ({"NCCL_IB_TC": "106"}, {"pfc_priorities": (3,)}, False),
+        ({"NCCL_IB_TC": "104"}, {"pfc_priorities": (3,)}, False),  # DSCP 26 too: the lower bits are ECN
+        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": (3,)}, True),
+        ({"NCCL_IB_TC": "0x6a"}, {"pfc_priorities": (5,)}, True),
+        ({"NCCL_IB_SL": "3"}, {"pfc_priorities": (3,)}, False),
+        ({"NCCL_IB_SL": "5"}, {"pfc_priorities": (3,)}, True),
+        ({"NCCL_IB_SL": "3", "NCCL_IB_TC": "160"}, {"pfc_priorities": (3,)}, False),  # by tag it is protected
+        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": (3,), "traffic_class": 106}, False),
+        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": ()}, False),  # lossy by design
+        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": None}, False),  # not told: unknown, not wrong
+        ({"NCCL_IB_TC": "160", "NCCL_IB_HCA": "mlx5_7"}, {"pfc_priorities": (3,)}, False),
+        ({}, {"pfc_priorities": (3,)}, False),
+    ],
+)
+def test_a_class_that_flow_control_does_not_protect(
+    environment: dict[str, str], facts: dict[str, Any], told: bool
+) -> None:
+    """Only where the ports say what they protect, and neither way of marking lands there."""
+    machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v2_gid(3)], **facts)])
+    hits = [finding for finding in found(environment, machine) if finding.code == "env.class.unprotected"]
+    assert [finding.severity for finding in hits] == [Severity.WARN] * told
+    if hits:
+        assert any("mlx5_0" in line and "PFC on" in line for line in hits[0].evidence)
 
 
 def test_gloo_takes_exact_names_only() -> None:

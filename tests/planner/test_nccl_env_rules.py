@@ -156,6 +156,25 @@ def test_traffic_class_follows_the_lossless_priority(facts: dict[str, Any], expe
     assert values(advise(roce)).get("NCCL_IB_TC") == expected
 
 
+def test_a_class_without_protection_is_named_as_one() -> None:
+    """The ports' own class is taken, with what does not fit it."""
+    one = next(s for s in advise(host(rdma=[port("mlx5_0", **ROCE, traffic_class=106, pfc_priorities=(5,))])).settings
+               if s.name == "NCCL_IB_TC")  # fmt: skip
+    assert one.value == "106"
+    assert "priority 3, and flow control protects 5" in one.reason.rule
+    assert "mlx5_0:1 flow control on priority 5" in one.reason.evidence
+
+
+def test_ports_that_protect_different_priorities_get_no_class() -> None:
+    """Also where one of them protects none; one that does not tell decides nothing."""
+    for other, expected in (((), None), ((5,), None), (None, "106"), ((3,), "106")):
+        ports = [port(f"mlx5_{n}", netdev=f"rail{n}", **ROCE, pfc_priorities=p) for n, p in enumerate(((3,), other))]
+        advice = advise(host(rdma=ports))
+        assert values(advice).get("NCCL_IB_TC") == expected, other
+        if expected is None:
+            assert "agree on one" in note(advice, "NCCL_IB_TC")
+
+
 def test_rails_in_subnets_of_their_own_are_not_crossed() -> None:
     """Crossing rails would need routing between the subnets."""
     apart = [port(f"mlx5_{i}", netdev=f"rail{i}", **ROCE) for i in range(2)]
