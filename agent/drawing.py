@@ -221,7 +221,7 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
             kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
             end = middle if shared else x
             lines.append(_line(x, y, end, kind, device))
-            boxes.append(_box(device, x, y))
+            boxes += [_box(device, x, y), _link(device, x, y)]
     if shared:
         words = {known.label(a.name, b.name) for a in nics for b in gpus}
         name = "switches" if words == {"PXB"} else "switch"
@@ -235,15 +235,20 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
 def _line(x: float, y: float, end: float, kind: str, device: Device) -> str:
     start, stop = (y + HIGH, BUS_Y) if y < BUS_Y else (y, BUS_Y + BUS_HIGH)
     bend = (start + stop) / 2
-    drawn = (
+    return (
         f'<g><title>{escape(device.name)}: {escape(_speed(device))}</title><path class="l-{kind}" '
         f'd="M{x:.1f} {start:.1f}C{x:.1f} {bend:.1f} {end:.1f} {bend:.1f} {end:.1f} {stop:.1f}"/></g>'
     )
-    if device.link and (device.kind == "gpu" or device.running):
-        place, slow = (GPU_Y - 8 if device.kind == "gpu" else y + HIGH + 12), device.running is not None
-        words = f"! {device.link}" if slow else device.link
-        drawn += _text(x + 5, place, words, "d-tiny d-warn" if slow else "d-tiny", anchor="start")
-    return drawn
+
+
+def _link(device: Device, x: float, y: float) -> str:
+    """The PCIe link beside its line: of every GPU, of a NIC where it runs below its slot."""
+    slow = device.running is not None
+    if device.link is None or not (device.kind == "gpu" or slow):
+        return ""
+    place = GPU_Y - 8 if device.kind == "gpu" else y + HIGH + 12
+    words, kind = (f"! {device.link}", "d-tiny d-warn") if slow else (device.link, "d-tiny")
+    return _text(x + 5, place, words, kind, anchor="start")
 
 
 def _speed(device: Device) -> str:

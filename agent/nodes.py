@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from agent import units
 from agent.gate import Check, judge, worst_first
 from agent.version import VERSION
 from agent.view import View
@@ -49,7 +50,7 @@ class NodeRecord:
     interval_seconds: float = 300.0  # between two writes at most
     gpus: int | None = None
     product: str | None = None
-    links: str | None = None  # "NV18 x 28"
+    links: str | None = None  # classes of GPU pairs: "NV18 (28 pairs)"
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8.0 MiB"
@@ -95,7 +96,7 @@ def _record(
 def _links(node: NodeTopology) -> str | None:
     gpus = {gpu.name for gpu in node.gpus}
     labels = Counter(pair.label for pair in node.pairs if pair.a in gpus and pair.b in gpus)
-    text = ", ".join(f"{label} x {count}" for label, count in labels.most_common())
+    text = ", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels.most_common())
     return text[:64] or None
 
 

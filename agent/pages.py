@@ -32,6 +32,7 @@ from planner.advice import RankedLayout, Recommendation
 from planner.env_render import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok
 from topology.labels import level, nvlinks
+from topology.matrix import columns
 
 if TYPE_CHECKING:
     from agent.nodes import Fleet
@@ -62,6 +63,7 @@ def _environment(*, html: bool) -> Environment:
         picture=drawing.picture,
         grouped=grouped,
         reasons=reasons,
+        columns=columns,
         about=told,
         glance=glance,
         charts=charts,

@@ -35,9 +35,7 @@ def inline(text: str) -> Markup:
 
 
 def headline(group: Group) -> Markup:
-    """What is wrong and with what: "GPU5: the driver cannot reach this GPU"; "GPU6: too hot"."""
-    if group.trouble:
-        return told(group.subjects[0], group.trouble) if len(group.subjects) == 1 else inline(sentence(group.trouble))
+    """What is wrong and with what: "GPU5: the driver cannot reach this GPU"."""
     message = group.message if group.alike else group.message.split(";")[0]
     first = group.checks[0].subject
     if first and (len(group.subjects) == 1 or not group.alike):

@@ -106,6 +106,54 @@ def test_names_of_a_host_stay_text() -> None:
     assert "<script" not in drawn
 
 
+@pytest.mark.parametrize("name", ["sick-h100-rdma-off", "sick-h100-thermal", "hgx-h100-8xH100-8hca", "sick-l40s-x4"])
+def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
+    """One failed check on ten devices, two readings of one GPU in one box; no gap between words."""
+    view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
+    html = pages.node_page(view, None, "", digest="", trouble=None)
+    (banner,) = re.findall(r'<p class="verdict.*?</p>', html)
+    words = re.sub(r"<[^>]+>", "", banner)
+    assert "  " not in words
+    assert (
+        words
+        == {
+            "sick-h100-rdma-off": "✗ FAIL 1 check failed, on 10 devices; 1 warning, 22 unknown, 108 passed",
+            "sick-h100-thermal": "! warn 4 warnings; 3 unknown, 125 passed",
+            "hgx-h100-8xH100-8hca": "✓ pass healthy as far as seen; 3 checks unknown, named below; 129 passed",
+            "sick-l40s-x4": "✗ FAIL 1 check failed; 1 warning, 4 unknown, 125 passed",
+        }[name]
+    )
+    assert "not a pass" not in html
+    opened = re.search(r'<details id="unknowns"( open)?>', html)
+    assert opened and bool(opened[1]) == (view.verdict.word == "pass")  # "named below" is to be seen without a click
+    boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
+    if name == "sick-h100-thermal":
+        assert len(boxes) == 2
+        for words in ("GPU6", "88 C", "held down at 1050 MHz", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
+            assert words in boxes[1], words
+
+
+def test_the_legend_stands_before_what_it_explains() -> None:
+    """Seen with the drawing, and before the matrix, on the page and in the report."""
+    view = look((scan(load(MACHINES[0].with_name("hgx-h100-8xH100-8hca.json"))),))
+    html = pages.node_page(view, None, "", digest="", trouble=None)
+    section = html[html.index('aria-labelledby="topology"') :]
+    places = [section.index(word) for word in ('class="legend"', "<svg class=", 'class="matrix')]
+    assert places == sorted(places)
+
+
+def test_a_large_matrix_has_short_columns_and_no_name_is_lost() -> None:
+    """More than a dozen devices: NIC numbers as nvidia-smi has them, each row names its device; few keep theirs."""
+    for name, dense in (("hgx-h100-8xH100-8hca", True), ("r760xa-2xA40-bf3", False)):
+        view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
+        html = pages.node_page(view, None, "", digest="", trouble=None)
+        head = re.search(r'<table class="matrix.*?</thead>', html, re.DOTALL)
+        assert head
+        assert (">NIC1<" in head[0]) == dense
+        assert (">mlx5_1<" in head[0]) != dense
+        assert all(nic.name in html[head.end() :] for nic in view.topologies[0].nics)
+
+
 def test_stacked_parts_have_their_share_of_the_scale() -> None:
     """Four seconds on a scale of eight: half the bar; the limit's mark stands where it is."""
     names = charts.names_of([PARTS])

@@ -33,6 +33,8 @@ from collectives.wire import result_from_json, result_to_json
 from probes.api import Snapshot
 from probes.recording import load
 from probes.scan import scan
+from topology.graph import NodeTopology
+from topology.text import parse
 
 pytestmark = pytest.mark.browser
 
@@ -121,6 +123,56 @@ def test_narrow_screens_scroll_one_way_only(chromium: Browser, machines: dict[st
         for door in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
             tab.go(machines[name] + door)
             assert tab.run("document.scrollingElement.scrollWidth") <= 360, door
+
+
+def large() -> NodeTopology:
+    """8 GPUs and 16 NICs, two behind each GPU's switch, as a p5en.48xlarge has them."""
+    names = [f"GPU{n}" for n in range(8)] + [f"NIC{n}" for n in range(16)]
+    switch = {name: int(name[3:]) // (2 if name.startswith("NIC") else 1) for name in names}
+
+    def label(a: str, b: str) -> str:
+        if a == b:
+            return " X "
+        if a.startswith("GPU") and b.startswith("GPU"):
+            return "NV18"
+        return "PIX" if switch[a] == switch[b] else "NODE" if switch[a] // 4 == switch[b] // 4 else "SYS"
+
+    rows = ["\t".join((a, *(label(a, b) for b in names))) for a in names]
+    legend = ["", "NIC Legend:", "", *(f"  NIC{n}: rdmap{79 + n}s0" for n in range(16))]
+    return parse("\n".join(["\t" + "\t".join(names), *rows, *legend]))
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_matrix_of_24_devices_is_seen_to_its_last_column(
+    chromium: Browser, axe: str, tmp_path: Path, width: int
+) -> None:
+    """Wide screens fit it; narrow ones scroll to the end, fade where there is more, and keep the names of the rows."""
+    view = look((scan(load(FOLDER / "aws-p4d-8xA100-4efa.json")),))
+    whole = Report(
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, topologies=(large(),),
+        checks=view.checks, verdict=view.verdict,
+    )  # fmt: skip
+    path = tmp_path / "report.html"
+    path.write_text(report_page(whole), encoding="utf-8")
+    with chromium.tab(width=width, height=SCREEN) as tab:
+        tab.go(path.as_uri())
+        tab.run("window.region = document.querySelector('.matrix').parentElement; 0")
+        wide, seen = tab.run("[region.scrollWidth, region.clientWidth]")
+        assert (wide <= seen) == (width == 1200)
+        fade = "getComputedStyle(region).maskImage"
+        assert (tab.run(fade) != "none") == (width == 400)
+        tab.run("region.scrollLeft = region.scrollWidth; 0")
+        tab.until(f"{fade} === 'none'")
+        edges = tab.run(
+            "[region, region.querySelector('tr').lastElementChild, region.querySelector('tbody th')]"
+            ".map(e => e.getBoundingClientRect()).map(r => [r.left, r.right])"
+        )
+        (left, right), (_, last), (first, _) = edges
+        assert last <= right + 1
+        assert abs(first - left) <= 1
+        assert tab.run("document.scrollingElement.scrollWidth") <= width
+        accessible(tab, axe)
+        clean(tab, path.as_uri())
 
 
 def test_the_what_if_form_by_keyboard(chromium: Browser, axe: str, machines: dict[str, str]) -> None:
