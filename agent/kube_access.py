@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,15 @@ class Access:
 
 def find(context: str | None = None, environment: Mapping[str, str] = os.environ) -> Access:
     """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config."""
-    named = [word for word in environment.get("KUBECONFIG", "").split(os.pathsep) if word]
+    named = [Path(word) for word in environment.get("KUBECONFIG", "").split(os.pathsep) if word]
     if named:
-        return from_kubeconfig(Path(named[0]), context)
+        there = [path for path in named if path.exists()]  # of several, as kubectl does: what is missing is left out
+        return from_kubeconfig(*(there or named[:1]), context=context)
     if (ACCOUNT / "token").exists() and environment.get("KUBERNETES_SERVICE_HOST"):
         return in_cluster(environment)
     home = Path(environment.get("HOME", "/")) / ".kube/config"
     if home.exists():
-        return from_kubeconfig(home, context)
+        return from_kubeconfig(home, context=context)
     raise AccessError("no Kubernetes API server: not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config")
 
 
@@ -71,53 +72,65 @@ def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = ACCO
     )
 
 
-def from_kubeconfig(path: Path, context: str | None = None) -> Access:
-    """From a kubeconfig: certificate, token, token file or credential plugin of its current or named context."""
+def from_kubeconfig(*paths: Path, context: str | None = None) -> Access:
+    """From kubeconfigs: certificate, token, token file or credential plugin of the current or the named context.
+
+    Several files are merged as kubectl does: the first that has an entry of a name, or a current context, wins.
+    """
+    files = [(path, _mapping(path)) for path in paths]
+    current = next((whole["current-context"] for _, whole in files if whole.get("current-context")), None)
+    _, chosen = _named(files, "context", context or current)
+    place, cluster = _named(files, "cluster", chosen.get("cluster"))
+    home, user = _named(files, "user", chosen.get("user"))
+    server = cluster.get("server")
+    if not isinstance(server, str) or not server.startswith(("https://", "http://")):
+        raise AccessError(f"{place}: server is {server!r}: must begin with https:// or http://")
+    return Access(
+        server=server.rstrip("/"),
+        tls=_tls(place, cluster, home, user) if server.startswith("https://") else None,
+        token=_token(home, user),
+        namespace=chosen.get("namespace") or "default",
+        source=os.pathsep.join(map(str, paths)),
+    )
+
+
+def _mapping(path: Path) -> dict[str, Any]:
     try:
         whole = next(iter(load_all(_read(path), most_aliases=MOST_ALIASES)), None)
     except YamlTextError as error:
         raise AccessError(f"{path}: {error}") from None
     if not isinstance(whole, dict):
         raise AccessError(f"{path}: is no kubeconfig")
-    chosen = _named(path, whole, "context", context or whole.get("current-context"))
-    cluster = _named(path, whole, "cluster", chosen.get("cluster"))
-    user = _named(path, whole, "user", chosen.get("user"))
-    server = cluster.get("server")
-    if not isinstance(server, str) or not server.startswith(("https://", "http://")):
-        raise AccessError(f"{path}: server is {server!r}: must begin with https:// or http://")
-    return Access(
-        server=server.rstrip("/"),
-        tls=_tls(path, cluster, user) if server.startswith("https://") else None,
-        token=_token(path, user),
-        namespace=chosen.get("namespace") or "default",
-        source=str(path),
-    )
+    return whole
 
 
-def _named(path: Path, whole: Mapping[str, Any], kind: str, name: Any) -> dict[str, Any]:
-    listed = whole.get(f"{kind}s")
-    for entry in listed if isinstance(listed, list) else ():
-        if isinstance(entry, dict) and entry.get("name") == name:
-            found = entry.get(kind)
-            return found if isinstance(found, dict) else {}
-    raise AccessError(f"{path}: no {kind} named {name!r}")
+def _named(files: Sequence[tuple[Path, Mapping[str, Any]]], kind: str, name: Any) -> tuple[Path, dict[str, Any]]:
+    """The entry of this name, and its file: paths in it are relative to that one."""
+    for path, whole in files:
+        listed = whole.get(f"{kind}s")
+        for entry in listed if isinstance(listed, list) else ():
+            if isinstance(entry, dict) and entry.get("name") == name:
+                found = entry.get(kind)
+                return path, found if isinstance(found, dict) else {}
+    raise AccessError(f"{os.pathsep.join(str(path) for path, _ in files)}: no {kind} named {name!r}")
 
 
-def _tls(path: Path, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
-    authority = _material(path, cluster, "certificate-authority")
+def _tls(place: Path, cluster: Mapping[str, Any], home: Path, user: Mapping[str, Any]) -> ssl.SSLContext:
+    authority = _material(place, cluster, "certificate-authority")
     try:
         context = ssl.create_default_context(cadata=authority.decode() if authority else None)
         if cluster.get("insecure-skip-tls-verify") is True:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        certificate, key = _material(path, user, "client-certificate"), _material(path, user, "client-key")
+        certificate, key = _material(home, user, "client-certificate"), _material(home, user, "client-key")
         if certificate and key:
             with tempfile.NamedTemporaryFile(prefix="topoflight-") as file:  # OpenSSL reads files only; mode 0600
                 file.write(certificate + b"\n" + key)
                 file.flush()
                 context.load_cert_chain(file.name)
     except (ssl.SSLError, UnicodeDecodeError) as error:
-        raise AccessError(f"{path}: a certificate or key cannot be used: {error}") from None
+        both = os.pathsep.join(dict.fromkeys((str(place), str(home))))
+        raise AccessError(f"{both}: a certificate or key cannot be used: {error}") from None
     return context
 
 
