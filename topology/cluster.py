@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from topology.expect import for_cluster, gigabytes, node_plan, usable_rate
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
+from topology.labels import rank
 
 T = TypeVar("T")
 _OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
@@ -170,14 +171,20 @@ def _spread(values: list[str]) -> str:
     return " + ".join(f"{count} x {value}" for value, count in sorted(Counter(values).items())) or "none"
 
 
+def _classes(labels: list[str], of: str) -> str:
+    """Path classes, nearest first, and how many have each: "PIX for 2 pairs, SYS for 4 pairs"."""
+    counted = sorted(Counter(labels).items(), key=lambda each: (rank(each[0]), each[0]))
+    return ", ".join(f"{label} for {count} {of}{'' if count == 1 else 's'}" for label, count in counted) or "none"
+
+
 _TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
     ("GPUs", lambda node: _spread([gpu.model or "GPU" for gpu in node.gpus])),
     ("usable GPUs", lambda node: str(sum(gpu.usable for gpu in node.gpus))),
-    ("GPU links", lambda node: _spread(_gpu_links(node))),
+    ("GPU links", lambda node: _classes(_gpu_links(node), "pair")),
     ("active NICs", lambda node: _spread([nic.kind for nic in node.nics if nic.active is not False])),
     ("NIC rates", lambda node: _spread([gigabytes(usable_rate(nic)) for nic in node.nics if nic.active is not False])),
     ("link layers", lambda node: _spread(sorted({nic.link_layer or "unknown" for nic in node.nics}))),
-    ("nearest NIC classes", lambda node: _spread([near.label for near in node.nearest_nic])),
+    ("nearest NIC classes", lambda node: _classes([near.label for near in node.nearest_nic], "GPU")),
 )
 
 

@@ -54,6 +54,13 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     assert "source: kubernetes" in html
 
 
+def test_classes_of_gpu_pairs_are_counted_in_words() -> None:
+    """On the page of the cluster, in the resource and in kubectl's column; the first word stays the class."""
+    assert record(NAMES[0]).links == "NV18 (28 pairs)"
+    assert record("l40s-4x-pcie").links == "SYS (4 pairs), PIX (2 pairs)"
+    assert record("titan-rtx-2x-nv2").links == "NV2 (1 pair)"
+
+
 def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
     """Graphs are compared to the last link: memlock and heat do not make another kind."""
     found = fleet.kinds(published(*map(record, NAMES)).records())

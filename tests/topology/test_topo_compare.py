@@ -63,6 +63,15 @@ def test_weakest_node_bounds_the_cluster_and_is_named():
     assert any("active NICs differ" in warning for warning in cluster.warnings)
 
 
+def test_classes_of_unlike_nodes_are_counted_in_words():
+    """Nearest class first, each with the pairs or GPUs that have it."""
+    warnings = join([topology(HGX), topology("l40s-4x-pcie"), topology("sick-l40s-x4")]).warnings
+    links = next(warning for warning in warnings if warning.startswith("GPU links differ"))
+    assert links.endswith("has NV18 for 28 pairs; 2 of 3 nodes have PIX for 2 pairs, SYS for 4 pairs")
+    nearest = next(warning for warning in warnings if warning.startswith("nearest NIC classes differ"))
+    assert nearest.endswith("2 of 3 nodes have PIX for 2 GPUs, SYS for 2 GPUs")
+
+
 def test_unlike_networks_are_told():
     cluster = join([topology(HGX), topology(P4D)])
     assert any("do not offer the same network" in warning for warning in cluster.warnings)
