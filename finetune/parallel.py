@@ -162,7 +162,8 @@ class Engine:
         self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, packing: bool = False
     ) -> None:
         self.layout, self.device, self.mesh = layout, device, mesh
-        why = refusals(layout, causal_lm(model).config, hasattr(model, "get_base_model"), packing)
+        self.adapters = hasattr(model, "get_base_model")
+        why = refusals(layout, causal_lm(model).config, self.adapters, packing)
         if why:
             raise ConfigError(f"layout {layout.family}: " + "; ".join(why))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
@@ -239,12 +240,19 @@ class Engine:
         return total if self.counts_loss else total * 0
 
     def _sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients travel with the last micro-batch only."""
+        """Gradients travel with the last micro-batch only, but for those of a whole sharded model.
+
+        FSDP keeps gradients that it does not reduce unsharded, in the reduction's type (torch, `FSDPParam.
+        to_accumulated_grad_if_needed`): little for adapters, four bytes for every weight of a full fine-tune. Those
+        are scattered after each micro-batch; what HSDP reduces across replicas then still waits for the last.
+        """
         module = self.modules[0]
         if isinstance(module, DistributedDataParallel) and not last:
             held: contextlib.AbstractContextManager[None] = module.no_sync()
             return held
         if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last)
+            scatters = last or (self.layout.dp_shard > 1 and not self.adapters)
+            module.set_requires_gradient_sync(scatters)
+            module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
         return contextlib.nullcontext()

@@ -119,6 +119,11 @@ def memory_parts(
     zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding]
     by = float(layout.dp_shard)
     of_weights, of_gradients, of_optimizer = by if zero == 3 else 1.0, by if zero >= 2 else 1.0, by if zero else 1.0
+    # The fine-tune job's pipelines keep a unit's weights and unreduced fp32 gradients whole until the schedule is over
+    # (torch.distributed.pipelining, stage.backward_maybe_with_nosync); so it does an adapter's when it accumulates.
+    kept_whole = stack.name == "topoflight" and zero == 3 and by > 1 and layout.pp > 1
+    if kept_whole or (stack.name == "topoflight" and lora and layout.gradient_accumulation > 1):
+        of_gradients = 1.0
 
     w, g, o = _state_bytes(train, stack, on_cpu=on_cpu)
     if lora:
@@ -145,7 +150,7 @@ def memory_parts(
         # This unit and the one prefetched; the unit's whole gradient and, in FSDP2, its copy in the order of the ranks
         # (in fp32 where gradients are reduced so).
         after = wide * layer / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
-        gathered = unit + after if layout.reshard_after_forward else 2.0 * local
+        gathered = unit + after if layout.reshard_after_forward and not kept_whole else 2.0 * local
         copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" else 1.0
         gathered += 0.0 if lora else (1.0 + copy) * unit
     elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
