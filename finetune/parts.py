@@ -22,10 +22,9 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "gather": (("gather",), "all-gather"),
     "reduce": (("reduce",), "gradient reduction"),
     "tensor_parallel": (("tensor_parallel",), "tensor parallelism"),
-    "pipeline": (("pipeline_send",), "pipeline sends"),
+    "pipeline": (("pipeline_send", "bubble"), "pipeline sends"),  # a stage waits for its neighbour in a receive
     "optimizer": (("optimizer", "offload"), "optimizer"),
-    # Python, hooks, kernel starts, waiting for the neighbour of a pipeline: no operator runs.
-    "idle": (("host", "bubble"), "between operators"),
+    "idle": (("host",), "between operators"),  # Python, hooks, kernel starts: no operator runs
 }
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
 Span = tuple[float, float]
@@ -122,8 +121,9 @@ def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
     gathers = "gather" in word
     # gloo's reduce-scatter is an all-reduce of the whole
     data = layout.dp_shard > 1 if gathers or "scatter" in word else layout.data_parallel > 1
-    tensor = layout.tp > 1 and (layout.sequence_parallel or "allreduce" in word)
-    if tensor and (not data or flat is not True):
+    # without sequence parallelism it gathers the head's logits alone: never flat, and not worth a guess
+    often = layout.sequence_parallel or "allreduce" in word
+    if layout.tp > 1 and (not data or flat is False or (often and flat is None)):
         return "tensor_parallel"
     return "gather" if gathers else "reduce"
 

@@ -197,9 +197,10 @@ def apply_calibration(
             _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, stack,
             constants=constants,
         )  # fmt: skip
-        forward = max(cost.gemm + cost.attention + cost.elementwise, cost.host)
+        together = sum if rates.device == "CPU" else max  # a GPU computes while the host starts the next kernel
         back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
-        forecast = forward + max(back, 1.7 * cost.host)
+        forecast = together((cost.gemm + cost.attention + cost.elementwise, cost.host))
+        forecast += together((back, 1.7 * cost.host))
         ratio = forecast / (timing.forward_seconds + timing.backward_seconds)
         rates = replace(rates, gemm=rates.gemm * ratio, attention=rates.attention * ratio, hbm=rates.hbm * ratio,
                         launch_seconds=rates.launch_seconds / ratio, how="measured")  # fmt: skip

@@ -49,6 +49,7 @@ class Constants:
     head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
     lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, scale
     lora_inputs: float = 4.0  # over its input where not fused: dropout, cast, product
+    unit_kernels: float = 90.0  # FSDP's hooks of one unit and pass, in starts of a kernel (measurements/flights.md)
 
 
 DEFAULT = Constants()
@@ -66,6 +67,7 @@ class Rates:
     how: str  # "measured", "derived", "assumed"
     device: str
     attention_unfused: bool = False
+    element_bytes: float = 2.0  # of an activation
     inputs: tuple[str, ...] = ()
 
 
@@ -113,6 +115,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, stack: Stack, precision: str, constant
         how=how,
         device=gpu.name,
         attention_unfused=kernel == "unfused",
+        element_bytes=4.0 if precision == "fp32" else 2.0,
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
     )
 
@@ -128,6 +131,7 @@ def cpu_rates(cores_per_rank: float, memory_bytes: float | None) -> Rates:
         launch_seconds=15e-6,
         how="assumed",
         device="CPU",
+        element_bytes=4.0,
         inputs=(f"GEMM {gemm / 1e9:.3g} GFLOP/s per rank on {cores_per_rank:.3g} CPU cores: assumed",),
     )
 
@@ -180,7 +184,7 @@ def layer_cost(
         hidden_passes = constants.hidden_passes_fused
     ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
     active = model.experts_per_token if model.experts else 1
-    moved = tokens * 2.0 * (
+    moved = tokens * rates.element_bytes * (
         hidden_passes * h / (tp if sequence_parallel else 1) + ffn_passes * width * active
     )  # fmt: skip
     kernels = constants.kernels_fused if fused else constants.kernels_eager
@@ -189,7 +193,8 @@ def layer_cost(
                  "up_proj": (h, width), "down_proj": (width, h)}  # fmt: skip
         for target in lora_targets:
             into, out = sides.get(target, (0.0, 0.0))
-            moved += tokens * 2.0 * ((1.0 if fused else constants.lora_inputs) * into + constants.lora_passes * out)
+            inputs = 1.0 if fused else constants.lora_inputs
+            moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
             kernels += 4.0
     return LayerCost(gemm, attention, moved / rates.hbm, kernels * rates.launch_seconds)
 

@@ -12,7 +12,7 @@ from planner.layout import Layout
 from planner.links import Links, Speed
 from planner.memory import DEFAULT_MEMORY, memory_parts
 from planner.search import Candidate
-from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, step_parts, strides
+from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, scatters, step_parts, strides
 from planner.weights import trained_weights, weights
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
@@ -73,12 +73,16 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     local = count.total / (layout.tp * layout.pp)
     full = job.train.method == "full"
     trained = local if full else trained_weights(job.model, job.train) / (layout.tp * layout.pp)
+    wide = 4.0 if layout.precision == "fp32" else 2.0
     if part == "gather":
-        times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0) + (1.0 if full else 0.0)
-        return times * 2.0 * local * (layout.dp_shard - 1) / layout.dp_shard * layout.gradient_accumulation
+        times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0)
+        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * layout.gradient_accumulation
     if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
         n = layout.data_parallel
-        return 2.0 * job.stack.gradient_bytes * trained * (n - 1) / n
+        sent = (4.0 if layout.precision == "fp32" else job.stack.gradient_bytes) * trained * (n - 1) / n
+        if layout.sharding == "zero3" and n > 1:
+            return sent * scatters(job, layout)
+        return 2.0 * sent
     if part == "tensor_parallel":
         rounds = 6.0 if layout.checkpointing == "full" else 4.0
         tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp * layout.gradient_accumulation

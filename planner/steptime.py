@@ -125,6 +125,16 @@ def strides(layout: Layout) -> tuple[int, int, int, int]:
     return cp, shard, replicate, replicate * layout.dp_replicate
 
 
+def scatters(job: Job, layout: Layout) -> int:
+    """How often one step reduces sharded gradients.
+
+    The fine-tune job scatters a whole model's after each micro-batch, adapters' and a pipeline's after the last.
+    """
+    once = job.stack.name == "topoflight" and (job.train.method != "full" or layout.pp > 1)
+    every = layout.reshard_after_forward or layout.pp == 1
+    return layout.gradient_accumulation if every and not once else 1
+
+
 def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast one layout."""
     model, train, stack, links, k = job.model, job.train, job.stack, job.links, job.constants
@@ -148,9 +158,15 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         # Megatron runs the core of attention again; FSDP stacks every second product and what lies between.
         core = stack.states in ("megatron", "deepspeed")
         recompute_layer = cost.attention if core else 0.5 * cost.gemm + cost.elementwise
-    host_layer = max(0.0, cost.host - forward_layer) + max(0.0, 1.7 * cost.host - backward_layer)
-    if layout.checkpointing == "full":
-        host_layer += max(0.0, cost.host - forward_layer)
+    on_cpu = job.rates.device == "CPU"  # where starting an operator and running it share one thread: nothing hides it
+    sharded = layout.sharding == "zero3" and layout.dp_shard > 1
+    forward_host, backward_host = cost.host, 1.7 * cost.host
+    if sharded:
+        forward_host += k.unit_kernels * job.rates.launch_seconds
+        backward_host += k.unit_kernels * job.rates.launch_seconds
+    forward_host = forward_host if on_cpu else max(0.0, forward_host - forward_layer)
+    backward_host = backward_host if on_cpu else max(0.0, backward_host - backward_layer)
+    host_layer = forward_host * (2.0 if layout.checkpointing == "full" else 1.0) + backward_host
 
     head_gemm, head_loss = job.head(layout, tokens)
     head = head_gemm * (2.0 + (1.0 if full else 0.0)) + head_loss
@@ -187,25 +203,31 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     gradient_bytes = 4.0 if layout.precision == "fp32" else float(stack.gradient_bytes)
     gather = reduce = 0.0
     gathered_bytes = (NF4_BYTES if train.method == "qlora" else wide) * local
-    if layout.sharding == "zero3" and layout.dp_shard > 1:
+    copied = 0.0
+    if sharded:
         gather_once = links.ring_seconds(gathered_bytes, layout.dp_shard, shard_stride, per_rank + 1.0)
-        scatter = gather_once if full else 0.0
-        scatter *= gradient_bytes / wide
-        gathers_per_step = micro_batches if (layout.reshard_after_forward or layout.pp == 1) else 1
-        first = gather_once / max(1.0, per_rank)
-        ahead = _overlap(forward, gather_once, k.overlap_loss) - forward + first
-        behind_traffic = (gather_once if layout.reshard_after_forward else 0.0) + scatter
-        behind = _overlap(backward, behind_traffic, k.overlap_loss) - backward + scatter / max(1.0, per_rank)
-        if layout.reshard_after_forward or layout.pp == 1:
-            gather = gathers_per_step * (ahead + behind)
+        again = gather_once if layout.reshard_after_forward else 0.0
+        reduced = gradient_bytes * (local if full else trained_weights(model, train) / (layout.tp * layout.pp))
+        scatter = links.ring_seconds(reduced, layout.dp_shard, shard_stride, per_rank + 1.0)
+        if on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
+            ahead, behind, late = gather_once, again, scatter
+            # A gather copies the shard in and everything out again; so does a scatter.
+            once_copied = (2.0 + 2.0 / layout.dp_shard) / job.rates.hbm
+            copied = once_copied * (gathered_bytes * (2.0 if layout.reshard_after_forward else 1.0) + reduced)
         else:
-            gather = ahead + behind
+            ahead = _overlap(forward, gather_once, k.overlap_loss) - forward + gather_once / max(1.0, per_rank)
+            shown = _overlap(backward, again + scatter, k.overlap_loss) - backward
+            late = shown * scatter / (again + scatter) if scatter else 0.0
+            behind = shown - late
+            late += scatter / max(1.0, per_rank)
+        times = micro_batches if (layout.reshard_after_forward or layout.pp == 1) else 1
+        gather, reduce = times * (ahead + behind), scatters(job, layout) * late
         if layout.dp_replicate > 1:
             across = links.all_reduce_seconds(
                 gradient_bytes * trained_weights(model, train) / (layout.tp * layout.pp * layout.dp_shard),
                 layout.dp_replicate, replicate_stride,
             )  # fmt: skip
-            reduce = _overlap(backward, across, k.overlap_loss) - backward + across / max(1.0, per_rank)
+            reduce += _overlap(backward, across, k.overlap_loss) - backward + across / max(1.0, per_rank)
     elif layout.data_parallel > 1:
         trained = local if full else trained_weights(model, train) / (layout.tp * layout.pp)
         group, stride = layout.data_parallel, shard_stride
@@ -214,14 +236,16 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         if layout.sharding in ("zero1", "zero2"):
             back_way = links.ring_seconds(2.0 * trained, group, stride, per_rank)  # updated half-precision weights
         if stack.dp_overlap:
+            # gloo's threads and the compute share the cores of one host; what waits for a network is hidden
+            loss = 1.0 if on_cpu and links.network is None else k.overlap_loss
             last = one_way / max(2.0, per_rank)
             if layout.pp == 1 and full:  # the embedding's gradient comes last and is one bucket
                 last = max(last, one_way * count.embedding / count.total)
             if layout.sharding == "ddp":
-                reduce = _overlap(backward, 2.0 * (one_way - last), k.overlap_loss) - backward + 2.0 * last
+                reduce = _overlap(backward, 2.0 * (one_way - last), loss) - backward + 2.0 * last
             else:  # updated weights are gathered under the next forward pass
-                reduce = _overlap(backward, one_way - last, k.overlap_loss) - backward + last
-                reduce += _overlap(forward, back_way, k.overlap_loss) - forward
+                reduce = _overlap(backward, one_way - last, loss) - backward + last
+                reduce += _overlap(forward, back_way, loss) - forward
         else:
             reduce = one_way + back_way
         if stack.reduce_every_micro_batch and layout.sharding == "zero2":
@@ -254,7 +278,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     return StepParts(
         gemm=m * (layers * cost.gemm * (1.0 + gemm_back) + head_gemm * (2.0 + (1.0 if full else 0.0))),
         attention=m * layers * cost.attention * 3.5,
-        elementwise=m * (layers * cost.elementwise * 3.0 + head_loss),
+        elementwise=m * (layers * cost.elementwise * 3.0 + head_loss + copied),
         recompute=m * layers * recompute_layer,
         host=m * layers * host_layer,
         tensor_parallel=m * layers * tp_layer,

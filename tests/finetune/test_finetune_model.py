@@ -233,6 +233,8 @@ def test_on_a_device_only_what_runs_there_counts():
         ({"tp": 2, "dp_shard": 2}, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", [], "reduce"),
         ({"tp": 2, "dp_shard": 2}, "ncclDevKernel_AllGather_RING_LL", [], "gather"),
         ({"tp": 2, "sequence_parallel": True}, "all_gather", [[8, 26, 64]], "tensor_parallel"),
+        ({"tp": 2}, "all_gather", [[8, 52, 128]], "tensor_parallel"),  # the head's logits
+        ({"tp": 2, "dp_shard": 2}, "all_gather", [[8, 52, 128]], "tensor_parallel"),
         ({"pp": 2, "gradient_accumulation": 2}, "recv", [[8, 52, 64]], "pipeline"),
     ],
 )

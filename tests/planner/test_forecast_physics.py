@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.compute import gpu_rates
+from planner.compute import cpu_rates, gpu_rates
 from planner.hardware import GIB, gpu_named, nvlink_plan_bytes_per_second
 from planner.layout import Layout
 from planner.links import Links, Speed
@@ -19,6 +19,7 @@ from planner.models import model_named
 from planner.specs import TrainSpec
 from planner.stacks import OBSERVED, engine_named
 from planner.steptime import Job, step_parts
+from planner.weights import weights
 
 GB = 1e9
 NVLINK = Speed(bytes_per_second=336 * GB, how="derived", link="NVLink")
@@ -116,7 +117,50 @@ def test_lora_computes_two_thirds_and_sends_no_gradients() -> None:
     full = step_parts(job(links(4, 5 * GB)), layout)
     lora = step_parts(job(links(4, 5 * GB), replace(FULL, method="lora")), layout)
     assert lora.gemm / full.gemm == pytest.approx(2 / 3, abs=0.03)
-    assert lora.gather < 0.75 * full.gather
+    assert lora.gather < full.gather
+    assert 0 < lora.reduce < 0.02 * full.reduce  # the adapters' gradients
+
+
+def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
+    """fully_shard waits for gloo's collectives, and one thread starts operators and runs them."""
+    inside = Speed(bytes_per_second=GB, how="measured", link="host memory")
+    two = Links(ranks_per_node=2, nodes=1, island_size=2, island=inside, node=inside, network=None,
+                alpha_intra_seconds=0.0)  # fmt: skip
+    train = replace(FULL, method="lora", sequence_length=512)
+    given = Job(model=MODEL, train=train, links=two, rates=cpu_rates(1.0, None), stack=engine_named("topoflight"))
+    layout = Layout(world_size=2, dp_shard=2, precision="fp32")
+    parts = step_parts(given, layout)
+    assert parts.gather == pytest.approx(2 * two.ring_seconds(4.0 * weights(MODEL).total, 2, 1))
+    kernels = given.constants.kernels_eager + 4 * 7
+    hooks = 2 * given.constants.unit_kernels
+    assert parts.host == pytest.approx(32 * (2.7 * kernels + hooks) * given.rates.launch_seconds)
+    half = replace(given, rates=replace(given.rates, element_bytes=2.0), _layers={}, _heads={})
+    assert step_parts(half, layout).elementwise < parts.elementwise
+
+
+def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once() -> None:
+    """What it keeps unreduced it keeps whole: little for adapters, four bytes per weight for all."""
+    once = Layout(world_size=32, dp_shard=32, micro_batch=2)
+    thrice = replace(once, micro_batch=1, gradient_accumulation=3)
+    slow = links(4, 5 * GB)
+    lora = replace(FULL, method="lora")
+    for train, times in ((FULL, 3), (lora, 1)):
+        first, more = (step_parts(job(slow, train), at).reduce for at in (once, thrice))
+        assert more == pytest.approx(times * first, rel=0.1)
+    stack = engine_named("topoflight")
+    kept = [memory_parts(MODEL, lora, at, stack).gradients for at in (once, thrice)]
+    assert kept[1] == pytest.approx(32 * kept[0])
+    accumulating = replace(once, checkpointing="full"), replace(thrice, checkpointing="full")
+    assert memory_parts(MODEL, FULL, accumulating[1], stack).gradients < 2 * GIB
+
+
+def test_a_pipeline_of_the_job_keeps_its_units_whole() -> None:
+    """torch.distributed.pipelining gathers for good and reduces when the schedule is over."""
+    layout = Layout(world_size=32, pp=2, dp_shard=16, micro_batch=1, gradient_accumulation=4)
+    held = memory_parts(MODEL, FULL, layout, engine_named("topoflight"))
+    stage = weights(MODEL).total / 2
+    assert held.gradients == pytest.approx(4 * stage, rel=0.1)
+    assert held.gathered > 2 * 0.9 * stage
 
 
 def test_the_plan_of_nccl_for_nvlink() -> None:

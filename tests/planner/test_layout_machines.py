@@ -89,10 +89,13 @@ def test_a_lost_gpu_is_left_out_and_named() -> None:
     assert said.chosen is None or said.chosen.layout.world_size < 8
 
 
-def test_the_cpu_machine_trains_the_small_model_with_fsdp() -> None:
-    """No GPU: gloo, fp32, two ranks, and an interval that admits it."""
+def test_the_cpu_machine_replicates_the_small_model() -> None:
+    """No GPU: gloo, fp32, two ranks; gathers, which nothing hides there, only pay where memory asks for them."""
     said = answer("cpu-only-vm", "tiny-llama", TrainSpec(global_batch=16, sequence_length=128))
     assert said.backend == "gloo"
     assert said.chosen is not None
-    assert said.chosen.layout.family == "FSDP"
+    assert said.chosen.layout.family == "DDP"
     assert said.chosen.layout.precision == "fp32"
+    sharded = next(r for r in said.runners_up if r.layout.family == "FSDP")
+    assert sharded.forecast.step_seconds.mid > said.chosen.forecast.step_seconds.mid
+    assert sharded.forecast.memory_bytes.mid < said.chosen.forecast.memory_bytes.mid
