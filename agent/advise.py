@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from agent import keep
 from agent.gate import Check
 from agent.view import Group, View, grouped, look
 from collectives.results import Measurement
@@ -23,7 +24,6 @@ from planner.recommend import recommend
 from planner.specs import ModelSpec, TrainSpec
 from probes.api import Snapshot
 from probes.gpu import GpuFacts
-from probes.plain import loads as plain
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology
@@ -31,7 +31,6 @@ from topology.graph import ClusterTopology
 _FRAMEWORKS = tuple(name for name in exports.formats() if name not in ("env", "shell"))
 EXPORTS: tuple[str, ...] = ("env", "shell", "k8s", *_FRAMEWORKS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
-_CONFIG_LIMIT_BYTES = 1 << 20
 _FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
 
 
@@ -79,17 +78,10 @@ def model_of(request: Request) -> ModelSpec | None:
         return None
     path = Path(request.model)
     if request.allow_files and (path.suffix == ".json" or path.is_dir()):
-        file = path / "config.json" if path.is_dir() else path
         try:
-            with file.open("rb") as stream:
-                raw = stream.read(_CONFIG_LIMIT_BYTES + 1)
-            if len(raw) > _CONFIG_LIMIT_BYTES:
-                raise RequestError(f"--model {file}: larger than {_CONFIG_LIMIT_BYTES} bytes, which no config.json is")
-            return models.model_from_config(plain(raw), name=path.stem if path.suffix else path.name)
-        except OSError as error:
-            raise RequestError(f"--model {file}: {error.strerror}") from None
-        except ValueError as error:
-            raise RequestError(f"--model {file}: {error}") from None
+            return models.model_from_file(path)
+        except models.ModelError as error:
+            raise RequestError(f"--model {error}") from None
     try:
         return models.model_named(request.model)
     except models.ModelError as error:
@@ -156,7 +148,7 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
         from collectives.wire import result_from_json
 
         try:
-            measured = result_from_json(plain(request.bench_file.read_bytes())).measurements
+            measured = result_from_json(keep.read(request.bench_file)).measurements
         except (OSError, ValueError) as error:
             raise RequestError(f"--bench {request.bench_file}: {error}") from None
     advice = answer(request, snapshots, measured=measured)

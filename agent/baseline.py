@@ -13,6 +13,7 @@ from typing import Any
 
 from agent.gate import ORDER, Check, GateError, Status
 from agent.report import SCHEMA_VERSION
+from probes import bounded
 from probes.plain import PlainError
 from probes.plain import loads as plain
 
@@ -24,12 +25,11 @@ _BETTER: tuple[Status, ...] = tuple(reversed(ORDER))  # pass, info, unknown, war
 def read(path: Path) -> dict[Key, Status]:
     """The statuses of a report or of a recording. Raises GateError."""
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(LIMIT_BYTES + 1)
+        raw = bounded.read(path, LIMIT_BYTES)
     except OSError as error:
         raise GateError(f"--baseline {path}: {error.strerror}") from None
-    if len(raw) > LIMIT_BYTES:
-        raise GateError(f"--baseline {path}: larger than {LIMIT_BYTES} bytes")
+    except bounded.TooLargeError as error:
+        raise GateError(f"--baseline {path}: {error}") from None
     try:
         value = plain(raw)
     except PlainError:

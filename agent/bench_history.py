@@ -18,6 +18,7 @@ from markupsafe import Markup
 from agent import charts, units
 from agent.report import write_atomic
 from collectives.results import BenchResult
+from probes import bounded
 from probes.plain import loads as plain
 
 FILE = "benches.json"
@@ -76,11 +77,8 @@ def remember(folder: Path, result: BenchResult) -> None:
 
 def read(folder: Path) -> tuple[Line, ...]:
     """The history, newest first; what cannot be read is left out."""
-    path = folder / FILE
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            return ()
-        found = plain(path.read_bytes())
+        found = plain(bounded.read(folder / FILE, _MOST_BYTES))
     except (OSError, ValueError):
         return ()
     lines = [_line(each) for each in found[:KEPT]] if isinstance(found, list) else []

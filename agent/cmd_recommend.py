@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agent import terminal
+from agent import given, terminal
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, render, waiting
 
@@ -96,7 +96,8 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if kind == "process" or (kind == "auto" and source.isdigit() and not Path(source).exists()):
         text, kind = process_environment(source), "process"
     else:
-        text = _read(source)
+        raw = given.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
+        text = raw.decode("utf-8", errors="replace")
     recorded = snapshots(hosts)[0] if hosts else None
     checks, exit_code = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded)
     if form == "table":
@@ -108,19 +109,3 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     else:
         click.echo(render(list(checks), form), nl=False)
     sys.exit(exit_code)
-
-
-def _read(source: str) -> str:
-    try:
-        if source == "-":
-            raw = sys.stdin.buffer.read(_LIMIT_BYTES + 1)
-        else:
-            with Path(source).open("rb") as stream:
-                raw = stream.read(_LIMIT_BYTES + 1)
-    except OSError as error:
-        raise click.ClickException(f"{source}: {error.strerror}") from None
-    if len(raw) > _LIMIT_BYTES:
-        raise click.ClickException(
-            f"{source}: larger than {_LIMIT_BYTES} bytes; give the lines that set the environment"
-        )
-    return raw.decode("utf-8", errors="replace")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from agent import terminal
+from agent import given, terminal
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, format_option
 from topology.graph import NodeTopology
@@ -60,13 +59,7 @@ def build_node(snapshot: object) -> NodeTopology:
 
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
-    name = "standard input" if source == "-" else source
-    try:
-        raw = sys.stdin.buffer.read(_LIMIT_BYTES + 1) if source == "-" else _bounded(Path(source))
-    except OSError as error:
-        raise click.ClickException(f"{name}: {error.strerror or error}") from None
-    if len(raw) > _LIMIT_BYTES:
-        raise click.ClickException(f"{name}: larger than {_LIMIT_BYTES} bytes, which no topology is")
+    name, raw = given.name_of(source), given.read(source, _LIMIT_BYTES, hint=", which no topology is")
     from topology.text import TopologyTextError, parse
     from topology.xml import TopologyXmlError
     from topology.xml import parse as parse_xml
@@ -80,11 +73,6 @@ def read_topology(source: str) -> NodeTopology:
         return parse(text, source=name)
     except (TopologyTextError, TopologyXmlError) as error:
         raise click.ClickException(f"{name}: {error}") from None
-
-
-def _bounded(path: Path) -> bytes:
-    with path.open("rb") as stream:
-        return stream.read(_LIMIT_BYTES + 1)
 
 
 def _recording(source: str, raw: bytes) -> NodeTopology:

@@ -20,11 +20,13 @@ from pathlib import Path
 
 from agent.kube import ApiError, Client, path_of
 from agent.problem import ProblemError
+from probes import bounded
 
 AUDIENCE = "topoflight"
 REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver's own authorizer keeps a refusal, and what it costs to revoke
 MOST_REMEMBERED = 1024
 LONGEST_TOKEN = 16384
+_MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
 REVIEWS_PER_SECOND = 10.0
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
@@ -137,8 +139,10 @@ def read_tokens(path: Path) -> list[str]:
     """The tokens of a file that only its owner (or group) may read. Raises ValueError."""
     if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ValueError(f"{path} may be read or written by everyone: chmod 640")
-    with path.open(encoding="ascii") as stream:
-        lines = [line.strip() for line in stream.read(1 << 20).splitlines()]
+    try:
+        lines = [line.strip() for line in bounded.read(path, _MOST_TOKEN_BYTES).decode("ascii").splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     tokens = [line for line in lines if line and not line.startswith("#")]
     if any(len(token) < 16 for token in tokens):
         raise ValueError(f"{path}: a token is shorter than 16 characters")

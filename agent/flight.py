@@ -11,7 +11,10 @@ from typing import Any
 
 from agent import units
 from planner.advice import Forecast, Interval
+from probes import bounded
 from probes.plain import loads as plain
+
+MOST_RECORD_BYTES = 16 << 20  # a flight of 100 000 steps takes 2 MB, a long benchmark alike
 
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
@@ -178,7 +181,7 @@ def _text(value: Any) -> str | None:
 def read(path: Path) -> dict[str, Any]:
     """The record of a flight; FlightError names the file and what is wrong with it."""
     try:
-        record = plain(path.read_text(encoding="utf-8"), unknown_numbers=True)  # a loss may be NaN
+        record = plain(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
     except FileNotFoundError:
         raise FlightError(f"{path}: the job left no record of its flight") from None
     except (OSError, ValueError) as error:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from agent import bench_history
+from agent.flight import MOST_RECORD_BYTES
 from agent.report import write_atomic
 from collectives.results import BenchResult
+from probes import bounded
 from probes.plain import loads as plain
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,6 @@ BENCH_FILE = "bench.json"
 FLIGHTS_FOLDER = "flights"
 KEPT_FLIGHTS = 50
 FLIGHT_SCHEMA_VERSION = 1  # docs/finetune.md, flight.json
-MOST_RECORD_BYTES = 16 << 20  # a flight of 100 000 steps takes 2 MB, a long benchmark alike
 
 
 def folder() -> Path | None:
@@ -80,10 +81,7 @@ def flights(places: Iterable[Path]) -> tuple[dict[str, Any], ...]:
 
 def read(path: Path) -> Any:
     """A document that was kept; OSError or ValueError say why it cannot be had."""
-    size = path.stat().st_size
-    if size > MOST_RECORD_BYTES:
-        raise ValueError(f"{size} bytes, more than {MOST_RECORD_BYTES}")
-    return plain(path.read_text(encoding="utf-8"), unknown_numbers=True)  # a loss may be NaN
+    return plain(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
 
 
 def _record(path: Path) -> dict[str, Any] | None:

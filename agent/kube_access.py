@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.yaml_text import YamlTextError, load_all
+from probes import bounded
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 FILE_LIMIT_BYTES = 1 << 20
@@ -192,10 +193,6 @@ def _run_plugin(path: Path, wanted: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8") as stream:
-            text = stream.read(FILE_LIMIT_BYTES + 1)
-        if len(text) > FILE_LIMIT_BYTES:
-            raise AccessError(f"{path}: larger than {FILE_LIMIT_BYTES} characters")
-        return text
-    except (OSError, UnicodeDecodeError) as error:
+        return bounded.read_text(path, FILE_LIMIT_BYTES)
+    except (OSError, ValueError) as error:
         raise AccessError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.specs import ModelSpec
-from probes.plain import PlainError
+from probes import bounded
 from probes.plain import loads as plain
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -188,14 +188,18 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
 def load_model(name_or_path: str) -> ModelSpec:
     """A known name, a config.json, or a folder that holds one."""
     path = Path(name_or_path)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        return model_named(name_or_path)
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ModelError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes: not a config.json")
+    return model_from_file(path) if path.exists() else model_named(name_or_path)
+
+
+def model_from_file(path: Path) -> ModelSpec:
+    """A config.json, or the folder that holds one. Raises ModelError that names the file."""
+    path = path / "config.json" if path.is_dir() else path
     try:
-        config = plain(path.read_bytes())
-    except PlainError as error:
+        config = plain(bounded.read(path, _MAX_CONFIG_BYTES))
+        return model_from_config(config, name=path.resolve().parent.name if path.name == "config.json" else path.stem)
+    except bounded.TooLargeError as error:
+        raise ModelError(f"{path}: {error}, which no config.json is") from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
-    return model_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)

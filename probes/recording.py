@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from probes import bounded
 from probes.api import SCHEMA_VERSION
 from probes.host import GpuHandle, Host, Json, NvmlError
 from probes.nvml import ERROR_CODES, failure
@@ -264,11 +265,11 @@ def load(path: str | Path) -> RecordedHost:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
         with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            content = file.read(SIZE_LIMIT_BYTES + 1)
+            content = bounded.rest(file, SIZE_LIMIT_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordingError(f"{path}: not a whole gzip file ({error})") from None
-    if len(content) > SIZE_LIMIT_BYTES:
-        raise RecordingError(f"{path}: larger than {SIZE_LIMIT_BYTES >> 20} MiB unpacked, which no recording is")
+    except bounded.TooLargeError as error:
+        raise RecordingError(f"{path}: {error} unpacked, which no recording is") from None
     try:
         data = plain(content)
     except PlainError as error:

@@ -1,0 +1,66 @@
+"""Files without an end, or larger than they say: refused at the bound, by every reader, with the file's name."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import baseline, flight, given, keep
+from agent.kube_access import from_kubeconfig
+from planner.models import load_model
+from probes import bounded
+from probes.recording import load
+
+ENDLESS = Path("/dev/zero")  # stat(2) says that it holds nothing
+
+
+def test_the_bound_is_the_last_size_that_is_read(tmp_path: Path) -> None:
+    """One byte more is refused; the error says how much is read."""
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert bounded.read(path, 5) == b"12345"
+    with pytest.raises(bounded.TooLargeError, match="larger than 4 bytes"):
+        bounded.read(path, 4)
+    assert bounded.rest(io.BytesIO(b"12345"), 5) == b"12345"
+    path.write_text("\u00e9")
+    assert bounded.read_text(path, 2) == "\u00e9"
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    """What is written in pieces is one text."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with pipe.open("wb", buffering=0) as stream:
+            for _ in range(100):
+                stream.write(b"x" * 1000)
+
+    threading.Thread(target=write).start()
+    assert len(bounded.read(pipe, 200_000)) == 100_000
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "kept record": keep.read,
+    "flight": flight.read,
+    "baseline": baseline.read,
+    "kubeconfig": from_kubeconfig,
+    "config.json": lambda path: load_model(str(path)),
+    "recording": load,
+    "verb": lambda path: given.read(str(path), 1000, hint=""),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_without_an_end_is_refused(reader: str) -> None:
+    """By its own error, in one sentence that says that it is too large."""
+    with pytest.raises(Exception, match=r"larger than \d+ bytes") as refused:
+        READERS[reader](ENDLESS)
+    assert not isinstance(refused.value, MemoryError)
+    assert reader == "kept record" or str(ENDLESS) in str(refused.value)
