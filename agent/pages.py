@@ -24,7 +24,7 @@ from agent.advise import EXPORTS
 from agent.fleet import glance
 from agent.flown import by_network, flights, side_by_side
 from agent.gate import judge, worst_first
-from agent.prose import explained, headline, inline, sentence, told
+from agent.prose import CLASSES, explained, headline, inline, sentence, told
 from agent.terminal import GLYPHS, facts_lines
 from agent.view import grouped, passed_ids, reasons
 from planner import machines, models
@@ -65,6 +65,7 @@ def _environment(*, html: bool) -> Environment:
         reasons=reasons,
         passed_ids=passed_ids,
         columns=columns,
+        classes=CLASSES,
         about=told,
         glance=glance,
         charts=charts,

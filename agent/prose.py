@@ -9,6 +9,15 @@ from markupsafe import Markup, escape
 from agent.explain import UnknownCodeError, section
 from agent.view import Group
 
+# Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart.
+CLASSES = (
+    ("nv", "NVLink"),
+    ("pix", "PIX: one PCIe switch"),
+    ("pxb", "PXB: several switches"),
+    ("phb", "PHB: host bridge"),
+    ("node", "NODE: host bridges of one NUMA node (PHB to NCCL)"),
+    ("sys", "SYS: between CPUs"),
+)
 _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from agent import units
 from agent.flight import Comparison, Flight
 from agent.gate import Check, Verdict
+from agent.prose import CLASSES
 from agent.view import Group, grouped, passed_ids, reasons
 from collectives.results import BenchResult
 from collectives.transport import Evidence
@@ -27,6 +28,7 @@ from probes.limits import LimitsFacts
 from probes.rdma import RdmaFacts
 from topology.derive import Pairs
 from topology.graph import NodeTopology
+from topology.labels import level, nvlinks
 from topology.matrix import columns
 from topology.reference import departures
 
@@ -227,6 +229,10 @@ def blocks(out: Console, node: NodeTopology) -> None:
     named = [f"{labels[nic.name]} {nic.name}" for nic in node.nics if labels[nic.name] != nic.name]
     if named:
         out.print(escape(", ".join(named)), style="dim")
+    seen = {"nv" if nvlinks(pair.label) else level(pair.label).lower() for pair in node.pairs}
+    words = [text for word, text in CLASSES if word in seen]
+    if words:
+        out.print(escape("; ".join(words)), style="dim")
 
 
 def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:

@@ -156,7 +156,8 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
                 code=FAR,
                 severity=Severity.WARN,
                 subject=near.gpu,
-                message=f"{near.gpu} has no NIC on its own NUMA node: {', '.join(near.nics[:4])} is {near.label}",
+                message=f"{near.gpu} has no NIC on its own NUMA node: {', '.join(near.nics[:4])} "
+                f"{'is' if len(near.nics) == 1 else 'are'} {near.label}",
                 evidence=(*_pair_evidence(node, near), *relay),
                 remedy=_instead_of_far(node, relayed=bool(relay)),
             )
@@ -192,8 +193,10 @@ def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
 
 def _instead_of_far(node: NodeTopology, *, relayed: bool) -> str:
     if relayed:
-        return "Place NICs on both sockets; until then NCCL sends over NVLink through a GPU that is beside a NIC (PXN)."
-    words = "Place NICs on both sockets, or run jobs over several nodes on the GPUs that have a NIC nearby."
+        return (
+            "Place a NIC on each NUMA node of GPUs; until then NCCL sends over NVLink through a GPU beside a NIC (PXN)."
+        )
+    words = "Place a NIC on each NUMA node of GPUs, or run jobs over several nodes on the GPUs that have one nearby."
     if not node.nvlink_known:
         return words
     return f"{words} NCCL's way through another GPU (PXN) is closed: no NVLink to one with a NIC at PXB or nearer."

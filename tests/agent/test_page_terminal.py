@@ -157,6 +157,21 @@ def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
     assert all(len(line) <= 80 for line in lines if "\x1b" not in line)
 
 
+def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
+    """Those that it shows, and no others."""
+    view, out = view_of("hgx-h100-8xH100-8hca"), console()
+    terminal.node(out, view.topologies[0], brief=True)
+    text = " ".join(text_of(out).split())
+    for words in (
+        "NVLink;",
+        "PIX: one PCIe switch;",
+        "NODE: host bridges of one NUMA node (PHB to NCCL);",
+        "SYS: between CPUs",
+    ):
+        assert words in text, words
+    assert "PXB:" not in text and "PHB:" not in text
+
+
 def test_topology_says_what_it_is_and_how_it_departs() -> None:
     """The reference row, the departure, and one expectation per scope rather than one per rail and op."""
     view, out = view_of("sick-h100-rdma-off"), console()
