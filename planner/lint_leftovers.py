@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from planner.lint_finding import finding
 from planner.lint_values import LEVEL_NAMES, LEVELS, strtoll
 from planner.nccl_names import NcclName, Version, version_text
 from probes.api import Finding, Severity
@@ -96,28 +97,24 @@ def check_leftover(
     if name == "NCCL_IB_GID_INDEX" and version is not None and version >= (2, 21, 0):
         if strtoll(value)[0] < 0:
             return
-        yield Finding(
-            code="env.gid.needless",
-            severity=Severity.INFO,
-            subject=name,
-            message=(
+        yield finding(
+            "env.gid.needless", Severity.INFO, name, value,
+            (
                 f"NCCL {version_text(version)} takes this index on every port without looking; left "
                 "unset it finds the RoCE v2 GID itself, also where the tables of two hosts differ."
             ),
-            evidence=(f"{name}={value}",),
-            remedy=f"Unset {name}.",
-        )
+            f"Unset {name}.",
+        )  # fmt: skip
         return
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
-    yield Finding(
-        code="env.debug.leftover",
-        severity=Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO,
-        subject=name,
-        message=f"A debugging setting that stayed: {_EFFECTS.get(name, _DEFAULT_EFFECT)}.",
-        evidence=(f"{name}={value}", "NCCL docs/userguide/source/env.rst: section Debugging"),
-        remedy=f"Unset {name}, unless a measurement on this machine speaks for it.",
-    )
+    severity = Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO
+    yield finding(
+        "env.debug.leftover", severity, name, value,
+        f"A debugging setting that stayed: {_EFFECTS.get(name, _DEFAULT_EFFECT)}.",
+        f"Unset {name}, unless a measurement on this machine speaks for it.",
+        ("NCCL docs/userguide/source/env.rst: section Debugging",),
+    )  # fmt: skip
 
 
 # Those that switch a transport or an algorithm off as a whole.
@@ -146,14 +143,10 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
         value = environment.get(name)
         if value is None or value.lower() != _EFA_ONLY_THIS.get(name, value.lower()):
             continue
-        yield Finding(
-            code="env.efa.needless",
-            severity=Severity.INFO,
-            subject=name,
-            message=f"{why[:1].upper()}{why[1:]}.",
-            evidence=(f"{name}={value}",),
-            remedy=f"Unset {name}.",
-        )
+        yield finding(
+            "env.efa.needless", Severity.INFO, name, value,
+            f"{why}.", f"Unset {name}.",
+        )  # fmt: skip
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -166,14 +159,10 @@ def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
     ):
         value = environment.get(name, "")
         if acts(value):
-            yield Finding(
-                code="env.torch.debug",
-                severity=Severity.WARN,
-                subject=name,
-                message=f"{effect[:1].upper()}{effect[1:]}.",
-                evidence=(f"{name}={value}",),
-                remedy=f"Unset {name} for training.",
-            )
+            yield finding(
+                "env.torch.debug", Severity.WARN, name, value,
+                f"{effect}.", f"Unset {name} for training.",
+            )  # fmt: skip
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -183,14 +172,11 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
         options = dict(option.partition(":")[::2] for option in value.split(","))
         segments = options.get("expandable_segments")
         if segments is not None and segments.strip() not in ("True", "False"):
-            yield Finding(
-                code="env.torch.allocator",
-                severity=Severity.FAIL,
-                subject=name,
-                message="PyTorch expects exactly True or False and ends with an error.",
-                evidence=(f"{name}={value}",),
-                remedy=f"Write {name}=expandable_segments:True.",
-            )
+            yield finding(
+                "env.torch.allocator", Severity.FAIL, name, value,
+                "PyTorch expects exactly True or False and ends with an error.",
+                f"Write {name}=expandable_segments:True.",
+            )  # fmt: skip
 
 
 def _true(value: str) -> bool:
@@ -206,11 +192,8 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if "deprecated alias of " not in entry.reader:
         return
     right = entry.reader.split("deprecated alias of ")[1].rstrip(")")
-    yield Finding(
-        code="env.torch.renamed",
-        severity=Severity.INFO,
-        subject=name,
-        message=f"PyTorch reads it, not NCCL, and only as the old name of {right}.",
-        evidence=(f"{name}={value}",),
-        remedy=f"Write {right}={value}.",
-    )
+    yield finding(
+        "env.torch.renamed", Severity.INFO, name, value,
+        f"PyTorch reads it, not NCCL, and only as the old name of {right}.",
+        f"Write {right}={value}.",
+    )  # fmt: skip

@@ -18,8 +18,7 @@ from topology.build_nics import nics_of
 from topology.complete import complete
 from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair, PathClass, PciNode
 from topology.labels import UNKNOWN, path_class
-from topology.nccl import nvlink_bytes_per_second
-from topology.nvlink import NvLinks, active_targets
+from topology.nvlink import NvLinks, active_targets, joined
 from topology.pci_models import NVIDIA, model_of
 from topology.pcie import PciTree, plan
 from topology.reference import recognise
@@ -136,17 +135,7 @@ def _pairs(
 def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNode | None) -> Pair:
     count, evidence = links.between(a.index, b.index)
     if count:
-        speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
-        slower = min((speed for speed in speeds if speed is not None), default=None)
-        return Pair(
-            a=a.name,
-            b=b.name,
-            label=f"NV{count}",
-            path=PathClass.NVL,
-            nvlinks=count,
-            bytes_per_second=count * slower if slower is not None and None not in speeds else None,
-            evidence=evidence,
-        )
+        return joined(a, b, count, evidence)
     ancestor = links.ancestor(a.index, b.index)
     if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
         ancestor = "PIX"

@@ -9,12 +9,29 @@ from __future__ import annotations
 from collections import Counter
 
 from probes.gpu import Gpu, GpuFacts, GpuPair
+from topology.graph import GpuNode, Pair, PathClass
+from topology.nccl import nvlink_bytes_per_second
 
 
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """((kind, bus id), count) of the ends of a GPU's active links, in order of first appearance."""
     ends = Counter((link.remote_kind or "unknown", link.remote_bus_id) for link in gpu.nvlinks if link.active)
     return tuple(ends.items())
+
+
+def joined(a: GpuNode, b: GpuNode, count: int, evidence: str) -> Pair:
+    """The pair of two GPUs with so many NVLinks between them; the slower generation sets the rate."""
+    speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
+    known = [speed for speed in speeds if speed is not None]
+    return Pair(
+        a=a.name,
+        b=b.name,
+        label=f"NV{count}",
+        path=PathClass.NVL,
+        nvlinks=count,
+        bytes_per_second=count * min(known) if len(known) == len(speeds) else None,
+        evidence=evidence,
+    )
 
 
 class NvLinks:

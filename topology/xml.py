@@ -13,7 +13,7 @@ from probes.pci import PciDevice
 from topology.complete import complete
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass
 from topology.labels import path_class
-from topology.nccl import nvlink_bytes_per_second
+from topology.nvlink import joined
 from topology.pcie import PciTree, plan
 from topology.reference import recognise
 from topology.xml_read import Found, cpu_of_element, numbered, walk
@@ -91,17 +91,7 @@ def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found) -> Pair:
     if isinstance(a, GpuNode) and isinstance(b, GpuNode):
         count = _nvlinks(a, b)
         if count:
-            speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
-            value = None if None in speeds else count * min(speed for speed in speeds if speed is not None)
-            return Pair(
-                a=a.name,
-                b=b.name,
-                label=f"NV{count}",
-                path=PathClass.NVL,
-                nvlinks=count,
-                bytes_per_second=value,
-                evidence="<nvlink>",
-            )
+            return joined(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
     label = _label(first, second, found)
     path = path_class(label)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
-from api_server import ApiServer
+from api_server import ApiServer, write_kubeconfig
 
 from agent.baseline import read, regressions
 from agent.cmd_preflight import preflight
@@ -79,13 +79,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
             (record,) = records_of(look((scan(load(machine)),)), name=name)
             record = replace(record, scanned_at_seconds=time.time() - age)
             server.put(NODES, "", to_resource(record)[1])
-        config = tmp_path / "config"
-        config.write_text(
-            f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{server.url}'}}}}]\n"
-            "users: [{name: u, user: {token: agent-token}}]\n"
-            "contexts: [{name: c, context: {cluster: k, user: u}}]\n"
-        )
-        monkeypatch.setenv("KUBECONFIG", str(config))
+        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server.url)))
         yield server
 
 

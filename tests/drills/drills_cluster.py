@@ -24,7 +24,7 @@ from agent.publish import Publisher
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
-from api_server import ApiServer
+from api_server import ApiServer, write_kubeconfig
 
 NODES = path_of(API_VERSION, PLURAL)
 BACK_SECONDS = 60.0  # longer than the longest wait between two tries
@@ -168,11 +168,7 @@ def api_token(ground: Ground) -> list[str]:
     token.write_text("agent-token\n")
 
     def access(relay: Relay) -> Access:
-        config.write_text(
-            f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{relay.url}'}}}}]\n"
-            "users: [{name: u, user: {tokenFile: token}}]\ncontexts: [{name: c, context: {cluster: k, user: u}}]\n"
-        )
-        return from_kubeconfig(config)
+        return from_kubeconfig(write_kubeconfig(config, relay.url, user="{tokenFile: token}"))
 
     with _scene(access) as scene:
 
@@ -200,11 +196,7 @@ def api_down_at_start(ground: Ground) -> list[str]:
 @contextlib.contextmanager
 def _publishing(ground: Ground, server: str, **environment: str) -> Iterator:
     """An agent that publishes to a server, from a recording."""
-    config = ground.folder / "kubeconfig"
-    config.write_text(
-        f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{server}'}}}}]\n"
-        "users: [{name: u, user: {token: agent-token}}]\ncontexts: [{name: c, context: {cluster: k, user: u}}]\n"
-    )
+    config = write_kubeconfig(ground.folder / "kubeconfig", server)
     machine = MACHINES / "hgx-h100-8xH100-8hca.json"
     words = (f"--host={machine}", "--publish", "--node-name=n1")
     with ground.agent(*words, KUBECONFIG=str(config), **environment) as agent:

@@ -38,6 +38,16 @@ KINDS = {
 }
 
 
+def write_kubeconfig(path: Path, url: str, *, user: str = "{token: agent-token}", namespace: str = "") -> Path:
+    """The way to a server, for a user as flow YAML gives it."""
+    context = "{cluster: k, user: u" + (f", namespace: {namespace}" if namespace else "") + "}"
+    path.write_text(
+        f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{url}'}}}}]\n"
+        f"users: [{{name: u, user: {user}}}]\ncontexts: [{{name: c, context: {context}}}]\n"
+    )
+    return path
+
+
 class ApiServer:
     """Objects in memory, a thread per connection. `with ApiServer() as api: api.url`."""
 

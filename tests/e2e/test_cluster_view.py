@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from api_server import ApiServer
+from api_server import ApiServer, write_kubeconfig
 from e2e_client import MACHINES, client_of, eventually
 from starlette.testclient import TestClient
 
@@ -310,12 +310,7 @@ def test_a_rotated_token_is_read_anew(api: ApiServer, tmp_path: Path) -> None:
 
     token = tmp_path / "token"
     token.write_text("agent-token\n")
-    config = tmp_path / "config"
-    config.write_text(
-        f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{api.url}'}}}}]\n"
-        "users: [{name: u, user: {tokenFile: token}}]\n"
-        "contexts: [{name: c, context: {cluster: k, user: u, namespace: team}}]\n"
-    )
+    config = write_kubeconfig(tmp_path / "config", api.url, user="{tokenFile: token}", namespace="team")
     client = Client(from_kubeconfig(config))
     assert client.access.namespace == "team"
     client.get(NODES)
@@ -431,9 +426,9 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
     began = time.time() - 60
     assert found.pop("publish_success_timestamp_seconds") > began and found.pop("watch_heard_timestamp_seconds") > began
     assert found == {
-        "publish_interval_seconds": 300.0, "publish_attempts_total": 4.0, 'publish_failures_total{reason="forbidden"}': 2.0,
-        'publish_failures_total{reason="server"}': 1.0, "watch_lists_total": 2.0,
-        'watch_restarts_total{reason="expired"}': 1.0,
+        "publish_interval_seconds": 300.0, "publish_attempts_total": 4.0,
+        'publish_failures_total{reason="forbidden"}': 2.0, 'publish_failures_total{reason="server"}': 1.0,
+        "watch_lists_total": 2.0, 'watch_restarts_total{reason="expired"}': 1.0,
     }  # fmt: skip
     publisher.stop()
     cluster.stop()

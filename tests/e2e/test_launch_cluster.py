@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_server import ApiServer
+from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
 
@@ -49,13 +49,7 @@ def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
 
 @pytest.fixture
 def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    path = tmp_path / "config"
-    path.write_text(
-        f"current-context: c\nclusters: [{{name: k, cluster: {{server: '{api.url}'}}}}]\n"
-        "users: [{name: u, user: {token: agent-token}}]\n"
-        "contexts: [{name: c, context: {cluster: k, user: u}}]\n"
-    )
-    monkeypatch.setenv("KUBECONFIG", str(path))
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
     yield api
 
 
