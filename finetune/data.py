@@ -159,3 +159,13 @@ def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example
         "tokens": sum(len(e.tokens) for e in kept),
     }
     return (pack(kept, config.max_length) if config.packing else kept), told
+
+
+def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:
+    """Another model's tokenizer is found out here, not by an index error inside the first step."""
+    highest = max(tokenizer.pad_token_id, *(max(e.tokens) for e in examples))
+    if highest >= vocabulary:
+        name = config.tokenizer_name or config.model_name_or_path
+        raise ConfigError(
+            f"tokenizer_name={name!r} gives token {highest}: the model has embeddings for {vocabulary} tokens"
+        )

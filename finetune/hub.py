@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,35 +19,71 @@ from finetune.config import ConfigError, JobConfig
 CONVERTED = "refs/convert/parquet"  # the branch of a data set that the hub's own converter writes
 MAX_FILES = 10_000  # of a data set's listing
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_gone: list[str] = []  # why no more questions are asked
 
 
-def pin(config: JobConfig) -> JobConfig:
+def pin(config: JobConfig, note: Callable[[str], None] = lambda _text: None) -> JobConfig:
     """The settings with a commit for each revision, the same on every rank: rank 0 asks."""
     import torch.distributed as dist
 
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            said = [_commits(config)]
+            said = [(_commits(config), _gone[-1:])]
         except ConfigError as error:
             said = [str(error)]
     dist.broadcast_object_list(said, src=0)
     if isinstance(said[0], str):
         raise ConfigError(said[0])
-    return dataclasses.replace(config, **said[0])
+    commits, gone = said[0]
+    if gone and not _gone:
+        _go_on_without(gone[0])
+    if gone:
+        note(f"{gone[0]}: models and data come from the cache")
+    return dataclasses.replace(config, **commits)
 
 
 def _commits(config: JobConfig) -> dict[str, str]:
-    found = {}
+    from huggingface_hub import HfApi
+
+    found: dict[str, str] = {}
     for kind, name, revision in (
         ("model", "model_name_or_path", "model_revision"),
         ("model", "tokenizer_name", "tokenizer_revision"),
         ("dataset", "dataset_name", "dataset_revision"),
     ):
-        at = getattr(config, name)
-        if at is not None and is_id(name, at):
-            found[revision] = resolve(kind, name, at, revision, getattr(config, revision))
+        at, wanted = getattr(config, name), getattr(config, revision)
+        if at is None or not is_id(name, at):
+            continue
+        with asking(name, at, f"{revision}={wanted!r}"):
+            if not found:
+                _look(HfApi(), kind, at)
+            found[revision] = str(HfApi().resolve_revision(at, repo_type=kind, revision=wanted).resolved)
     return found
+
+
+def _look(api: Any, kind: str, name: str) -> None:
+    """Whether the hub is there. Where it is not, every later question would try again for minutes: ask none."""
+    import httpx2
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        api.repo_info(name, repo_type=kind)
+    except OfflineModeIsEnabled:
+        return
+    except httpx2.TransportError as error:
+        _go_on_without(f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error})")
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            _go_on_without(f"{constants.ENDPOINT} answered {error.response.status_code}")
+
+
+def _go_on_without(why: str) -> None:
+    from huggingface_hub import constants
+
+    _gone.append(why)
+    constants.HF_HUB_OFFLINE = True  # what transformers looks at too
 
 
 def is_id(setting: str, name: str) -> bool:
@@ -64,14 +100,6 @@ def is_id(setting: str, name: str) -> bool:
     except HFValidationError:
         raise ConfigError(f"{setting}={name!r}: no such file or folder, and not a hub id (org/name)") from None
     return not name.endswith((".json", ".jsonl", ".parquet"))
-
-
-def resolve(kind: str, setting: str, name: str, revision_setting: str, revision: str) -> str:
-    """The commit of a branch, tag or commit."""
-    from huggingface_hub import HfApi
-
-    with asking(setting, name, f"{revision_setting}={revision!r}"):
-        return str(HfApi().resolve_revision(name, repo_type=kind, revision=revision).resolved)
 
 
 def list_files(name: str, revision: str, absent: str | None = None) -> dict[str, int]:
@@ -113,8 +141,13 @@ def fetch(name: str, path: str, revision: str) -> Path:
 def asking(setting: str, name: str, revision: str) -> Iterator[None]:
     """What goes wrong inside becomes a ConfigError that says which name, and why."""
     from httpx2 import HTTPError
+    from huggingface_hub import get_session
     from huggingface_hub.errors import RevisionResolutionError
 
+    # Of itself the library waits without end for an answer that is no file.
+    hooks = (session := get_session()).event_hooks
+    if _bound not in hooks["request"]:
+        session.event_hooks = {**hooks, "request": [*hooks["request"], _bound]}
     try:
         yield
     except ConfigError:
@@ -123,6 +156,14 @@ def asking(setting: str, name: str, revision: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         raise ConfigError(f"{setting}={name!r}: {_why(error, revision)}") from error
+
+
+def _bound(request: Any) -> None:
+    from huggingface_hub import constants
+
+    given = request.extensions.get("timeout") or {}
+    limits = {name: given.get(name) or constants.HF_HUB_ETAG_TIMEOUT for name in ("connect", "read", "write", "pool")}
+    request.extensions["timeout"] = limits
 
 
 def _why(error: BaseException, revision: str) -> str:
@@ -143,13 +184,13 @@ def _why(error: BaseException, revision: str) -> str:
         if isinstance(one, errors.RepositoryNotFoundError):
             return f"not on {constants.ENDPOINT}, or private and {token} opens it; no such file or folder here either"
         if isinstance(one, errors.OfflineModeIsEnabled):
-            return f"HF_HUB_OFFLINE is set, {cached}"
+            return f"{_gone[-1] if _gone else 'HF_HUB_OFFLINE is set'}, {cached}"
     for one in chain:
         if isinstance(one, httpx2.TransportError):
             return f"{constants.ENDPOINT} cannot be reached ({type(one).__name__}: {one}), {cached}"
         if isinstance(one, errors.HfHubHTTPError) and one.response is not None:
             return f"{constants.ENDPOINT} answered {one.response.status_code}, {cached}"
-    return str(error).strip().splitlines()[0]
+    return " ".join(str(error).split())[:500]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -78,6 +78,7 @@ class Trainer:
         net = model.build_model(config, layout.precision, recorder.note)
         counts = [(p.numel(), p.requires_grad) for p in net.parameters()]
         shape = model.causal_lm(net).config
+        data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
         self.engine = parallel.Engine(net, layout, device, mesh, config.packing)
         del net

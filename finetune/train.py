@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recorder = Recorder(Path(config.output_dir), layout, plan.forecast if plan else {}, device)
         for text in notes:
             recorder.note(text)
-        trainer = Trainer(hub.pin(config), layout, plan, device, recorder)
+        trainer = Trainer(hub.pin(config, recorder.note), layout, plan, device, recorder)
         trainer.go()
         export(trainer)
     except EndedError as error:

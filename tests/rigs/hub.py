@@ -1,0 +1,199 @@
+"""A hub on loopback that speaks huggingface_hub's HTTP: information, trees in pages, files by commit, refusals.
+
+Surface: https://huggingface.co/docs/hub/api and the headers that huggingface_hub reads: X-Repo-Commit, ETag,
+X-Linked-Etag, X-Linked-Size, X-Error-Code, Link. What it serves is what a test puts into a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+PAGE = 3  # entries of a tree per answer: every listing has several pages
+LARGE = 4096  # from here on files are "LFS": their place answers with a redirect to another host
+
+
+@dataclass(slots=True, kw_only=True)
+class Repository:
+    """One repository at one commit; `folder` holds its files."""
+
+    kind: str  # models or datasets
+    folder: Path
+    sha: str
+    branches: dict[str, Path] = field(default_factory=dict)  # other branches, with folders of their own
+    tokens: tuple[str, ...] | None = None  # who may read the files of a gated one; None: everybody
+
+    def at(self, revision: str) -> tuple[str, Path] | None:
+        """Commit and folder of a branch or commit."""
+        known = {"main": self.folder, self.sha: self.folder}
+        for name, folder in self.branches.items():
+            known |= {name: folder, hashlib.sha1(name.encode()).hexdigest(): folder}  # noqa: S324  looks like git's
+        if revision not in known:
+            return None
+        folder = known[revision]
+        shas = {self.folder: self.sha} | {f: hashlib.sha1(n.encode()).hexdigest() for n, f in self.branches.items()}  # noqa: S324
+        return shas[folder], folder
+
+
+class Hub:
+    """The server; `failing` is a status that everything gets."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[tuple[str, str], Repository] = {}
+        self.moved: dict[tuple[str, str], str] = {}  # old name -> today's
+        self.asked: list[str] = []  # method and path of each request
+        self.failing: int | None = None
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.answer(self)
+
+            do_HEAD = do_GET  # noqa: N815
+
+            def log_message(self, *_: Any) -> None:
+                """Silent."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.files = f"http://localhost:{self.server.server_address[1]}/cdn"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def add(self, kind: str, name: str, folder: Path, **more: Any) -> Repository:
+        """A repository from a folder."""
+        sha = hashlib.sha1(f"{kind} {name}".encode()).hexdigest()  # noqa: S324
+        made = Repository(kind=kind, folder=folder, sha=sha, **more)
+        self.repositories[kind, name] = made
+        return made
+
+    def close(self) -> None:
+        """Gone: connections are refused from now on."""
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        """One request."""
+        url = urlsplit(request.path)
+        path = unquote(url.path)
+        self.asked.append(f"{request.command} {path}")
+        if self.failing is not None:
+            return _send(request, self.failing, {"error": "failing"})
+        if path.startswith("/cdn/"):
+            return _send_file(request, Path(path.removeprefix("/cdn")), {})
+        for (kind, old), new in self.moved.items():
+            prefix = "" if kind == "models" else f"/{kind}"
+            for start in (f"/api/{kind}/{old}", f"{prefix}/{old}/resolve"):
+                if path == start or path.startswith(f"{start}/"):
+                    return _send(request, 307, {}, {"Location": request.path.replace(f"/{old}", f"/{new}", 1)})
+        for (kind, name), repository in self.repositories.items():
+            prefix = "" if kind == "models" else f"/{kind}"
+            for start, tell in ((f"/api/{kind}/{name}", self._api), (f"{prefix}/{name}/resolve", self._file)):
+                if path == start or path.startswith(f"{start}/"):
+                    return tell(request, name, repository, path.removeprefix(start).strip("/"), parse_qs(url.query))
+        # without a token the real one does not tell the absent from the private
+        status = 404 if request.headers.get("Authorization") else 401
+        return _send(request, status, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+
+    def _api(self, request: Any, name: str, repository: Repository, rest: str, query: dict[str, list[str]]) -> None:
+        what, _, where = rest.partition("/")
+        revision, inside = (where or "main"), ""
+        if what == "tree":
+            at = next((r for r in ("main", repository.sha, *repository.branches) if where.startswith(r)), where)
+            at = at if repository.at(where.split("/")[0]) is None else where.split("/")[0]
+            revision, inside = at, where.removeprefix(at).strip("/")
+        found = repository.at(revision)
+        if found is None:
+            return _send(request, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+        sha, folder = found
+        files = sorted(p for p in folder.rglob("*") if p.is_file())
+        if what in ("", "revision"):
+            siblings = [{"rfilename": p.relative_to(folder).as_posix()} for p in files]
+            return _send(request, 200, {
+                "id": name, "sha": sha, "private": False, "gated": "manual" if repository.tokens else False,
+                "siblings": siblings, "tags": [], "downloads": 0,
+            })  # fmt: skip
+        if what != "tree":
+            return _send(request, 404, {"error": "not here"})
+        if inside and not (folder / inside).is_dir():
+            return _send(request, 404, {"error": "no such folder"}, {"X-Error-Code": "EntryNotFound"})
+        entries = [_entry(p, folder) for p in files if p.relative_to(folder).as_posix().startswith(inside)]
+        first = int(query.get("cursor", ["0"])[0])
+        more = {}
+        if first + PAGE < len(entries):
+            more["Link"] = f'<{self.url}{urlsplit(request.path).path}?recursive=True&cursor={first + PAGE}>; rel="next"'
+        return _send(request, 200, entries[first : first + PAGE], more)
+
+    def _file(self, request: Any, _name: str, repository: Repository, rest: str, _query: Any) -> None:
+        known = [r for r in ("main", repository.sha, *repository.branches) if rest.startswith(f"{r}/")]
+        revision = known[0] if known else rest.split("/")[0]
+        found = repository.at(revision)
+        if found is None:
+            return _send(request, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+        sha, folder = found
+        if repository.tokens is not None:
+            token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if token not in repository.tokens:
+                status = 403 if token else 401
+                return _send(request, status, {"error": "restricted"}, {"X-Error-Code": "GatedRepo"})
+        path = folder / rest.removeprefix(f"{revision}/")
+        if not path.is_file():
+            told = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}
+            return _send(request, 404, {"error": "Entry not found"}, told)
+        oid = _entry(path, folder)["oid"]
+        if path.stat().st_size < LARGE:
+            return _send_file(request, path, {"ETag": f'"{oid}"', "X-Repo-Commit": sha})
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        return _send(request, 302, {}, {
+            "Location": f"{self.files}{path}", "X-Repo-Commit": sha, "X-Linked-Etag": f'"{sha256}"',
+            "X-Linked-Size": str(path.stat().st_size), "ETag": f'"{oid}"',
+        })  # fmt: skip
+
+
+def silent() -> tuple[Any, str]:
+    """A listening socket that takes connections and never says a word, and its address."""
+    import socket
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    return listening, f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def _entry(path: Path, folder: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324  git's own
+    entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": oid}
+    if len(content) >= LARGE:
+        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return entry
+
+
+def _send(request: Any, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+    _write(request, status, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+
+def _send_file(request: Any, path: Path, headers: dict[str, str]) -> None:
+    content, status = path.read_bytes(), 200
+    wanted = request.headers.get("Range", "")
+    if wanted.startswith("bytes="):
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        total, stop = len(content), int(last) + 1 if last else len(content)
+        content, status = content[int(first) : stop], 206
+        headers = {**headers, "Content-Range": f"bytes {first}-{stop - 1}/{total}"}
+    _write(request, status, content, {"Content-Type": "application/octet-stream", **headers})
+
+
+def _write(request: Any, status: int, content: bytes, headers: dict[str, str]) -> None:
+    request.send_response(status)
+    for name, value in {**headers, "Content-Length": str(len(content))}.items():
+        request.send_header(name, value)
+    request.end_headers()
+    if request.command != "HEAD":
+        request.wfile.write(content)
