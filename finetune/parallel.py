@@ -7,6 +7,8 @@ Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDa
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -65,8 +67,9 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
         apply_tp(chunk, mesh["tp"], layout.sequence_parallel)
     if layout.checkpointing != "none":
         for layer in chunk.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **_selection(layout.checkpointing))
+            layer.forward = _checkpointed(layer.forward, layout.checkpointing)
     if layout.compile:
+        check_compiler(device)
         for layer in chunk.layers:
             layer.compile()
     low = torch.bfloat16 if layout.precision == "bf16" else None
@@ -96,6 +99,34 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
     # The output head is the last to run and the first to run backward: gathered once.
     wrapped: nn.Module = shard(chunk, reshard_after_forward=False)
     return wrapped
+
+
+def check_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ on a CPU; on a GPU Triton builds its launchers with a C compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if device.type == "cuda":
+        found = any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang") if name)
+        wanted = "a C compiler: install gcc or set CC"
+    else:
+        try:
+            found = shutil.which(get_cpp_compiler()) is not None
+        except (InvalidCxxCompiler, OSError):
+            found = False
+        wanted = "a C++ compiler: install g++ or set CXX"
+    if not found:
+        raise ConfigError(f"compile=true: torch.compile needs {wanted}; or set compile: false")
+
+
+def _checkpointed(forward: Any, kind: str) -> Any:
+    """A function, not a partial: the compiler passes over a layer whose forward is one, without a word."""
+    options = _selection(kind)
+
+    def again(*args: Any, **more: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **more)
+
+    return again
 
 
 def _selection(kind: str) -> dict[str, Any]:

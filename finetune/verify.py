@@ -71,6 +71,7 @@ def observe(engine: Engine) -> dict[str, Any]:
         "precision": _precision(engine),
         "reshard_after_forward": _reshards(engine),
         "checkpointed_layers": sum("forward" in vars(layer) for c in engine.chunks for layer in c.layers),
+        "compiled_layers": sum(layer._compiled_call_impl is not None for c in engine.chunks for layer in c.layers),
         "placements": dict(spelled),
         "unsharded_parameters": len(unsharded),
         "split_projections": _split_projections(named),
@@ -144,6 +145,8 @@ def compare(asked: Layout, got: Mapping[str, Any], environment: Mapping[str, str
     checkpointed = got["checkpointed_layers"] == sum(got["stage_layers"])
     if checkpointed != (asked.checkpointing != "none"):
         wrong.append(f"checkpointing: asked {asked.checkpointing}, {got['checkpointed_layers']} layers do it")
+    if (got["compiled_layers"] == sum(got["stage_layers"])) != asked.compile:
+        wrong.append(f"compile: asked {asked.compile}, {got['compiled_layers']} layers are compiled")
     expected = "nccl" if got["device"].startswith("cuda") else "gloo"
     if got["backend"] not in (expected, "none"):
         wrong.append(f"backend: {got['backend']}, expected {expected} on {got['device']}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from finetune.config import JobConfig
@@ -50,7 +51,8 @@ def run(case, layout, mesh):
     at = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard") if mesh else 0
     loader = Loader(
         examples=examples, pad=2, micro_batch=layout.micro_batch, micro_batches=layout.gradient_accumulation,
-        rank=at, ranks=layout.data_parallel, seed=1, fixed_length=config.max_length if layout.pp > 1 else None,
+        rank=at, ranks=layout.data_parallel, seed=1,
+        fixed_length=config.max_length if layout.pp > 1 or layout.compile else None,  # one shape, one compilation
     )  # fmt: skip
     losses, norms, grads = [], [], {}
     for step, share in zip(range(STEPS), loader.epoch(0), strict=False):
@@ -102,6 +104,8 @@ def main(path):
         worst = max(
             (float((grads[n] - ref_grads[n]).norm() / ref_grads[n].norm().clamp_min(1e-8)) for n in grads), default=0.0
         )
+        graphs = counters["stats"]["unique_graphs"]
+        torch._dynamo.reset()  # ten compilations of one function, and it is run as it stands
         names = [None] * world
         dist.all_gather_object(names, (sorted(grads), worst, missing, compare(layout, got, {})))
         if dist.get_rank() == 0:
@@ -112,7 +116,7 @@ def main(path):
                 "gradient_difference": max(w for _, w, *_ in names), "all_gradients": seen == sorted(ref_grads),
                 "missing": sorted({m for _, _, one, _ in names for m in one}),
                 "mismatches": [m for *_, one in names for m in one], "confused_with": confused,
-                "seconds": round(time.monotonic() - began, 2),
+                "graphs": graphs, "seconds": round(time.monotonic() - began, 2),
             }), flush=True)  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""torch.compile, each layer by itself: alone, under DDP and FSDP, with checkpointing; and without a compiler."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from rigs.npm import apt_install
+from test_finetune_equivalence import ROOT, case, hold, run_ranks
+from torch._dynamo.utils import counters
+
+from finetune import train
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+CASES = [
+    case("DDP", dp_replicate=2, sharding="ddp", micro_batch=8, compile=True),
+    case("FSDP", dp_shard=2, micro_batch=8, compile=True),
+    case("FSDP full, selective", "full", dp_shard=2, micro_batch=8, compile=True, checkpointing="selective"),
+]
+JOB = {
+    "model_name_or_path": "random:micro-llama", "tokenizer_name": "builtin:bytes", "use_peft": True, "lora_r": 4,
+    "learning_rate": 1e-2, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": 3, "profile_steps": 0,
+    "logging_steps": 1, "save_strategy": "no",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A C++ compiler, and a folder for what it makes that all tests here share."""
+    if shutil.which("g++") is None:
+        apt_install("g++", "libc6-dev")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++, and it could not be installed (needs root and apt): apt-get install g++")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def two(kernels, tmp_path_factory):
+    """The results of two ranks."""
+    return run_ranks(2, CASES, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", [one["name"] for one in CASES])
+def test_compiled_layers_compute_what_one_process_computes_uncompiled(two, name):
+    """Losses, norms and gradients of the plain reference; and something was compiled."""
+    hold(two, name)
+    assert two[0][name]["graphs"] >= 1
+
+
+def job(folder, compiled):
+    """The command's words; the same length in every row."""
+    rows, out = folder / "train.jsonl", folder / f"out-{compiled}"
+    rows.write_text("".join(json.dumps({"text": f"What is {a} + 10? It is {a + 10}."}) + "\n" for a in range(10, 58)))
+    written = folder / f"{compiled}.yaml"
+    written.write_text(json.dumps({**JOB, "dataset_name": str(rows), "compile": compiled, "output_dir": str(out)}))
+    return ["--config", str(written)], out / "flight.json"
+
+
+def test_the_job_alone_compiles(kernels, tmp_path):
+    """The command: the same losses with and without."""
+    losses = []
+    for compiled in (False, True):
+        before = counters["stats"]["unique_graphs"]
+        argv, flight = job(tmp_path, compiled)
+        assert train.main(argv) == 0
+        told = json.loads(flight.read_text())
+        losses.append(told["loss"])
+        assert told["layout"]["effective"]["compiled_layers"] == (4 if compiled else 0)
+        assert (counters["stats"]["unique_graphs"] > before) == compiled
+    torch._dynamo.reset()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_without_a_compiler_the_job_is_refused(tmp_path):
+    """Before the first step, in one line that says what to install or to set."""
+    argv, flight = job(tmp_path, True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
+    env.pop("CXX", None)
+    command = [sys.executable, "-m", "finetune.train", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "finetune: refused: compile=true: torch.compile needs a C++ compiler"
+    )
+    assert "Traceback" not in done.stderr
+    assert json.loads(flight.read_text())["status"] == "refused"
