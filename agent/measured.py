@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from agent import units
 from agent.flight import Comparison, Flight
@@ -74,6 +75,14 @@ def _incomplete(result: BenchResult, node: str) -> Check:
         message="; ".join(result.problems) or "ended early",
         remedy="See which rank ended first; `topoflight explain bench.run.incomplete` lists the usual causes.",
     )  # fmt: skip
+
+
+def asked_now(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The checks of a benchmark that this very answer was to rest on: one that was stopped is no pass then."""
+    return tuple(
+        replace(check, status="fail") if check.id == "bench.run.incomplete" and check.status == "unknown" else check
+        for check in checks
+    )
 
 
 def _slow_links(result: BenchResult, node: str) -> list[Check]:

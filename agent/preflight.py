@@ -74,9 +74,10 @@ def run(options: Options, progress: Progress) -> Report:
 
     record: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
-    stopped = _stopped(result) if result else None
-    if stopped and options.fly:
-        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {stopped}")
+    if result and result.stopped_by and options.fly:
+        extra += measured.unmeasured(
+            measured.FLIGHT_CODES, f"not flown: the benchmark was stopped by {result.stopped_by}"
+        )
     elif options.fly and not options.hosts:
         record, comparisons, why = _fly(options, advice, progress)
         extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
@@ -84,7 +85,7 @@ def run(options: Options, progress: Progress) -> Report:
         extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
     progress.done()
 
-    checks = select((*view.checks, *extra), require=options.require, skip=options.skip)
+    checks = select((*measured.asked_now(view.checks), *extra), require=options.require, skip=options.skip)
     if before is not None:
         checks = regressions(checks, before)
     return Report(
@@ -109,11 +110,6 @@ def _flights(options: Options) -> tuple[dict[str, Any], ...]:
     kept = keep.folder()
     places = [*options.flights, options.output / "flights", *([kept / keep.FLIGHTS_FOLDER] if kept else [])]
     return keep.flights(places) if options.fly or options.flights else ()
-
-
-def _stopped(result: BenchResult) -> str | None:
-    """What a signal that ended the benchmark left in its problems."""
-    return next((problem for problem in result.problems if problem.startswith("stopped by ")), None)
 
 
 def report_of(
@@ -149,7 +145,7 @@ def _measure(
         notes.append(f"not measured: {error}")
         return None, None
     keep.keep_bench(result)
-    if not options.fly or _stopped(result):
+    if not options.fly or result.stopped_by:
         return result, None
     request = _request(options)
     model = request.model or benchmark.EMBEDDED_MODEL

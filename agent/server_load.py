@@ -197,10 +197,10 @@ def judged(view: View, result: BenchResult | None) -> tuple[Check, ...]:
     """The view's checks; those that rest on a benchmark by this result, though the state keeps none."""
     if result is None:
         return view.checks
-    from agent.measured import BENCH_CODES, checks_of_bench
+    from agent.measured import BENCH_CODES, asked_now, checks_of_bench
 
     scanned = (check for check in view.checks if check.id not in BENCH_CODES)
-    return (*scanned, *checks_of_bench(result, view.snapshots))
+    return (*scanned, *asked_now(checks_of_bench(result, view.snapshots)))
 
 
 def install(app: FastAPI, state: State, doors: Doors) -> Bencher:

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from agent import bench_history, keep
-from agent.measured import checks_of_bench
-from agent.server_load import Bench, Bencher
+from agent.exits import EXIT_FAILED
+from agent.gate import judge
+from agent.measured import asked_now, checks_of_bench
+from agent.server_load import Bench, Bencher, judged
 from agent.state import State
+from agent.view import look
 from collectives.results import BenchResult, Measurement
 from collectives.wire import result_from_json, result_to_json
 from probes.recording import load
@@ -58,6 +61,17 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
     assert statuses(replace(CUT, stopped_by=None))["bench.run.incomplete"] == "fail"
     wrong = replace(CUT, measurements=(replace(ONE, verified=False),))
     assert statuses(wrong)["bench.result.unverified"] == "fail"
+
+
+def test_who_asked_for_the_measurement_gets_no_pass() -> None:
+    """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
+    view = look((scan(load(MACHINE)),), bench=CUT)
+    kept = {check.id: check.status for check in view.checks}
+    assert kept["bench.run.incomplete"] == "unknown"
+    now = judged(view, CUT)
+    assert {check.id: check.status for check in now}["bench.run.incomplete"] == "fail"
+    assert judge(now, fail_on="fail").exit_code == EXIT_FAILED
+    assert asked_now(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
 
 
 def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) -> None:
