@@ -225,7 +225,10 @@ def with_cluster_options(command: Any) -> Any:
 @click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
-    """Launch the fine-tune with the recommended environment and layout, here or on a cluster."""
+    """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
+
+    Exit code 0 flown or created, 3 the flight failed, 75 saved before it was done: the same command goes on from there.
+    """
     from agent.advise import advise, with_fsdp
     from agent.benchmark import flight_request
     from agent.hosts import snapshots
