@@ -62,6 +62,8 @@ def _exactly(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
             return asked(value)
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise PlainError(f"{str(value)[:40]!r} is no {kind.__name__}")
+        if kind is int and value.bit_length() > 64:  # a counter's width; a float cannot hold any size
+            raise PlainError(f"a whole number of {value.bit_length()} bits: 64 are allowed")
         return kind(value)
 
     return hook

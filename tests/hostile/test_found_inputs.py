@@ -99,6 +99,7 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "a host that is a list": ("recording", recording(identity={"": {"hostname": ["x"], "time": 1}})),
     "an identity that is text": ("recording", recording(identity={"": "x"})),
     "a release in superscripts": ("words", "\x012.27¹".encode()),
+    "a world of 400 digits of ranks": ("bench_result", bench(world_size=10**400)),
     "a layout in superscripts": ("words", "\0tp=²".encode()),
     "a histogram in superscripts": ("words", "\x02²:²".encode()),
     "NUMA affinity in superscripts": (
