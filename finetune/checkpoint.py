@@ -7,6 +7,7 @@ it; frozen weights come from the model again.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -170,6 +171,8 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     from finetune.model import build_model, causal_lm
 
     folder = Path(config.output_dir)
+    if config.export_merged:  # into the weights as they came: merged into 4 bits, an adapter is mostly rounded away
+        config = dataclasses.replace(config, load_in_4bit=False)
     model = build_model(config, precision)
     trained = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     with warnings.catch_warnings():
@@ -197,8 +200,6 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
 
 
 def _save_base(config: JobConfig, precision: str, folder: Path) -> None:
-    import dataclasses
-
     from finetune.model import build_model
 
     plain = dataclasses.replace(config, use_peft=False, dtype="float32", load_in_4bit=False)

@@ -39,7 +39,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(config.seed)
-    four_bit = _four_bit(config)
+    four_bit = _four_bit(config, precision, note)
     attention = config.attn_implementation
     if attention == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
         attention = "sdpa"
@@ -70,6 +70,11 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
             f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(FAMILIES)}"
         )
     model.config.use_cache = False
+    for module in model.modules():
+        # On CPUs with AVX512-BF16 bitsandbytes would pack weights anew in the first evaluation, for a product that
+        # has no gradient, and keep them so.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return _add_lora(model, config) if config.use_peft else model
 
 
@@ -79,19 +84,22 @@ def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
         return load(*words, trust_remote_code=False, **more)
 
 
-def _four_bit(config: JobConfig) -> dict[str, Any]:
+def _four_bit(config: JobConfig, precision: str, note: Callable[[str], None]) -> dict[str, Any]:
     if not config.load_in_4bit:
         return {}
     if config.model_name_or_path.startswith("random:"):
-        raise ConfigError("load_in_4bit=true: random weights have nothing to quantise; needs a GPU and a real model")
-    if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError("load_in_4bit=true: QLoRA needs an NVIDIA GPU and the bitsandbytes package")
+        raise ConfigError("load_in_4bit=true: random weights have nothing to quantise; needs a model")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
+    if not torch.cuda.is_available():
+        note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
     from transformers import BitsAndBytesConfig
 
-    # quant storage in the compute type: FSDP shards 4-bit weights only so
+    # Stored in 16 bits, which FSDP gathers as they are in fp32 and in bf16: a cast would be another weight.
     quantised = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
+        bnb_4bit_compute_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        bnb_4bit_quant_storage=torch.bfloat16,
     )  # fmt: skip
     return {"quantization_config": quantised}
 

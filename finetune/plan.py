@@ -134,6 +134,8 @@ def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> l
             f"tp={layout.tp}: must divide {heads} heads, {kv_heads} key/value heads and "
             f"intermediate size {shape.intermediate_size}"
         )
+    if layout.tp > 1 and getattr(shape, "quantization_config", None) is not None:
+        why.append(f"tp={layout.tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split")
     if layout.sequence_parallel and layout.tp > 1 and lora:
         why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
     if layout.sequence_parallel and layout.tp > 1 and packing:

@@ -30,7 +30,8 @@ STEPS = 2
 def config_for(case):
     """The job of a case: a micro Llama on sums."""
     return JobConfig(
-        model_name_or_path="random:micro-llama", use_peft=case["method"] == "lora", lora_r=4, lora_alpha=8,
+        model_name_or_path=case.get("model", "random:micro-llama"), tokenizer_name="builtin:bytes",
+        use_peft=case["method"] != "full", load_in_4bit=case["method"] == "qlora", lora_r=4, lora_alpha=8,
         learning_rate=1e-2, dataset_rows=128, max_length=96 if case["packing"] else 48, packing=case["packing"],
         completion_only_loss=True, seed=7, max_grad_norm=0.5,
         lora_modules_to_save=("lm_head",) if case.get("save_head") else (),
@@ -91,7 +92,7 @@ def main(path):
     for case in cases:
         began = time.monotonic()
         layout = Layout(world_size=world, precision="fp32", **case["layout"])
-        key = (case["method"], case["packing"], bool(case.get("save_head")))
+        key = (case["method"], case["packing"], bool(case.get("save_head")), case.get("model"))
         if key not in references:
             alone = Layout(world_size=1, precision="fp32", micro_batch=SEQUENCES, sharding="ddp")
             references[key] = run(case, alone, None)

@@ -43,7 +43,7 @@ def asked(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("agent", ()), ("finetune", ("bench", "finetune")), ("dev", ("bench", "finetune", "parquet", "dev"))],
+    [("agent", ()), ("finetune", ("bench", "finetune")), ("dev", ("bench", "finetune", "parquet", "qlora", "dev"))],
 )
 def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]) -> None:
     """Every dependency is there, in a version that is allowed."""

@@ -1,0 +1,137 @@
+"""QLoRA on the CPU: 4-bit base weights, alone and over ranks; adapters that load; what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from test_finetune_equivalence import ROOT, case, hold, run_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
+
+from finetune import train
+from finetune.config import JobConfig
+from finetune.model import build_model
+from finetune.plan import refusals
+from planner.layout import Layout
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+LAYOUTS = {
+    "DDP": {"dp_replicate": 2, "sharding": "ddp", "micro_batch": 8},
+    "FSDP": {"dp_shard": 2, "micro_batch": 8},
+    "FSDP accumulating, checkpointing": {
+        "dp_shard": 2, "micro_batch": 4, "gradient_accumulation": 2, "checkpointing": "full"
+    },
+    "PP": {"pp": 2, "micro_batch": 8, "gradient_accumulation": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model in a folder, of whole 64-weight blocks."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=259, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(base, tmp_path_factory):
+    """The results of two ranks."""
+    cases = [{**case(name, "qlora", **at), "model": str(base)} for name, at in LAYOUTS.items()]
+    return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_with_4_bit_weights_compute_what_one_process_computes(two, name):
+    """Losses, norms and the adapters' gradients; sharded 4-bit weights are gathered as they were."""
+    hold(two, name)
+
+
+def test_base_weights_are_4_bit_and_only_adapters_train(base):
+    """Half a byte per weight of every projection, and a note that a CPU gains nothing."""
+    notes = []
+    config = JobConfig(
+        model_name_or_path=str(base), tokenizer_name="builtin:bytes", use_peft=True, load_in_4bit=True, lora_r=4
+    )
+    model = build_model(config, "fp32", notes.append)
+    packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    assert len(packed) == 3 * 7
+    assert sum(p.numel() * p.element_size() for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3) // 2
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert "without a GPU" in notes[0]
+    why = refusals(Layout(world_size=2, tp=2, precision="fp32"), model.get_base_model().config, lora=True)
+    assert len(why) == 1
+    assert "load_in_4bit" in why[0]
+
+
+def job(base, out, **settings):
+    """The command's words."""
+    config = {
+        "model_name_or_path": str(base), "tokenizer_name": "builtin:bytes", "use_peft": True, "lora_r": 8,
+        "load_in_4bit": True, "dataset_rows": 64, "max_length": 48, "per_device_train_batch_size": 16,
+        "learning_rate": 2e-2, "max_steps": 12, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 6,
+        "lr_scheduler_type": "constant", "profile_steps": 0, "lora_modules_to_save": ["lm_head"],
+        "output_dir": str(out), **settings,
+    }  # fmt: skip
+    path = out.with_suffix(".yaml")
+    path.write_text(json.dumps(config))
+    return ["--config", str(path)]
+
+
+def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
+    """Loss falls; stopped half-way it ends at the same loss; adapter on 4-bit base and merged model load plainly."""
+    whole = tmp_path / "whole"
+    assert train.main(job(base, whole)) == 0
+    flight = json.loads((whole / "flight.json").read_text())
+    assert flight["loss"]["last"] < 0.8 * flight["loss"]["first"]
+    assert any("load_in_4bit" in note for note in flight["notes"])
+    parts = tmp_path / "parts"
+    assert train.main(job(base, parts, max_steps=6)) == 0
+    assert train.main(job(base, parts, export_merged=True)) == 0
+    resumed = json.loads((parts / "flight.json").read_text())
+    assert resumed["loss"]["last"] == pytest.approx(flight["loss"]["last"], rel=1e-5)
+
+    tokens = AutoTokenizer.from_pretrained(flight["adapter"])("What is 7 + 5?", return_tensors="pt")["input_ids"]
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+    def logits(adapter=None, **how):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **how).eval()
+        with torch.no_grad():
+            return (PeftModel.from_pretrained(model, adapter) if adapter else model)(tokens).logits.float()
+
+    bare, adapted = logits(quantization_config=four), logits(flight["adapter"], quantization_config=four)
+    again, merged = logits(resumed["adapter"]), AutoModelForCausalLM.from_pretrained(resumed["merged"])
+    assert (adapted - bare).abs().max() > 0.1
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits.float(), again, rtol=1e-3, atol=1e-3)
+    assert not hasattr(merged.config, "quantization_config")  # merged into the weights as they came
+
+
+def test_without_bitsandbytes_the_extra_is_named(base, tmp_path):
+    """An interpreter that cannot import it."""
+    argv = job(base, tmp_path / "out")
+    code = (
+        "import sys, importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'bitsandbytes' else find(name, *more)\n"
+        f"from finetune import train; sys.exit(train.main({argv!r}))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
+    assert done.returncode == 2
+    assert "pip install 'topoflight[qlora]'" in done.stderr.splitlines()[-1]
