@@ -56,6 +56,7 @@ class Request:
     packing: bool = False
     lengths: str | None = None  # "64:900,512:100": tokens of a row, and how many rows have them
     lora_rank: int = 16
+    saved_modules: tuple[str, ...] = ()  # trained whole beside the adapters
     steps: int | None = None  # of the whole run
     tokens: int | None = None  # of the whole run, in place of steps
     hours: float | None = None  # of the whole run, in place of both: how many steps fit
@@ -99,6 +100,7 @@ def train_of(request: Request) -> TrainSpec:
         optimizer=request.optimizer,
         packing=request.packing,
         lora_rank=request.lora_rank,
+        saved_modules=request.saved_modules,
         length_histogram=histogram_of(request.lengths),
         steps=request.steps,
     )

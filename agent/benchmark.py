@@ -27,6 +27,8 @@ EMBEDDED_MODEL = "tiny-llama"
 EMBEDDED_REQUEST: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
     "method": "lora",
+    "lora_rank": 8,
+    "saved_modules": ("embed_tokens", "lm_head"),
     "sequence_length": 64,
     "global_batch": 16,
 }

@@ -38,6 +38,7 @@ from topology.graph import ClusterTopology, NodeTopology  # noqa: E402
 
 SMALL_TOKENS = 51.0  # of a row of the embedded data set, on average
 WIDE_TOKENS = 256
+SAVED = ("embed_tokens", "lm_head")  # what the embedded job trains beside its adapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ def forecast(case: Case, shape: ModelSpec, measured: tuple[Measurement, ...], ca
     tokens = SMALL_TOKENS if case.model == "small" else None
     train = TrainSpec(
         method=case.method, lora_rank=8, sequence_length=128 if case.model == "small" else WIDE_TOKENS,
-        mean_tokens=tokens, global_batch=layout.global_batch, precision="fp32",
+        mean_tokens=tokens, saved_modules=SAVED if case.model == "small" else (), global_batch=layout.global_batch,
+        precision="fp32",
     )  # fmt: skip
     host = NodeTopology(hostname="here", gpus=(), nics=(), pairs=(), cpu_count=os.cpu_count())
     planned = plan(

@@ -167,8 +167,14 @@ def check_device(calibration: Calibration, device: str, precision: str) -> None:
 
 def with_links(calibration: Calibration, links: Links) -> Links:
     """Bandwidths with the calibration's in place of the derived ones."""
-    for timing in calibration.links:
+    gathers = {timing.hosts > 1: timing for timing in calibration.links if timing.op == "all_gather"}
+    for timing in sorted(calibration.links, key=lambda t: t.op):  # gathers before scatters
         if timing.op not in ("all_gather", "reduce_scatter"):
+            continue
+        gather = gathers.get(timing.hosts > 1)
+        if timing.op == "reduce_scatter" and gather is not None:
+            share = timing.busbw_bytes_per_second / gather.busbw_bytes_per_second
+            links = replace(links, scatter_share=share)
             continue
         why = f"calibration: {timing.op} over {timing.ranks} ranks"
         rate = timing.busbw_bytes_per_second
@@ -197,13 +203,17 @@ def apply_calibration(
             _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, stack,
             constants=constants,
         )  # fmt: skip
-        together = sum if rates.device == "CPU" else max  # a GPU computes while the host starts the next kernel
+        took = timing.forward_seconds + timing.backward_seconds
+        forward = cost.gemm + cost.attention + cost.elementwise
         back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
-        forecast = together((cost.gemm + cost.attention + cost.elementwise, cost.host))
-        forecast += together((back, 1.7 * cost.host))
-        ratio = forecast / (timing.forward_seconds + timing.backward_seconds)
+        if rates.device == "CPU":  # starting operators adds to running them, and is Python's pace: not the arithmetic's
+            ratio = (forward + back) / max(took - 2.7 * cost.host, 0.5 * took)
+            launch = rates.launch_seconds
+        else:
+            ratio = (max(forward, cost.host) + max(back, 1.7 * cost.host)) / took
+            launch = rates.launch_seconds / ratio
         rates = replace(rates, gemm=rates.gemm * ratio, attention=rates.attention * ratio, hbm=rates.hbm * ratio,
-                        launch_seconds=rates.launch_seconds / ratio, how="measured")  # fmt: skip
+                        launch_seconds=launch, how="measured")  # fmt: skip
         inputs.append(
             f"layer forward {timing.forward_seconds:.4g} s, backward {timing.backward_seconds:.4g} s for "
             f"{timing.tokens} tokens: measured"

@@ -49,10 +49,14 @@ class Constants:
     head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
     lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, scale
     lora_inputs: float = 4.0  # over its input where not fused: dropout, cast, product
-    unit_kernels: float = 90.0  # FSDP's hooks of one unit and pass, in starts of a kernel (measurements/flights.md)
+    lora_kernels: float = 4.0  # more per adapted product, forward
+    unit_kernels: float = 200.0  # FSDP's hooks of one unit and pass, in starts of a kernel (measurements/flights.md)
 
 
 DEFAULT = Constants()
+# A CPU's products know no tiles: 16 rows run at 0.7, 51 at 0.85, 128 at 0.95 of the best rate, whatever the columns and
+# the depth. An adapter takes 0.8 ms of a step even beside 51 tokens, PEFT's Python included (measurements/flights.md).
+CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, lora_kernels=12.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +199,7 @@ def layer_cost(
             into, out = sides.get(target, (0.0, 0.0))
             inputs = 1.0 if fused else constants.lora_inputs
             moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
-            kernels += 4.0
+            kernels += constants.lora_kernels
     return LayerCost(gemm, attention, moved / rates.hbm, kernels * rates.launch_seconds)
 
 

@@ -40,6 +40,8 @@ def finetune_yaml(request: Request) -> str:
     data: dict[str, Any] = {"model_name_or_path": "random:tiny-llama" if name == "tiny-llama" else name}
     if train.method in ("lora", "qlora"):
         data |= {"use_peft": True, "lora_r": train.lora_rank, "lora_target_modules": list(train.lora_targets)}
+        if train.saved_modules:
+            data["lora_modules_to_save"] = list(train.saved_modules)
     if train.method == "qlora":
         data["load_in_4bit"] = True
     data |= {"max_length": train.sequence_length, "packing": train.packing}

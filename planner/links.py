@@ -24,6 +24,9 @@ NETWORK_SHARE = 0.85
 # One direction of a PCIe x16 link carries 12, 24, 48 GB/s by NCCL's planning (src/graph/topo.h); through the CPUs
 # far less was measured on 4 and 8 GPUs (L40S: 4.7 and 1.2 GB/s). Without a measurement: a cautious Gen4 value.
 ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
+# gloo reduce-scatters by an all-reduce of the whole (torch ProcessGroupGloo), which sends everything twice.
+GLOO_SCATTER_SHARE = 0.5
+GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (measurements/flights.md)
 ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
 
 
@@ -54,6 +57,7 @@ class Links:
     network: Speed | None  # one node to the others, one direction, all rails; None for a single node
     alpha_intra_seconds: float = ALPHA_INTRA_SECONDS
     alpha_inter_seconds: float = ALPHA_INTER_SECONDS
+    scatter_share: float = 1.0  # bus bandwidth of a reduce-scatter over an all-gather's; gloo sends a whole all-reduce
 
     def crosses(self, size: int, stride: int) -> Speed:
         """The slowest link a group of `size` ranks with this stride uses."""
@@ -87,6 +91,10 @@ class Links:
         hops = alpha * (size - across) + self.alpha_inter_seconds * across
         return seconds + messages * hops
 
+    def scatter_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
+        """Reduce-scatters of `total_bytes` together: so much of an all-gather's bytes and steps."""
+        return self.ring_seconds(total_bytes / self.scatter_share, size, stride, messages / self.scatter_share)
+
     def all_reduce_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
         """One all-reduce: a reduce-scatter and an all-gather; over many nodes NCCL takes trees, whose steps are few."""
         whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
@@ -118,8 +126,11 @@ class Links:
 _RING_OPS = ("all_gather", "reduce_scatter")
 
 
-def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str] | None:
-    """Busbw of the largest verified all-gather and reduce-scatter within one host, or across hosts."""
+def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str, float] | None:
+    """Busbw of the largest verified all-gather within one host, or across hosts, and the reduce-scatter's share of it.
+
+    Where only one of the two was measured, the other is taken to be as fast.
+    """
     best: dict[str, Measurement] = {}
     for m in measurements:
         if not m.verified or m.op not in _RING_OPS or (len(set(m.hosts)) > 1) is not across or len(m.ranks) < 2:
@@ -128,8 +139,11 @@ def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[flo
             best[m.op] = m
     if not best:
         return None
-    slowest = min(best.values(), key=lambda m: m.busbw_bytes_per_second)
-    return slowest.busbw_bytes_per_second, f"{slowest.op} of {slowest.bytes} bytes over {len(slowest.ranks)} ranks"
+    gather = best.get("all_gather") or best["reduce_scatter"]
+    scatter = best.get("reduce_scatter") or gather
+    rate = gather.busbw_bytes_per_second
+    why = f"{gather.op} of {gather.bytes} bytes over {len(gather.ranks)} ranks"
+    return rate, why, scatter.busbw_bytes_per_second / rate
 
 
 def _alpha(measurements: Sequence[Measurement]) -> float | None:
@@ -236,14 +250,18 @@ def links_of(
         if size >= per_node:
             island = speed
     network = None
+    # what joins the ranks at its slowest speaks for all: where nothing was measured, gloo's way of it or NCCL's
+    slowest = across or inside
+    share = slowest[2] if slowest else 1.0 if first.gpus else GLOO_SCATTER_SHARE
     if nodes > 1:
         network = _network(cluster)
         if across:
             network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
         if cluster.inter_node_transport == "nvlink":  # NVLink domain of several nodes
             size = per_node * nodes
+    start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
     return Links(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
-        alpha_intra_seconds=alpha if alpha is not None else ALPHA_INTRA_SECONDS,
-        alpha_inter_seconds=max(ALPHA_INTER_SECONDS, alpha or 0.0),
+        alpha_intra_seconds=alpha if alpha is not None else start,
+        alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
     )  # fmt: skip

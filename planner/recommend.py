@@ -11,7 +11,7 @@ from collectives.transport import Evidence
 from planner import machines, nccl_env
 from planner.advice import Note, RankedLayout, Recommendation
 from planner.calibration import Calibration, apply_calibration, check_device, with_links
-from planner.compute import Rates, cpu_rates, gpu_rates
+from planner.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.hardware import GIB, gpu_named
 from planner.layout import Layout, Precision
@@ -132,11 +132,12 @@ def plan(
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
         precision = "fp32"
     rates = _rates(cluster, snapshots, train, links.ranks_per_node, precision, unknowns)
+    constants = DEFAULT if has_gpu else CPU
     scale, calibrated = 1.0, False
     if calibration is not None:
         check_device(calibration, rates.device, precision)
         links = with_links(calibration, links)
-        rates = apply_calibration(calibration, rates, train, stack)
+        rates = apply_calibration(calibration, rates, train, stack, constants)
         calibrated = rates.how == "measured"
         if calibration.step_scale and calibration.engine == train.engine:
             scale, calibrated = calibration.step_scale, True
@@ -161,7 +162,7 @@ def plan(
         if speed is not None and speed.how == "assumed" and world > 1
     )
     return Planned(
-        job=Job(model=model, train=train, links=links, rates=rates, stack=stack,
+        job=Job(model=model, train=train, links=links, rates=rates, stack=stack, constants=constants,
                 host_adam_bytes_per_second=adam),
         question=Question(
             model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,

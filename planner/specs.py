@@ -44,6 +44,7 @@ class TrainSpec:
     optimizer_in_backward: bool = False  # each gradient is used as soon as it is there, and freed
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    saved_modules: tuple[str, ...] = ()  # trained whole beside the adapters: "embed_tokens", "lm_head"
     length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): padding follows from the micro-batch
     packing: bool = False
     steps: int | None = None

@@ -160,13 +160,13 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         recompute_layer = cost.attention if core else 0.5 * cost.gemm + cost.elementwise
     on_cpu = job.rates.device == "CPU"  # where starting an operator and running it share one thread: nothing hides it
     sharded = layout.sharding == "zero3" and layout.dp_shard > 1
-    forward_host, backward_host = cost.host, 1.7 * cost.host
-    if sharded:
-        forward_host += k.unit_kernels * job.rates.launch_seconds
-        backward_host += k.unit_kernels * job.rates.launch_seconds
+    ends = (2.0 if stack.ends_apart else 1.0) if sharded else 0.0  # FSDP units beside the layers
+    hooks = k.unit_kernels * job.rates.launch_seconds if sharded else 0.0
+    forward_host, backward_host = cost.host + hooks, 1.7 * cost.host + hooks
     forward_host = forward_host if on_cpu else max(0.0, forward_host - forward_layer)
     backward_host = backward_host if on_cpu else max(0.0, backward_host - backward_layer)
     host_layer = forward_host * (2.0 if layout.checkpointing == "full" else 1.0) + backward_host
+    host_ends = 2.0 * ends * hooks if on_cpu else 0.0  # beside a GPU, the head's product hides them
 
     head_gemm, head_loss = job.head(layout, tokens)
     head = head_gemm * (2.0 + (1.0 if full else 0.0)) + head_loss
@@ -205,10 +205,10 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     gathered_bytes = (NF4_BYTES if train.method == "qlora" else wide) * local
     copied = 0.0
     if sharded:
-        gather_once = links.ring_seconds(gathered_bytes, layout.dp_shard, shard_stride, per_rank + 1.0)
+        gather_once = links.ring_seconds(gathered_bytes, layout.dp_shard, shard_stride, per_rank + ends)
         again = gather_once if layout.reshard_after_forward else 0.0
         reduced = gradient_bytes * (local if full else trained_weights(model, train) / (layout.tp * layout.pp))
-        scatter = links.ring_seconds(reduced, layout.dp_shard, shard_stride, per_rank + 1.0)
+        scatter = links.scatter_seconds(reduced, layout.dp_shard, shard_stride, per_rank + ends)
         if on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
             ahead, behind, late = gather_once, again, scatter
             # A gather copies the shard in and everything out again; so does a scatter.
@@ -280,7 +280,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         attention=m * layers * cost.attention * 3.5,
         elementwise=m * (layers * cost.elementwise * 3.0 + head_loss + copied),
         recompute=m * layers * recompute_layer,
-        host=m * layers * host_layer,
+        host=m * (layers * host_layer + host_ends),
         tensor_parallel=m * layers * tp_layer,
         context_parallel=m * layers * cp_layer,
         expert_parallel=m * layers * ep_layer,

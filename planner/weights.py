@@ -83,4 +83,10 @@ def lora_weights(model: ModelSpec, train: TrainSpec) -> int:
 
 def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
     """Weights that get a gradient."""
-    return weights(model).total if train.method == "full" else lora_weights(model, train)
+    if train.method == "full":
+        return weights(model).total
+    whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
+    unknown = [name for name in train.saved_modules if name not in whole]
+    if unknown:
+        raise ValueError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
+    return lora_weights(model, train) + sum(whole[name] for name in train.saved_modules)

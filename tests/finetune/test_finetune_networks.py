@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from rigs.netns import hosts, missing
 
+from collectives.calibrate import CalibrationRequest, calibrate
+from planner.calibration import parse_calibration
 from planner.layout import Layout
-from planner.links import Links, Speed
+from planner.links import GLOO_ALPHA_SECONDS, GLOO_SCATTER_SHARE, Links, Speed
 from planner.models import model_named
 from planner.recommend import forecast_layout, plan
 from planner.specs import TrainSpec
@@ -19,13 +21,25 @@ from topology.graph import ClusterTopology, NodeTopology
 pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 RATE = "60mbit"  # of the default network, so slow that a busy machine does not hide it; the second one is not shaped
-RATE_BYTES = 60e6 / 8
+RATE_BYTES = 60e6 / 8 * 1448 / 1514  # what an Ethernet frame of 1514 bytes carries for TCP
 LOOPBACK_BYTES = 1e9  # of the second network and of loopback, by order of magnitude: neither is what a step waits for
 STEPS = 8
+MEAN_TOKENS = 51.0  # of a row of the embedded data set
 LAYOUT = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 1}
 
 
-def forecast(bytes_per_second):
+@pytest.fixture(scope="module")
+def timed():
+    """What the ranks compute with: a layer of the model, timed by two copies at once as `preflight` does."""
+    shape = model_named("tiny-llama")
+    request = CalibrationRequest(
+        hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        tokens=int(MEAN_TOKENS), sequence=int(MEAN_TOKENS), copies=2, threads=1, method="lora",
+    )  # fmt: skip
+    return parse_calibration(calibrate(request))
+
+
+def forecast(timed, bytes_per_second):
     """The planner's forecast for two hosts of one rank each, joined by a network of this speed."""
     nodes = tuple(
         NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=os.cpu_count()) for n in (0, 1)
@@ -34,9 +48,13 @@ def forecast(bytes_per_second):
     links = Links(
         ranks_per_node=1, nodes=2, island_size=1, island=inside, node=inside,
         network=Speed(bytes_per_second=bytes_per_second, how="measured", link="TCP"),
+        alpha_inter_seconds=GLOO_ALPHA_SECONDS, scatter_share=GLOO_SCATTER_SHARE,
     )  # fmt: skip
-    train = TrainSpec(lora_rank=8, sequence_length=128, mean_tokens=51.0, global_batch=2, precision="fp32")
-    planned = plan(ClusterTopology(nodes=nodes), (), model_named("tiny-llama"), train, links=links)
+    train = TrainSpec(
+        lora_rank=8, saved_modules=("embed_tokens", "lm_head"), sequence_length=128, mean_tokens=MEAN_TOKENS,
+        global_batch=2, precision="fp32",
+    )  # fmt: skip
+    planned = plan(ClusterTopology(nodes=nodes), (), model_named("tiny-llama"), train, calibration=timed, links=links)
     return forecast_layout(planned, Layout(**LAYOUT)).forecast
 
 
@@ -77,7 +95,7 @@ def best(flight):
 
 
 @pytest.fixture(scope="module")
-def bars(tmp_path_factory):
+def bars(tmp_path_factory, timed):
     """Three flights: two hosts on each network, and both ranks on one host."""
     why = missing()
     if why:
@@ -85,8 +103,8 @@ def bars(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bars")
     with hosts(2, default_rate=RATE) as rig:
         return {
-            "default": fly(rig, folder / "default", [0, 1], "eth0", forecast(RATE_BYTES)),
-            "net1": fly(rig, folder / "net1", [0, 1], "net1", forecast(LOOPBACK_BYTES)),
+            "default": fly(rig, folder / "default", [0, 1], "eth0", forecast(timed, RATE_BYTES)),
+            "net1": fly(rig, folder / "net1", [0, 1], "net1", forecast(timed, LOOPBACK_BYTES)),
             "one host": fly(rig, folder / "one", [0, 0], "lo"),
         }
 
@@ -103,10 +121,18 @@ def test_the_second_network_is_faster(bars):
     assert seconds["default"] - seconds["net1"] > 0.5 * on_the_wire
 
 
-def test_the_gain_is_what_the_planner_forecast(bars):
-    """Over the default network the step lies in the forecast's interval; so does what the second network saves."""
-    slow, fast = forecast(RATE_BYTES).step_seconds, forecast(LOOPBACK_BYTES).step_seconds
-    assert slow.low < best(bars["default"]) < slow.high
+@pytest.mark.parametrize("network", ["default", "net1"])
+def test_the_step_is_what_the_planner_forecast(bars, network):
+    """Over each network the step lies in its forecast's interval; a busy machine may only have slowed it."""
+    (line,) = (one for one in bars[network]["comparison"] if one["quantity"] == "step_seconds")
+    said, median = line["forecast"], bars[network]["measured"]["step_seconds"]
+    assert said["low"] < median
+    assert best(bars[network]) < said["high"]
+
+
+def test_the_gain_is_what_the_planner_forecast(bars, timed):
+    """So does what the second network saves."""
+    slow, fast = forecast(timed, RATE_BYTES).step_seconds, forecast(timed, LOOPBACK_BYTES).step_seconds
     gain = best(bars["default"]) - best(bars["net1"])
     forecast_gain = slow.mid - fast.mid
     assert forecast_gain * slow.low / slow.mid < gain < forecast_gain * slow.high / slow.mid

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from collectives.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
+from collectives.results import Measurement
 from planner import machines
 from planner.calibration import (
     Calibration,
@@ -17,8 +18,10 @@ from planner.calibration import (
     dump_calibration,
     load_calibration,
     parse_calibration,
+    with_links,
     with_measured_step,
 )
+from planner.links import links_of
 from planner.models import model_named
 from planner.recommend import recommend
 from planner.specs import TrainSpec
@@ -141,3 +144,26 @@ def test_a_device_that_is_not_there_is_an_error_with_its_words() -> None:
         pytest.skip("this host has a CUDA device")
     with pytest.raises(CalibrationFailedError, match="cuda"):
         calibrate(request)
+
+
+def test_a_reduce_scatter_has_its_own_bandwidth() -> None:
+    """Measured half as fast as the all-gather, it takes so much longer; gathers keep theirs."""
+    gather = LinkTiming(op="all_gather", ranks=2, hosts=1, alpha_seconds=1e-4, busbw_bytes_per_second=1e9)
+    scatter = LinkTiming(op="reduce_scatter", ranks=2, hosts=1, alpha_seconds=1e-4, busbw_bytes_per_second=0.5e9)
+    before = links_of(cluster(), ranks_per_node=2)
+    for rows in ((gather, scatter), (scatter, gather)):
+        links = with_links(Calibration(device="CPU", precision="fp32", links=rows), before)
+        assert links.node.bytes_per_second == 1e9
+        assert links.scatter_seconds(1e9, 2, 1) == pytest.approx(2 * links.ring_seconds(1e9, 2, 1))
+    alone = with_links(Calibration(device="CPU", precision="fp32", links=(scatter,)), before)
+    assert alone.node.bytes_per_second == 0.5e9
+    measured = tuple(
+        Measurement(
+            op=op, backend="gloo", bytes=1 << 24, ranks=(0, 1), hosts=("cpu", "cpu"), median_seconds=seconds,
+            iteration_seconds=(seconds,), spread_ratio=None, algbw_bytes_per_second=2 * rate,
+            busbw_bytes_per_second=rate, verified=True,
+        )
+        for op, seconds, rate in (("all_gather", 0.01, 0.8e9), ("reduce_scatter", 0.02, 0.4e9))
+    )  # fmt: skip
+    links = links_of(cluster(), measured, ranks_per_node=2)
+    assert (links.node.bytes_per_second, links.scatter_share) == (0.8e9, 0.5)

@@ -131,9 +131,9 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     layout = Layout(world_size=2, dp_shard=2, precision="fp32")
     parts = step_parts(given, layout)
     assert parts.gather == pytest.approx(2 * two.ring_seconds(4.0 * weights(MODEL).total, 2, 1))
-    kernels = given.constants.kernels_eager + 4 * 7
-    hooks = 2 * given.constants.unit_kernels
-    assert parts.host == pytest.approx(32 * (2.7 * kernels + hooks) * given.rates.launch_seconds)
+    kernels = given.constants.kernels_eager + given.constants.lora_kernels * 7
+    hooks = (32 + 2) * 2 * given.constants.unit_kernels  # a unit for each layer, the embedding and the head
+    assert parts.host == pytest.approx((32 * 2.7 * kernels + hooks) * given.rates.launch_seconds)
     half = replace(given, rates=replace(given.rates, element_bytes=2.0), _layers={}, _heads={})
     assert step_parts(half, layout).elementwise < parts.elementwise
 

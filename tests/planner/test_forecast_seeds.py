@@ -113,8 +113,9 @@ def test_four_pods_take_two_and_a_half_times_one_pod() -> None:
     apart = forecast_layout(plan(node, (), model, POD, links=four), POD_LAYOUT).forecast
     assert apart.step_seconds.mid / together.step_seconds.mid == pytest.approx(2.4, rel=0.12)
     assert apart.dominant.startswith("communication-bound: gathering sharded weights over EFA")
-    gather = next(part for part in apart.time_parts if part.name == "gather")
-    assert "145 GB per rank and step" in gather.detail
+    moved = {part.name: part.detail for part in apart.time_parts if part.name in ("gather", "reduce")}
+    assert "96.4 GB per rank and step" in moved["gather"]  # two thirds of the 145: forward and backward
+    assert "48.2 GB per rank and step" in moved["reduce"]
     assert together.dominant.startswith("offloading")
 
 

@@ -98,4 +98,3 @@ def test_the_cpu_machine_replicates_the_small_model() -> None:
     assert said.chosen.layout.precision == "fp32"
     sharded = next(r for r in said.runners_up if r.layout.family == "FSDP")
     assert sharded.forecast.step_seconds.mid > said.chosen.forecast.step_seconds.mid
-    assert sharded.forecast.memory_bytes.mid < said.chosen.forecast.memory_bytes.mid

