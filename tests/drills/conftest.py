@@ -70,9 +70,10 @@ own, and a library that shifts the clock of one process tree. A drill passes whe
 outlives its run, the benchmark lock is free, no file that a reader would trust is half written, what was kept before
 is still there, and the agent goes on or ends in order.
 
-`make drills` runs them all and writes this page. The test suite runs most of them once or a few times, and shorter tests
-of ten others; the read-only disk, the clock that jumps during a benchmark and the SIGKILL of a preflight that flies are
-drilled here only. Thousands of nodes are worked out in simulated time, from the function that makes an agent wait.
+`make drills` runs them all and writes this page. The test suite runs most of them once or a few times, and shorter
+tests of ten others; the read-only disk, the clock that jumps during a benchmark and the SIGKILL of a preflight that
+flies are drilled here only. Thousands of nodes are worked out in simulated time, from the function that makes an agent
+wait.
 
 - Date: {datetime.now(UTC):%Y-%m-%d}
 - Machine: {os.cpu_count()} virtual cores, shared and noisy, no GPU, Linux {platform.release()}, {platform.machine()}
