@@ -92,7 +92,7 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
     for names in (("question", "answer"), ("prompt", "completion")):
         kinds = {type(row.get(name)) for name in names}
         if all(name in row for name in names) and "messages" not in row and kinds not in ({str}, {list}):
-            both = " and ".join(f"{name}={str(row[name])[:100]!r}" for name in names)
+            both = " and ".join(f"{name}={repr(row[name])[:100]}" for name in names)
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
     if "question" in row and "answer" in row and "messages" not in row:
         row = {"messages": [_said("user", row["question"]), _said("assistant", row["answer"])]}

@@ -154,3 +154,36 @@ def test_synthetic_sums_are_right_and_splits_differ():
         left, right = row["answer"].split(" = ")
         a, b = left.split(" + ")
         assert int(a) + int(b) == int(right)
+
+
+def test_plain_text_begins_as_its_tokenizer_begins_it():
+    """A tokenizer that sets a mark of the beginning gets it in front of plain text, which no answer's span counts."""
+    from tokenizers import processors
+
+    tokenizer = load_tokenizer(JobConfig(tokenizer_name="builtin:bytes"))
+    bare = encode(ROWS[4], tokenizer, job())
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, begin)]
+    )
+    assert encode(ROWS[4], tokenizer, job()).tokens == (begin, *bare.tokens)
+    example = encode(ROWS[1], tokenizer, job(completion_only_loss=True))
+    assert example.tokens[0] == begin
+    assert tokenizer.decode([x for x in example.labels if x != IGNORED]) == "Oui." + tokenizer.eos_token
+    assert encode(ROWS[0], tokenizer, job()).tokens.count(begin) == 0  # a talk begins as its template says
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "two texts, or two lists"),
+        ({"question": "a", "answer": 5}, "answer=5"),
+        ({"messages": "hello"}, "role and content"),
+        ({"messages": []}, "role and content"),
+        ({"messages": [{"role": "user"}]}, "chat_template"),
+    ],
+)
+def test_rows_of_a_known_shape_and_wrong_content_are_refused(tokenizer, row, word):
+    """Neither trained on as the text of a list, nor a stack trace."""
+    with pytest.raises(ConfigError, match=word):
+        encode(row, tokenizer, job())
