@@ -294,6 +294,30 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
     assert "HF_HUB_OFFLINE" in found["no model"][1].splitlines()[0]
 
 
+def test_two_ranks_take_the_commit_that_the_first_was_told(online, home, hub):
+    """FSDP over two ranks from the same hub: the loss of one rank alone, and one question for each id."""
+    settings, env = GOOD["llama"]
+    config = home / "ranks.yaml"
+    layout = {"dp_shard": 2, "micro_batch": 2}
+    settings = {**JOB, **settings, "per_device_train_batch_size": None, "layout": layout}
+    config.write_text(json.dumps({**settings, "output_dir": str(home / "ranks")}))
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+            "-m", "finetune.train", "--config", str(config)]  # fmt: skip
+    before = len(hub.asked)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, cwd=ROOT, timeout=300,
+        env={**os.environ, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url,
+             "HF_HOME": str(home / "cache"), "no_proxy": "*"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    flight = json.loads((home / "ranks/flight.json").read_text())
+    assert flight["loss"] == pytest.approx(online["llama"][3]["loss"], rel=1e-5)
+    named = [path for path in hub.asked[before:] if path.endswith("/revision/main")]
+    # whether it is there at all, the model, and the data under the old name and today's: one rank's questions
+    asked = [path.removeprefix("GET /api/").removesuffix("/revision/main") for path in named]
+    assert sorted(asked) == ["datasets/gsm8k", "datasets/openai/gsm8k", *["models/meta/tiny-llama"] * 2]
+
+
 def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(online, home, hub, tmp_path):
     """What the cache holds flies; what it does not hold is refused, naming the hub, and nothing waits without end."""
     listening, mute = silent()
