@@ -23,7 +23,7 @@ def _exactly(kind: type, *allowed: type) -> Callable[[Any, type], Any]:
             return asked(value)
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"{str(value)[:40]!r} is no {kind.__name__}")
-        if kind is int and value.bit_length() > 64:  # a float cannot hold any size
+        if isinstance(value, int) and value.bit_length() > 64:  # a float cannot hold any size
             raise ValueError(f"a whole number of {value.bit_length()} bits: 64 are allowed")
         return kind(value)
 
