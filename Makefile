@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# tiers that start processes, namespaces, guests or browsers run one after another: they measure or are heavy
-HEAVY := ranks or netns or rdma or browser or prometheus or kube or gpu
+# Tiers that start ranks, namespaces or guests run one after another: they measure, or take every core. Browsers and
+# Prometheus servers only wait, two at a time.
+ALONE := ranks or netns or rdma or kube or gpu
+HEAVY := $(ALONE) or browser or prometheus
 
 .PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e drills clean lock audit sbom fuzz
 
@@ -26,7 +28,8 @@ test-fast: $(READY)
 	$(BIN)/pytest -q -n 2 -m "not ($(HEAVY))"
 
 test-heavy: $(READY)
-	$(BIN)/pytest -q -m "$(HEAVY)"
+	$(BIN)/pytest -q -n 2 -m "(browser or prometheus) and not ($(ALONE))"
+	$(BIN)/pytest -q -m "$(ALONE)"
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)

@@ -7,6 +7,7 @@ logged step; tensorboard where asked.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import importlib.util
 import json
@@ -59,6 +60,21 @@ def rss_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def highest_rss_bytes() -> int:
+    """The most that was resident since the start, or since it was last forgotten (VmHWM, proc(5))."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_highest_rss() -> None:
+    """Give freed memory back and begin anew: what is over must not count as a step's. No effect off Linux."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 class Recorder:
     """Collects the run; every rank has one, rank 0 writes."""
 
@@ -77,6 +93,7 @@ class Recorder:
             "forecast": dict(forecast), "notes": [], "communication": None, "parts": [],
         }  # fmt: skip
         self.flops: float | None = None
+        self.peak = 0  # of the steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have told each other
         self._metrics: Any = None
         self._board: Any = None
@@ -104,8 +121,11 @@ class Recorder:
         self, seconds: float, loss: float, tokens: int, profiled: bool, found: Mapping[str, Any] | None = None
     ) -> None:
         """One optimizer step, already over; `found` is what the profiler says once it has ended."""
-        if profiled:
+        if profiled:  # the profiler's events take memory of their own
             self.profiled.add(len(self.seconds))
+            self.forget_peak()
+        elif self.device.type != "cuda":
+            self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
         if found:
             self.document["communication"] = found["communication"]
             self.document["parts"] = parts.beside_forecast(found["parts"], self.forecast)
@@ -113,6 +133,11 @@ class Recorder:
             self.seconds.append(seconds)
         self.losses.append(loss)
         self.tokens += tokens
+
+    def forget_peak(self) -> None:
+        """What was done between two steps, a checkpoint say, takes memory that is not a step's."""
+        if self.device.type != "cuda":
+            forget_highest_rss()
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """One line of metrics."""
@@ -132,8 +157,8 @@ class Recorder:
         """This rank's peak and what it counts."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device), "cuda"
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.baseline_rss
-        return max(0, grown), "rss above the process before the model was built"
+        grown = self.peak or highest_rss_bytes() - self.baseline_rss
+        return max(0, grown), "rss of the steps above the process before the model was built"
 
     def measured(self) -> dict[str, Any]:
         """The numbers that a forecast can be held against."""
