@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.yaml_text import YamlTextError, load_all
 from probes import bounded
+from probes.yaml_text import YamlTextError, load_all
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 FILE_LIMIT_BYTES = 1 << 20

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from finetune.config import MAX_FILE_BYTES, ConfigError, JobConfig
 from planner.layout import Layout, LayoutError
+from probes import bounded
+from probes.plain import loads as plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Read plan.json as the planner's consumers write it."""
     try:
-        data = json.loads(path.read_text()) if path.stat().st_size <= MAX_FILE_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
+        data = plain(bounded.read(path, MAX_FILE_BYTES))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"plan {path}: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("layout"), dict):
         raise ConfigError(f"plan {path}: must hold a mapping with a layout")

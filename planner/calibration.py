@@ -17,6 +17,7 @@ from planner.links import Links
 from planner.models import model_from_config
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack
+from probes import bounded
 from probes.plain import PlainError
 from probes.plain import loads as plain
 
@@ -125,11 +126,9 @@ def parse_calibration(data: Any) -> Calibration:
 def load_calibration(path: Path | str) -> Calibration:
     """Read a calibration file."""
     file = Path(path)
-    if file.stat().st_size > _MAX_BYTES:
-        raise CalibrationError(f"{file}: larger than {_MAX_BYTES} bytes")
     try:
-        data = plain(file.read_bytes())
-    except PlainError as error:
+        data = plain(bounded.read(file, _MAX_BYTES))
+    except (bounded.TooLargeError, PlainError) as error:
         raise CalibrationError(f"{file}: {error}") from None
     return parse_calibration(data)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from planner.yaml_text import YamlTextError, load_all
 from probes.api import Snapshot
 from probes.hostinfo import HostinfoFacts
+from probes.yaml_text import YamlTextError, load_all
 
 KINDS = ("env", "shell", "conf", "pod", "log", "process")
 _LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes; a log is cut by its own reader

@@ -20,7 +20,7 @@ CALLS = {
     "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp",
     "torch.load", "torch.save", "ssl._create_unverified_context", "pty.spawn", "asyncio.create_subprocess_shell",
 }  # fmt: skip
-LOADERS = {"SafeLoader", "_Loader"}  # planner.yaml_text._Loader is a SafeLoader with an end to merging
+LOADERS = {"SafeLoader", "_Loader"}  # probes.yaml_text._Loader is a SafeLoader with an end to merging
 
 
 def dotted(node: ast.expr) -> str:
@@ -74,7 +74,7 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
     """The one loader of our own knows no tag that PyYAML's safe loader does not."""
     import yaml
 
-    from planner.yaml_text import YamlTextError, _Loader, load_all
+    from probes.yaml_text import YamlTextError, _Loader, load_all
 
     assert _Loader.yaml_constructors == yaml.SafeLoader.yaml_constructors
     for text in (
