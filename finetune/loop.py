@@ -57,6 +57,12 @@ class Done(NamedTuple):
     failed: bool  # a rank could not write its part of a checkpoint
 
 
+def weights_in(parameter: torch.Tensor) -> int:
+    """How many weights a parameter holds; bitsandbytes packs several into one element and keeps their shape."""
+    packed = getattr(parameter, "quant_state", None)
+    return math.prod(packed.shape) if packed is not None else parameter.numel()
+
+
 class Trainer:
     """The run."""
 
@@ -76,7 +82,7 @@ class Trainer:
         )
 
         net = model.build_model(config, layout.precision, recorder.note)
-        counts = [(p.numel(), p.requires_grad) for p in net.parameters()]
+        counts = [(weights_in(p), p.requires_grad) for p in net.parameters()]
         shape = model.causal_lm(net).config
         data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
@@ -187,9 +193,12 @@ class Trainer:
         config, step = self.config, place.step
         bar.show(step, done.loss, pace, self.recorder)
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
+            now, communication = self.recorder.measured(), self.recorder.document["communication"]
             self.recorder.log(step, {
                 "loss": done.loss, "learning_rate": done.rate, "grad_norm": done.norm,
                 "seconds": self.recorder.seconds[-1], "tokens_per_second": pace, "epoch": float(place.epoch),
+                "mfu": now["mfu"], "memory_bytes": now["memory_bytes"],
+                "communication_share": communication["share"] if communication else None,  # from the profiled steps on
             })  # fmt: skip
             bar.line(step, done.loss, pace)
         if done.failed:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from finetune import train
 from finetune.config import JobConfig
+from finetune.loop import weights_in
 from finetune.model import build_model
 from finetune.plan import refusals
 from planner.layout import Layout
@@ -73,6 +74,7 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base):
     packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
     assert len(packed) == 3 * 7
     assert sum(p.numel() * p.element_size() for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3) // 2
+    assert sum(weights_in(p) for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
     assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
     assert "without a GPU" in notes[0]
     why = refusals(Layout(world_size=2, tp=2, precision="fp32"), model.get_base_model().config, lora=True)

@@ -1,13 +1,15 @@
-"""What the agent makes of flight.json: parts beside the forecast, older records, the job's own exit code."""
+"""Records of a flight: what the agent makes of flight.json, the job's own exit code, the FLOPs behind its MFU."""
 
 import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from agent import flight, flown, launch
+from finetune.flight import flops_per_token
 from planner.advice import Forecast, Interval
 
 PARTS = [
@@ -78,3 +80,27 @@ def test_a_killed_job_has_no_code_of_its_own(tmp_path):
     """A status of the process stands where there is no record."""
     ended = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
     assert ended.exit_code == 3
+
+
+def model_flops(layers, hidden, ffn, kv, vocabulary, length, frozen):
+    """One sequence through a decoder, product by product: 2 FLOPs per multiply and add; tokens see those before them."""
+    projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), (hidden, ffn), (hidden, ffn),
+                   (ffn, hidden)]  # fmt: skip
+    weights = [*projections * layers, (hidden, vocabulary)]
+    forward = sum(2 * inputs * outputs for inputs, outputs in weights) * length
+    backward = forward * (1 if frozen else 2)  # the gradient of the inputs, and of the weights where they train
+    # scores and values, of all tokens up to this one: forward, and both factors' gradients backward
+    attention = sum(2 * 2 * hidden * seen * layers * 3 for seen in range(1, length + 1))
+    return forward + backward + attention, sum(inputs * outputs for inputs, outputs in weights)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_per_token_are_those_of_the_products_counted_by_hand(frozen):
+    """All weights train, or none: two layers, grouped heads."""
+    length = 512
+    counted, weights = model_flops(2, 64, 160, 32, 96, length, frozen)
+    shape = SimpleNamespace(num_hidden_layers=2, hidden_size=64)
+    told = flops_per_token(weights, 0 if frozen else weights, shape, length)
+    # a token sees half the length and half itself: 1/512 of the attention's share
+    assert told == pytest.approx(counted / length, rel=1 / length)
+    assert told < counted / length
