@@ -83,7 +83,7 @@ def test_a_killed_job_has_no_code_of_its_own(tmp_path):
 
 
 def model_flops(layers, hidden, ffn, kv, vocabulary, length, frozen):
-    """One sequence through a decoder, product by product: 2 FLOPs per multiply and add; tokens see those before them."""
+    """One sequence through a decoder, product by product, 2 FLOPs for each multiply and add; tokens look back only."""
     projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), (hidden, ffn), (hidden, ffn),
                    (ffn, hidden)]  # fmt: skip
     weights = [*projections * layers, (hidden, vocabulary)]
