@@ -175,6 +175,7 @@ def fly(home, url, jobs, **environment):
         [sys.executable, "-c", DRIVER], input=json.dumps(listed), capture_output=True, text=True, cwd=ROOT, env=env,
         timeout=400,
     )  # fmt: skip
+    (home / "log").write_text(done.stdout + done.stderr)
     words = {part.split("\n", 1)[0]: part for part in done.stderr.split("=== ")[1:]}
     found = {}
     for line in done.stdout.splitlines():
@@ -316,6 +317,31 @@ def test_two_ranks_take_the_commit_that_the_first_was_told(online, home, hub):
     # whether it is there at all, the model, and the data under the old name and today's: one rank's questions
     asked = [path.removeprefix("GET /api/").removesuffix("/revision/main") for path in named]
     assert sorted(asked) == ["datasets/gsm8k", "datasets/openai/gsm8k", *["models/meta/tiny-llama"] * 2]
+
+
+def test_no_token_is_written_anywhere(hub, tmp_path):
+    """Refused (401), not let in (403) and let in: the log, debugging too, and every file of the run are without it."""
+    tokens = {"401": "hf_RevokedRevokedRevokedRevokedRevoked", "403": "hf_StrangeStrangeStrangeStrangeStrange",
+              "opened": "hf_OpenedOpenedOpenedOpenedOpenedOpen"}  # fmt: skip
+    gated = hub.repositories["models", "meta/tiny-llama"]
+    gated.tokens, before = (*gated.tokens, tokens["opened"]), gated.tokens
+    hub.refused[tokens["401"]] = 401
+    settings = {"model_name_or_path": "meta/tiny-llama", **GSM, "log_level": "debug"}
+    try:
+        jobs = {name: (settings, {"HF_TOKEN": token}) for name, token in tokens.items()}
+        found = fly(tmp_path, hub.url, jobs, HF_DEBUG="1")
+    finally:
+        gated.tokens = before
+        del hub.refused[tokens["401"]]
+    assert [found[name][0] for name in tokens] == [2, 2, 0]
+    assert "401" in found["401"][1].splitlines()[0]
+    assert "gated, and the token in HF_TOKEN" in found["403"][1].splitlines()[0]
+    log = (tmp_path / "log").read_text()
+    assert "/api/models/meta/tiny-llama" in log  # the requests themselves are in it
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert tmp_path / "out/opened/flight.json" in files
+    for name, token in tokens.items():
+        assert [path for path in files if token.encode() in path.read_bytes()] == [], name
 
 
 def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(online, home, hub, tmp_path):

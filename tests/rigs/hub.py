@@ -49,6 +49,7 @@ class Hub:
         self.moved: dict[tuple[str, str], str] = {}  # old name -> today's
         self.asked: list[str] = []  # method and path of each request
         self.failing: int | None = None
+        self.refused: dict[str, int] = {}  # token -> the status that everything asked with it gets
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -87,6 +88,9 @@ class Hub:
         self.asked.append(f"{request.command} {path}")
         if self.failing is not None:
             return _send(request, self.failing, {"error": "failing"})
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token in self.refused:
+            return _send(request, self.refused[token], {"error": "Invalid credentials in Authorization header"})
         if path.startswith("/cdn/"):
             return _send_file(request, Path(path.removeprefix("/cdn")), {})
         for (kind, old), new in self.moved.items():
