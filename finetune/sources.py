@@ -55,7 +55,9 @@ def _sums(count: int, split: str) -> list[dict[str, Any]]:
 def _in_folder(folder: Path, part: str | None, split: str) -> list[Path]:
     files = {f.relative_to(folder).as_posix(): f for f in folder.rglob("*") if f.suffix in FORMATS and f.is_file()}
     card = folder / "README.md"
-    return [files[name] for name in _choose(list(files), card if card.is_file() else None, part, split, str(folder))]
+    return [
+        files[name] for name in choose_files(list(files), card if card.is_file() else None, part, split, str(folder))
+    ]
 
 
 def _on_hub(config: JobConfig, split: str) -> list[Path]:
@@ -66,12 +68,12 @@ def _on_hub(config: JobConfig, split: str) -> list[Path]:
         revision = hub.CONVERTED  # what the hub itself made of CSV, text and the like
         sizes = hub.list_files(name, revision, absent=f"{where}: holds no {', '.join(FORMATS)} file")
     card = hub.fetch(name, "README.md", revision) if "README.md" in sizes else None
-    chosen = _choose([p for p in sizes if p.endswith(FORMATS)], card, config.dataset_config, split, where)
+    chosen = choose_files([p for p in sizes if p.endswith(FORMATS)], card, config.dataset_config, split, where)
     _bound(sum(sizes[path] for path in chosen), where)
     return [hub.fetch(name, path, revision) for path in chosen]
 
 
-def _choose(paths: Sequence[str], card: Path | None, part: str | None, split: str, where: str) -> list[str]:
+def choose_files(paths: Sequence[str], card: Path | None, part: str | None, split: str, where: str) -> list[str]:
     """The files of one split, of the named part of the data set (dataset_config) where it has several."""
     parts = _parts(card, where) if card else {}
     if parts:
@@ -108,7 +110,7 @@ def _parts(card: Path, where: str) -> dict[str, dict[str, list[str]]]:
         text = file.read(1 << 20)
     if not text.startswith("---"):
         return {}
-    said = parse_mapping(text.split("---", 2)[1] or "{}", f"{where}: README.md")
+    said = parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
     parts: dict[str, dict[str, list[str]]] = {}
     try:
         for one in said.get("configs") or ():
@@ -118,10 +120,17 @@ def _parts(card: Path, where: str) -> dict[str, dict[str, list[str]]]:
             if isinstance(files, str) or all(isinstance(item, str) for item in files):
                 files = {"train": files} if not isinstance(files, dict) else files
             pairs = files.items() if isinstance(files, dict) else ((item["split"], item["path"]) for item in files)
-            parts[str(one["config_name"])] = {str(at): [p] if isinstance(p, str) else list(p) for at, p in pairs}
+            parts[str(one["config_name"])] = {str(at): _patterns(p) for at, p in pairs}
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where}: README.md: configs: {type(error).__name__}: {error}") from None
     return parts
+
+
+def _patterns(said: object) -> list[str]:
+    listed = [said] if isinstance(said, str) else said
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise TypeError(f"path must be text or a list of text, is {str(said)[:80]!r}")
+    return listed
 
 
 def _read_file(path: Path, config: JobConfig) -> Iterator[dict[str, Any]]:

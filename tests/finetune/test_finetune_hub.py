@@ -126,7 +126,7 @@ def hub(tmp_path_factory):
         parquet(gsm / part / "train-00000-of-00001.parquet", sums(32))
         parquet(gsm / part / "test-00000-of-00001.parquet", sums(8))
     (gsm / "README.md").write_text(
-        "---\nconfigs:\n"
+        "---\npretty_name: Sums --- in words\nconfigs:\n"
         + "".join(
             f"- config_name: {part}\n  data_files:\n  - split: train\n    path: {part}/train-*\n"
             f"  - split: test\n    path: {part}/test-*\n"
