@@ -79,7 +79,10 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
     if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
         chunk.autocast = low
         ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(chunk.to(device), device_ids=ids, gradient_as_bucket_view=True)
+        # Rotary frequencies are the only buffers, and every rank computes the same.
+        return DistributedDataParallel(
+            chunk.to(device), device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
     # Replication under TP or PP goes through fully_shard too, on a mesh whose sharding dimension is 1.
     over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
     shard: Any = partial(
@@ -161,6 +164,10 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
                     )
                 else:
                     plan[f"{parent}.{name}"] = style
+        for name in ("q_norm", "k_norm"):  # Qwen 3's run on this rank's heads: their gradients are summed over ranks
+            norm = getattr(layer.self_attn, name, None)
+            if norm is not None and norm.weight.requires_grad:
+                plan[f"self_attn.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
         if sequence_parallel:
             plan |= {
                 "input_layernorm": SequenceParallel(use_local_output=True),
@@ -275,7 +282,8 @@ class Engine:
 
         FSDP keeps gradients that it does not reduce unsharded, in the reduction's type (torch, `FSDPParam.
         to_accumulated_grad_if_needed`): little for adapters, four bytes for every weight of a full fine-tune. Those
-        are scattered after each micro-batch; what HSDP reduces across replicas then still waits for the last.
+        are scattered after each micro-batch; what HSDP reduces across replicas then still waits for the last. Weights
+        that zero2 keeps gathered stay so from one micro-batch to the next: they change after the last only.
         """
         module = self.modules[0]
         if isinstance(module, DistributedDataParallel) and not last:
@@ -286,4 +294,6 @@ class Engine:
             module.set_requires_gradient_sync(scatters)
             module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
+            if self.layout.sharding == "zero2":
+                module.set_reshard_after_backward(last)
         return contextlib.nullcontext()

@@ -3,10 +3,13 @@
 Prints one line of JSON per case: name, losses, the largest relative difference of losses and of gradients.
 """
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,7 +31,7 @@ STEPS = 2
 
 
 def config_for(case):
-    """The job of a case: a micro Llama on sums."""
+    """The job of a case: a micro Llama on sums, or the model that it names."""
     return JobConfig(
         model_name_or_path=case.get("model", "random:micro-llama"), tokenizer_name="builtin:bytes",
         use_peft=case["method"] != "full", load_in_4bit=case["method"] == "qlora", lora_r=4, lora_alpha=8,
@@ -38,11 +41,25 @@ def config_for(case):
     )  # fmt: skip
 
 
+@cache
+def examples_of(packing):
+    """The rows, which no case changes."""
+    config = config_for({"method": "full", "packing": packing})
+    return prepare(config, "train", load_tokenizer(config))[0]
+
+
+@cache
+def mesh_of(*degrees):
+    """One mesh for all cases of the same degrees: their process groups take longer to make than a step."""
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    layout = Layout(world_size=dist.get_world_size(), **dict(zip(names, degrees, strict=True)))
+    return build_mesh(layout, torch.device("cpu"))
+
+
 def run(case, layout, mesh):
-    """Losses, clipped norms and the full gradients of the first step."""
+    """Losses, clipped norms, the full gradients of the first step; where asked, the collectives of a step."""
     config = config_for(case)
-    tokenizer = load_tokenizer(config)
-    examples, _ = prepare(config, "train", tokenizer)
+    examples = examples_of(case["packing"])
     model = build_model(config, layout.precision)
     randomise_lora_b(model)
     engine = Engine(model, layout, torch.device("cpu"), mesh)
@@ -55,9 +72,13 @@ def run(case, layout, mesh):
         rank=at, ranks=layout.data_parallel, seed=1,
         fixed_length=config.max_length if layout.pp > 1 or layout.compile else None,  # one shape, one compilation
     )  # fmt: skip
-    losses, norms, grads = [], [], {}
-    for step, share in zip(range(STEPS), loader.epoch(0), strict=False):
-        loss = engine.train_step(share.batches, share.counted)
+    losses, norms, grads, events = [], [], {}, ()
+    # Counted in one step more: in the second DDP orders its buckets anew, once in a run.
+    counts = mesh is not None and bool(case.get("counts"))
+    for step, share in zip(range(STEPS + counts), loader.epoch(0), strict=False):
+        with torch.profiler.profile() if step == STEPS else contextlib.nullcontext() as profiler:
+            loss = engine.train_step(share.batches, share.counted)
+        events = profiler.events() if profiler else ()
         if mesh is not None:
             dist.all_reduce(loss)
         norms.append(clip_gradients(named.values(), config.max_grad_norm, mesh.get_group("pp") if mesh else None))
@@ -71,7 +92,8 @@ def run(case, layout, mesh):
         losses.append(float(loss))
     trainable = [name for name, p in named.items() if p.requires_grad]
     missing = sorted(set(trainable) - set(grads))
-    return losses, norms, grads, missing, got
+    collectives = Counter(e.name.removeprefix("gloo:") for e in events if e.name.startswith("gloo:"))
+    return losses[:STEPS], norms[:STEPS], grads, missing, got, collectives
 
 
 def randomise_lora_b(model):
@@ -80,6 +102,11 @@ def randomise_lora_b(model):
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.05)
+
+
+def shape_of(layout):
+    """The family; zero2 is FSDP that keeps its weights gathered, under another name."""
+    return layout.family.replace("ZeRO-2", "HSDP" if layout.dp_replicate > 1 else "FSDP")
 
 
 def main(path):
@@ -98,10 +125,11 @@ def main(path):
             references[key] = run(case, alone, None)
         ref_losses, ref_norms, ref_grads, *_ = references[key]
         assert layout.global_batch == SEQUENCES, (case, layout.global_batch)
-        losses, norms, grads, missing, got = run(case, layout, build_mesh(layout, torch.device("cpu")))
+        mesh = mesh_of(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+        losses, norms, grads, missing, got, collectives = run(case, layout, mesh)
         # What runs is what was asked, and is not taken for any other layout of the list.
         others = [Layout(world_size=world, precision="fp32", **c["layout"]) for c in cases]
-        confused = [o.family for o in others if o.family != layout.family and not compare(o, got, {})]
+        confused = [o.family for o in others if shape_of(o) != shape_of(layout) and not compare(o, got, {})]
         worst = max(
             (float((grads[n] - ref_grads[n]).norm() / ref_grads[n].norm().clamp_min(1e-8)) for n in grads), default=0.0
         )
@@ -117,7 +145,7 @@ def main(path):
                 "gradient_difference": max(w for _, w, *_ in names), "all_gradients": seen == sorted(ref_grads),
                 "missing": sorted({m for _, _, one, _ in names for m in one}),
                 "mismatches": [m for *_, one in names for m in one], "confused_with": confused,
-                "graphs": graphs, "seconds": round(time.monotonic() - began, 2),
+                "collectives": collectives, "graphs": graphs, "seconds": round(time.monotonic() - began, 2),
             }), flush=True)  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()

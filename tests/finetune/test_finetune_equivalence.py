@@ -8,71 +8,164 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]  # a busy machine runs 22 cases at its own pace
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]  # a busy machine runs 30 cases at its own pace
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # fp32 sums in another order: the largest seen is 7e-7; a wrong scale, a lost shard or a double count is above 1e-2.
 TOLERANCE = 1e-5
 
 
-def case(name, method="lora", packing=False, save_head=False, **layout):
+MODELS = {  # of four layers, beside micro-llama; the windows are shorter than the rows
+    "mistral": {"model_type": "mistral", "sliding_window": 16},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3": {"model_type": "qwen3"},
+}
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+
+
+def case(name, method="lora", packing=False, save_head=False, model=None, counts=False, **layout):
     """One row of the list; the batch is 16 sequences per step in all of them."""
-    return {"name": name, "method": method, "packing": packing, "save_head": save_head, "layout": layout}
+    told = {"name": name, "method": method, "packing": packing, "save_head": save_head, "counts": counts}
+    return {**told, **({"model": model} if model else {}), "layout": layout}
 
 
+def fused(name, method="lora", **more):
+    """The same with fused cross-entropy, as the planner recommends it."""
+    return case(name, method, fused_cross_entropy=True, **more)
+
+
+TWICE = {"schedule": "interleaved", "virtual_stages": 2}
+KEPT = {"reshard_after_forward": False}
 TWO = [
     case("DDP", dp_replicate=2, sharding="ddp", micro_batch=8),
-    case("DDP full accumulating", "full", dp_replicate=2, sharding="ddp", micro_batch=2, gradient_accumulation=4),
+    fused("DDP full accumulating", "full", dp_replicate=2, sharding="ddp", micro_batch=2, gradient_accumulation=4,
+          counts=True),
+    fused("DDP packed, checkpointing", packing=True, dp_replicate=2, sharding="ddp", micro_batch=8,
+          checkpointing="full"),
     case("FSDP", dp_shard=2, micro_batch=8),
-    case("FSDP with saved head", dp_shard=2, micro_batch=8, save_head=True),
+    fused("FSDP with saved head", dp_shard=2, micro_batch=8, save_head=True),
+    fused("FSDP accumulating", dp_shard=2, micro_batch=2, gradient_accumulation=4, counts=True),
     case("FSDP full accumulating", "full", dp_shard=2, micro_batch=4, gradient_accumulation=2),
-    case("FSDP packed", packing=True, dp_shard=2, micro_batch=4, gradient_accumulation=2),
-    case("FSDP kept gathered", "full", dp_shard=2, micro_batch=8, sharding="zero2"),
-    case("FSDP checkpointing", dp_shard=2, micro_batch=8, checkpointing="full"),
-    case("FSDP selective checkpointing", "full", dp_shard=2, micro_batch=8, checkpointing="selective"),
+    fused("FSDP packed", packing=True, dp_shard=2, micro_batch=4, gradient_accumulation=2),
+    fused("FSDP kept gathered", "full", dp_shard=2, micro_batch=8, **KEPT),
+    fused("FSDP kept gathered over micro-batches", dp_shard=2, micro_batch=2, gradient_accumulation=4,
+          sharding="zero2", counts=True),
+    case("FSDP full kept gathered over micro-batches", "full", dp_shard=2, micro_batch=2, gradient_accumulation=4,
+         sharding="zero2", counts=True),
+    fused("FSDP checkpointing", dp_shard=2, micro_batch=8, checkpointing="full"),
+    fused("FSDP selective checkpointing", "full", dp_shard=2, micro_batch=8, checkpointing="selective"),
     case("FSDP offload", dp_shard=2, micro_batch=8, offload="all"),
-    case("FSDP fused cross-entropy", "full", dp_shard=2, micro_batch=8, fused_cross_entropy=True),
+    fused("FSDP fused cross-entropy", "full", dp_shard=2, micro_batch=8),
     case("TP", tp=2, micro_batch=16),
-    case("TP full packed", "full", packing=True, tp=2, micro_batch=8, gradient_accumulation=2),
+    fused("TP full packed", "full", packing=True, tp=2, micro_batch=8, gradient_accumulation=2),
     case("TP full, sequence parallel", "full", tp=2, micro_batch=16, sequence_parallel=True),
-    case("TP fused cross-entropy, checkpointing", tp=2, micro_batch=16, fused_cross_entropy=True, checkpointing="full"),
-    case("PP 1F1B", pp=2, micro_batch=8, gradient_accumulation=2),
-    case("PP 1F1B packed", packing=True, pp=2, micro_batch=4, gradient_accumulation=4),
+    fused("TP fused cross-entropy, checkpointing", tp=2, micro_batch=16, checkpointing="full"),
+    fused("PP 1F1B", pp=2, micro_batch=8, gradient_accumulation=2),
+    fused("PP 1F1B packed", packing=True, pp=2, micro_batch=4, gradient_accumulation=4),
     case("PP GPipe full", "full", pp=2, micro_batch=4, gradient_accumulation=4, schedule="gpipe"),
-    case("PP 1F1B uneven", "full", pp=2, micro_batch=4, gradient_accumulation=4, stage_layers=[1, 3]),
-    case("PP 1F1B checkpointing", pp=2, micro_batch=8, gradient_accumulation=2, checkpointing="full"),
-    case("PP interleaved", pp=2, micro_batch=4, gradient_accumulation=4, schedule="interleaved", virtual_stages=2),
+    fused("PP 1F1B uneven", "full", pp=2, micro_batch=4, gradient_accumulation=4, stage_layers=[1, 3]),
+    fused("PP 1F1B checkpointing", pp=2, micro_batch=8, gradient_accumulation=2, checkpointing="full"),
+    case("PP interleaved", pp=2, micro_batch=4, gradient_accumulation=4, **TWICE),
+    fused("PP interleaved full, selective checkpointing", "full", pp=2, micro_batch=4, gradient_accumulation=4,
+          checkpointing="selective", **TWICE),
     case("PP fused cross-entropy", pp=2, micro_batch=8, gradient_accumulation=2, fused_cross_entropy=True),
-]
+    case("Mistral FSDP", dp_shard=2, micro_batch=8, model="mistral"),
+    case("Qwen 2 PP interleaved full", "full", pp=2, micro_batch=4, gradient_accumulation=4, model="qwen2", **TWICE),
+    case("Qwen 3 TP", tp=2, micro_batch=16, model="qwen3"),
+    case("Qwen 3 TP full", "full", tp=2, micro_batch=16, model="qwen3"),
+    fused("Qwen 3 TP full, sequence parallel", "full", tp=2, micro_batch=16, sequence_parallel=True, model="qwen3"),
+]  # fmt: skip
 FOUR = [
     case("HSDP", dp_replicate=2, dp_shard=2, micro_batch=4),
     case("HSDP full accumulating", "full", dp_replicate=2, dp_shard=2, micro_batch=2, gradient_accumulation=2),
+    fused("HSDP packed, offload, selective checkpointing", packing=True, dp_replicate=2, dp_shard=2, micro_batch=4,
+          offload="all", checkpointing="selective"),
+    fused("HSDP full kept gathered, checkpointing", "full", dp_replicate=2, dp_shard=2, micro_batch=4,
+          checkpointing="full", **KEPT),
     case("TP x FSDP", tp=2, dp_shard=2, micro_batch=8),
-    case("TP x FSDP full accumulating", "full", tp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4),
-    case("TP x FSDP full, sequence parallel", "full", tp=2, dp_shard=2, micro_batch=8, sequence_parallel=True),
-    case("TP x DDP", tp=2, dp_replicate=2, sharding="ddp", micro_batch=8),
+    fused("TP x FSDP kept gathered, packed", packing=True, tp=2, dp_shard=2, micro_batch=8, **KEPT),
+    fused("TP x FSDP full accumulating", "full", tp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4),
+    fused("TP x FSDP full, offload, checkpointing", "full", tp=2, dp_shard=2, micro_batch=8, offload="all",
+          checkpointing="full"),
+    fused("TP x FSDP full, sequence parallel, selective checkpointing", "full", tp=2, dp_shard=2, micro_batch=8,
+          sequence_parallel=True, checkpointing="selective"),
+    fused("TP x DDP packed, accumulating", packing=True, tp=2, dp_replicate=2, sharding="ddp", micro_batch=4,
+          gradient_accumulation=2),
+    fused("TP x DDP full, sequence parallel, selective checkpointing", "full", tp=2, dp_replicate=2, sharding="ddp",
+          micro_batch=8, sequence_parallel=True, checkpointing="selective"),
     case("PP x FSDP", pp=2, dp_shard=2, micro_batch=4, gradient_accumulation=2),
+    fused("PP x FSDP packed, offload, checkpointing", packing=True, pp=2, dp_shard=2, micro_batch=4,
+          gradient_accumulation=2, offload="all", checkpointing="full"),
+    fused("PP x FSDP full kept gathered", "full", pp=2, dp_shard=2, micro_batch=4, gradient_accumulation=2, **KEPT),
     case("PP x FSDP full GPipe", "full", pp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4, schedule="gpipe"),
-    case("PP x FSDP interleaved", pp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4,
-         schedule="interleaved", virtual_stages=2),
-    case("PP x DDP", pp=2, dp_replicate=2, sharding="ddp", micro_batch=4, gradient_accumulation=2),
+    case("PP x FSDP interleaved", pp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4, **TWICE),
+    fused("PP x FSDP full interleaved, selective checkpointing", "full", pp=2, dp_shard=2, micro_batch=2,
+          gradient_accumulation=4, checkpointing="selective", **TWICE),
+    fused("PP x DDP packed", packing=True, pp=2, dp_replicate=2, sharding="ddp", micro_batch=4,
+          gradient_accumulation=2),
+    fused("PP x DDP full, checkpointing", "full", pp=2, dp_replicate=2, sharding="ddp", micro_batch=4,
+          gradient_accumulation=2, checkpointing="full"),
+    fused("PP x DDP interleaved", pp=2, dp_replicate=2, sharding="ddp", micro_batch=2, gradient_accumulation=4,
+          **TWICE),
+    fused("PP x DDP full interleaved, selective checkpointing", "full", pp=2, dp_replicate=2, sharding="ddp",
+          micro_batch=2, gradient_accumulation=4, checkpointing="selective", **TWICE),
     case("PP x TP", pp=2, tp=2, micro_batch=4, gradient_accumulation=4),
     case("PP x TP full, sequence parallel", "full", pp=2, tp=2, micro_batch=4, gradient_accumulation=4,
          sequence_parallel=True),
+    fused("PP x TP full packed, checkpointing", "full", packing=True, pp=2, tp=2, micro_batch=4,
+          gradient_accumulation=4, checkpointing="full"),
+    fused("PP x TP interleaved", pp=2, tp=2, micro_batch=4, gradient_accumulation=4, **TWICE),
+    fused("PP x TP full interleaved, sequence parallel, selective checkpointing", "full", pp=2, tp=2, micro_batch=4,
+          gradient_accumulation=4, sequence_parallel=True, checkpointing="selective", **TWICE),
+    fused("TP4", tp=4, micro_batch=16),
+    fused("TP4 full, sequence parallel, selective checkpointing", "full", tp=4, micro_batch=16,
+          sequence_parallel=True, checkpointing="selective"),
+    fused("PP4", pp=4, micro_batch=4, gradient_accumulation=4),
     case("PP4 uneven is even", "full", pp=4, micro_batch=4, gradient_accumulation=4, stage_layers=[1, 1, 1, 1]),
 ]  # fmt: skip
 
+ALL3_DDP = {"pp": 2, "tp": 2, "dp_replicate": 2, "sharding": "ddp"}
+ALL3_FSDP = {"pp": 2, "tp": 2, "dp_shard": 2}
+PP_HSDP = {"pp": 2, "dp_replicate": 2, "dp_shard": 2}
+TP_HSDP = {"tp": 2, "dp_replicate": 2, "dp_shard": 2}
+SHORT = {"micro_batch": 4, "gradient_accumulation": 2}
+LONG = {"micro_batch": 2, "gradient_accumulation": 4}
 EIGHT = [
-    case("PP x TP x FSDP", pp=2, tp=2, dp_shard=2, micro_batch=2, gradient_accumulation=4),
-    case("TP x HSDP full", "full", tp=2, dp_replicate=2, dp_shard=2, micro_batch=4),
-    case("PP x HSDP packed", packing=True, pp=2, dp_replicate=2, dp_shard=2, micro_batch=2, gradient_accumulation=2),
-]
+    fused("PP x TP x DDP packed, checkpointing", packing=True, checkpointing="full", **ALL3_DDP, **SHORT),
+    fused("PP x TP x DDP full, sequence parallel", "full", sequence_parallel=True, **ALL3_DDP, **SHORT),
+    fused("PP x TP x DDP interleaved", **ALL3_DDP, **LONG, **TWICE),
+    fused("PP x TP x DDP full interleaved, selective checkpointing", "full", checkpointing="selective", **ALL3_DDP,
+          **LONG, **TWICE),
+    case("PP x TP x FSDP", **ALL3_FSDP, **LONG),
+    fused("PP x TP x FSDP full kept gathered, selective checkpointing", "full", checkpointing="selective",
+          **ALL3_FSDP, **SHORT, **KEPT),
+    fused("PP x TP x FSDP interleaved, packed, offload, checkpointing", packing=True, offload="all",
+          checkpointing="full", **ALL3_FSDP, **LONG, **TWICE),
+    fused("PP x TP x FSDP full interleaved, sequence parallel", "full", sequence_parallel=True, **ALL3_FSDP, **LONG,
+          **TWICE),
+    fused("TP x HSDP packed, accumulating, kept gathered, selective checkpointing", packing=True, micro_batch=2,
+          gradient_accumulation=2, checkpointing="selective", **TP_HSDP, **KEPT),
+    fused("TP x HSDP full, offload, checkpointing", "full", micro_batch=4, offload="all", checkpointing="full",
+          **TP_HSDP),
+    fused("TP x HSDP full, sequence parallel", "full", micro_batch=4, sequence_parallel=True, **TP_HSDP),
+    fused("PP x HSDP packed", packing=True, micro_batch=2, gradient_accumulation=2, **PP_HSDP),
+    fused("PP x HSDP interleaved, kept gathered", micro_batch=1, gradient_accumulation=4, **PP_HSDP, **KEPT, **TWICE),
+    fused("PP x HSDP full interleaved", "full", micro_batch=1, gradient_accumulation=4, **PP_HSDP, **TWICE),
+]  # fmt: skip
 
 
 def run_ranks(world, cases, folder):
     """All cases of one world size in one start of the ranks; returns their lines by name."""
+    for name, kind in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({**SHAPE, **kind}))
+    named = [{**c, "model": f"random:{folder / c['model']}"} if c.get("model") in MODELS else c for c in cases]
     listed = folder / "cases.json"
-    listed.write_text(json.dumps(cases))
+    listed.write_text(json.dumps(named))
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
             str(HERE / "equivalence_ranks.py"), str(listed)]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -129,3 +222,26 @@ def test_four_ranks_equal_one(four, name):
 def test_eight_ranks_equal_one(eight, name):
     """Eight ranks under this layout compute what one process alone computes."""
     hold(eight, name)
+
+
+UNITS = 6  # embedding, four layers, and the rest with the head
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "reductions"),  # gathers None: what is sharded again is gathered for every micro-batch
+    [
+        ("DDP full accumulating", 0, 1),  # all gradients in one bucket, after the last micro-batch
+        ("FSDP accumulating", None, UNITS - 2),  # adapters are in the layers alone
+        ("FSDP kept gathered over micro-batches", UNITS, UNITS - 2),
+        ("FSDP full kept gathered over micro-batches", UNITS, 4 * UNITS),  # scattered after each micro-batch
+    ],
+)
+def test_collectives_of_a_step_of_four_micro_batches(two, name, gathers, reductions):
+    """What travels once per step travels once, and nothing travels beside it; gloo scatters by an all-reduce."""
+    lines, stderr = two
+    assert name in lines, stderr[-3000:]
+    got = dict(lines[name]["collectives"])
+    assert got.pop("all_reduce") == reductions
+    gathered = got.pop("all_gather", 0)
+    assert gathered >= 4 * UNITS if gathers is None else gathered == gathers
+    assert got == {}
