@@ -141,6 +141,8 @@ def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> l
         why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
     if layout.sequence_parallel and layout.tp > 1 and packing:
         why.append("sequence_parallel with packing: ranks would see a part of the row boundaries only")
+    if layout.sequence_parallel and layout.tp > 1 and (mask := _mask_of(shape)):
+        why.append(f"sequence_parallel with {mask}: its mask would be built for one rank's part of the sequence")
     stages = layout.pp * layout.virtual_stages
     if layout.pp > 1:
         if layout.stage_layers and sum(layout.stage_layers) != layers:
@@ -160,3 +162,17 @@ def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> l
         if getattr(shape, "tie_word_embeddings", False):
             why.append("pp with tied embeddings: first and last stage would each train their own copy")
     return why
+
+
+def _mask_of(shape: Any) -> str | None:
+    """What makes transformers build a mask from the first hidden states' length; None where the kernel needs none."""
+    attention = getattr(shape, "_attn_implementation", None) or "sdpa"
+    if attention == "flash_attention_2":
+        return None  # takes the window as a number
+    if attention == "eager":
+        return "attn_implementation='eager'"
+    window, kinds = getattr(shape, "sliding_window", None), getattr(shape, "layer_types", None)
+    # Mistral names no kinds of layers: all of them slide.
+    if window is not None and (not kinds or "sliding_attention" in kinds):
+        return f"sliding_window={window} under attn_implementation={attention!r}"
+    return None

@@ -168,6 +168,12 @@ def engine_runs(q: Question, at: Layout) -> str | None:
         return "topoflight has no PP for tied embeddings: both ends would train their own copy"
     if name == "topoflight" and at.sequence_parallel and (q.train.method != "full" or q.train.packing):
         return "topoflight has no sequence parallelism with adapters or packed rows"
+    flash = q.train.attention == "flash" and q.has_gpu
+    if name == "topoflight" and at.sequence_parallel and not flash:
+        if q.train.attention == "eager":
+            return "topoflight has no sequence parallelism with eager attention: its mask needs the whole sequence"
+        if q.model.sliding_window is not None:
+            return "topoflight has no sequence parallelism with a sliding window: its mask needs the whole sequence"
     if name == "topoflight" and at.precision == "fp16":
         return "topoflight has no fp16"
     if at.checkpointing not in q.stack.checkpointing:

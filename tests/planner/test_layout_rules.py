@@ -34,6 +34,12 @@ def question(engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu:
     )
 
 
+SEQUENCE_PARALLEL = Layout(world_size=8, tp=8, sequence_parallel=True)
+SLIDING = replace(
+    question("topoflight", "Mistral-7B"), model=replace(model_named("Mistral-7B"), sliding_window=4096)
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("rule", "asked", "layout", "says"),
     [
@@ -52,6 +58,8 @@ def question(engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu:
         ("engine-runs", question("deepspeed"), Layout(world_size=2, tp=2), "deepspeed has no TP"),
         ("engine-runs", question("topoflight"), Layout(world_size=8, dp_shard=8, sharding="zero1"), "no zero1"),
         ("engine-runs", question("trl", method="lora"), Layout(world_size=2, pp=2, gradient_accumulation=2), "no PP"),
+        ("engine-runs", question("topoflight", attention="eager"), SEQUENCE_PARALLEL, "eager attention"),
+        ("engine-runs", SLIDING, SEQUENCE_PARALLEL, "sliding window"),
         ("method-runs", question("torchtitan", method="qlora"), Layout(world_size=1), "torchtitan has no qlora"),
         ("method-runs", question("topoflight", method="qlora", has_gpu=False), Layout(world_size=1), "need a GPU"),
     ],
@@ -112,3 +120,11 @@ def test_offloading_needs_host_memory_that_is_known_and_enough() -> None:
     layout = Layout(world_size=8, dp_shard=8, checkpointing="full", offload="all")
     broken = first_broken(question("deepspeed"), layout)
     assert broken == ("host-memory-holds", "offloading needs host memory, and how much the nodes have is unknown")
+
+
+def test_flash_attention_takes_a_window_under_sequence_parallelism() -> None:
+    """Only where a mask is built does a window forbid it; without a GPU flash attention is not what runs."""
+    flash = replace(SLIDING, train=replace(SLIDING.train, attention="flash"))
+    assert first_broken(flash, SEQUENCE_PARALLEL) is None
+    assert first_broken(replace(flash, has_gpu=False), SEQUENCE_PARALLEL) is not None
+    assert first_broken(question("topoflight"), SEQUENCE_PARALLEL) is None
