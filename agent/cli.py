@@ -31,7 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "recommend": ("agent.cmd_recommend:recommend", "Advise the NCCL environment and the parallel layout."),
     "lint-env": ("agent.cmd_recommend:lint_env", "Judge an NCCL environment that exists."),
     "preflight": ("agent.cmd_preflight:preflight", "Run the gate; --fly launches the small fine-tune too."),
-    "launch": ("agent.cmd_preflight:launch", "Launch a fine-tune with the recommended environment and layout."),
+    "launch": ("agent.cmd_launch:launch", "Launch a fine-tune with the recommended environment and layout."),
     "serve": ("agent.cmd_serve:serve", "Run the HTTP agent."),
     "admission": ("agent.cmd_admission:admission", "Answer Kueue's admission checks from what agents publish."),
     "explain": ("agent.cmd_scan:explain", "Explain a finding code: what it means, how to see and mend it."),

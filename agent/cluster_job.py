@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agent.kube import ApiError, Client, path_of
 from agent.launch import plan_document
-from planner import exports, manifests, network_manifests
+from planner import exports, manifests, models, network_manifests
 from planner.advice import Recommendation
-from planner.job import JobError, JobSpec, from_advice
+from planner.job import COMMAND, MOUNT, JobError, JobSpec, family, from_advice
+from probes import bounded
 from probes.api import Snapshot
+from probes.yaml_text import load_all
 
 Document = dict[str, Any]
 APIS = tuple(manifests.APIS)
+_MOST_CONFIG_BYTES, _MOST_ALIASES = 1 << 20, 16  # as the job itself reads it
 
 
-def spec_of(advice: Recommendation, given: Mapping[str, Any]) -> JobSpec:
-    """The job that the options describe, with the recommendation inside. JobError names what is missing."""
+def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
+    """The job that the options describe, with the recommendation inside. JobError names what is missing.
+
+    `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them.
+    """
     if not given["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
     name = given["name"]
     optional = {
-        "claim": given["claim"],
+        "claim": claim_of(given),
+        "token_secret": given.get("token_secret"),
         "queue": given["queue"],
         "topology_label": given["topology"],
         "service_account": given["service_account"],
@@ -35,9 +43,12 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any]) -> JobSpec:
         "node_selector": dict(_pair(word, "--node-selector") for word in given["node_selector"]),
         "limits": dict(_pair(word, "--resource") for word in given["resources"]),
     }
+    named = tuple(optional["limits"])
+    wanted = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
+    known = named if any(family(name, named) for name in wanted if name.endswith("/*")) else offered
     return from_advice(
         advice, name=name, namespace=given["namespace"], image=given["image"], nodes=given["nodes"] or 1,
-        allocatable=tuple(optional["limits"]), config_map=f"{name}-config", **optional,
+        allocatable=known, config_map=f"{name}-config", command=(*COMMAND, *settings(advice, given)), **optional,
     )  # fmt: skip
 
 
@@ -53,7 +64,92 @@ def network(found: Sequence[Snapshot], namespace: str) -> tuple[Document, ...]:
     return network_manifests.network(network_manifests.from_snapshots(found, namespace=namespace))
 
 
+def claim_of(given: Mapping[str, Any]) -> str | None:
+    """The claim's name; one that is made without a name is called "shared"."""
+    return given["claim"] or ("shared" if given.get("storage_class") else None)
+
+
+def storage(given: Mapping[str, Any]) -> tuple[Document, ...]:
+    """The claim itself, where a storage class says to make it."""
+    if not given["storage_class"]:
+        return ()
+    claim = network_manifests.shared_claim(
+        name=claim_of(given) or "", namespace=given["namespace"], size=given["storage_size"],
+        storage_class=given["storage_class"],
+    )  # fmt: skip
+    return (claim,)
+
+
+def settings(advice: Recommendation, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The job's settings on its command line: --set's, the run on the claim, and the model that was planned for."""
+    said = _said(given)
+    more = []
+    if claim_of(given) and "output_dir" not in said:
+        more.append(f"output_dir={MOUNT}/{given['name']}")
+    model = models.hub_id(advice.model.name) if advice.model else None
+    if given.get("config") and model and "model_name_or_path" not in said:
+        more.append(f"model_name_or_path={model}")
+    return (*more, *given.get("overrides", ()))
+
+
+def refuse_what_cannot_train(advice: Recommendation, given: Mapping[str, Any]) -> None:
+    """JobError where the pods would start and train nothing, or train nothing that lasts; it says what to give."""
+    said, nodes = _said(given), given["nodes"] or 1
+    if given["model"] and "dataset_name" not in said:
+        raise JobError(
+            "dataset_name: no data set is named, so the job would train on made-up sums; give --set dataset_name=NAME, "
+            "a hub id such as openai/gsm8k (with --set dataset_config=main), or --config FILE that names one"
+        )
+    name = advice.model.name if advice.model else ""
+    if given["model"] and "model_name_or_path" not in said and not models.hub_id(name) and name != "tiny-llama":
+        raise JobError(
+            f"--model {given['model']}: where its weights are is not known; give --set model_name_or_path=OWNER/NAME, "
+            "or a folder that the pods see"
+        )
+    if nodes > 1 and not claim_of(given):
+        raise JobError(
+            f"--claim: {nodes} nodes write one run, so they need one folder; give --claim NAME of a ReadWriteMany "
+            "PersistentVolumeClaim, or --storage-class NAME to have one made"
+        )
+    output = said.get("output_dir")
+    if nodes > 1 and output is not None and not str(output).startswith(f"{MOUNT}/"):
+        raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What --config and, over it, --set say; the job itself judges their values."""
+    said: dict[str, Any] = {}
+    if path := given.get("config"):
+        try:
+            parts = load_all(bounded.read_text(path, _MOST_CONFIG_BYTES), most_aliases=_MOST_ALIASES)
+        except (OSError, ValueError) as error:
+            raise JobError(f"--config {path}: {error}") from None
+        if len(parts) != 1 or not isinstance(parts[0], dict):
+            raise JobError(f"--config {path}: must be one mapping of settings")
+        said = parts[0]
+    return {**said, **dict(_pair(word, "--set") for word in given.get("overrides", ()))}
+
+
+def unnamed(advice: Recommendation, given: Mapping[str, Any]) -> bool:
+    """Whether the pods need a device whose name only the cluster, or the user, knows."""
+    named = [word.partition("=")[0] for word in given["resources"]]
+    wanted = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
+    return any(name.endswith("/*") and not family(name, named) for name in wanted)
+
+
+def offered(client: Client, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The extended resources that enough of the selected nodes have to give away (node.status.allocatable)."""
+    query = {"labelSelector": ",".join(given["node_selector"])} if given["node_selector"] else {}
+    having: Counter[str] = Counter()
+    for nodes, _ in client.pages(path_of("v1", "nodes"), query):
+        for node in nodes:
+            allocatable = (node.get("status") or {}).get("allocatable") or {}
+            having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
+    return tuple(sorted(name for name, count in having.items() if count >= (given["nodes"] or 1)))
+
+
 PLURALS = {
+    "PersistentVolumeClaim": "persistentvolumeclaims",
     "ConfigMap": "configmaps", "Service": "services", "Job": "jobs", "TrainJob": "trainjobs",
     "TrainingRuntime": "trainingruntimes", "PyTorchJob": "pytorchjobs",
     "ResourceClaimTemplate": "resourceclaimtemplates",

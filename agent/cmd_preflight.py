@@ -1,10 +1,9 @@
-"""The verbs preflight and launch."""
+"""The verb preflight, and the options that name model and run."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import click
 
 from agent import pages, terminal
 from agent.advise import Request
-from agent.exits import EXIT_FAILED, EXIT_PASS
 from agent.gate import GateError
 from agent.hosts import host_option, root_option
 from agent.output import Progress, console, render, waiting
 from agent.report import Report, junit, write_atomic, write_folder
-from planner.advice import Recommendation
-from probes.api import Snapshot
 
 FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
 
@@ -69,7 +65,7 @@ def with_model_options(command: Any) -> Any:
 @click.option("--context", default=None, help="With --nodes or --selector: the kubeconfig's context.")
 @click.option("--list-checks", is_flag=True, help="Name every check and stop.")
 @click.option("--all", "everything", is_flag=True, help="Show passed and unknown checks too.")
-@click.option("--force", is_flag=True, help="Measure although GPUs are in use by others.")
+@click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet: bool, **given: Any) -> None:
     """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown."""
@@ -182,129 +178,3 @@ def _escape(text: str, *, attribute: bool = False) -> str:
     """As the runner wants it: a line break would end the command."""
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
-
-
-cluster_options = (
-    click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
-                 show_default=True, help="Where to launch: torchrun here, or a job for the cluster."),
-    click.option("--context", default=None, help="Cluster: the kubeconfig's context. Default: its current one."),
-    click.option("--image", default=None, help="Cluster: the fine-tune image."),
-    click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
-    click.option("--namespace", default="default", show_default=True),
-    click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="Cluster: pods, one per node."),
-    click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Cluster: of each pod."),
-    click.option("--node-selector", multiple=True, metavar="LABEL=VALUE"),
-    click.option("--tolerate", multiple=True, metavar="TAINT"),
-    click.option("--claim", default=None, help="Cluster: PersistentVolumeClaim for /mnt/shared."),
-    click.option("--queue", default=None, help="Cluster: Kueue queue."),
-    click.option("--topology", default=None, metavar="LABEL", help="Cluster: node label all pods must share (Kueue)."),
-    click.option("--service-account", default=None),
-    click.option("--preflight-image", default=None, help="Cluster: run the gate in an init container of this image."),
-    click.option("--require", multiple=True, metavar="CHECK", help="Cluster: check that the init container requires."),
-    click.option("--dra", is_flag=True, help="Cluster: GPU and NIC from one PCIe root, by DRA."),
-    click.option("--network", "with_network", is_flag=True,
-                 help="Cluster: also print the operators' network resources for the probed interfaces."),
-)  # fmt: skip
-
-
-def with_cluster_options(command: Any) -> Any:
-    """Add the options of jobs for a cluster."""
-    for option in reversed(cluster_options):
-        command = option(command)
-    return command
-
-
-@click.command()
-@host_option
-@root_option
-@with_model_options
-@with_cluster_options
-@click.option("--machine", default=None, help="Cluster: a catalogue machine in place of a host.")
-@click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
-              type=click.Path(file_okay=False, path_type=Path), help="Local: where the job writes.")  # fmt: skip
-@click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
-def launch(folder: Path, timeout: float, dry_run: bool, **given: Any) -> None:
-    """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
-
-    Exit code 0 flown or created, 3 the flight failed, 75 saved before it was done: the same command goes on from there.
-    """
-    from agent.advise import advise, with_fsdp
-    from agent.benchmark import flight_request
-    from agent.hosts import snapshots
-
-    found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
-    advice = advise(flight_request(given), lambda: found)
-    if given["model"] is None:
-        advice = with_fsdp(advice)
-    if advice.chosen is None:
-        terminal.rejected(console(), advice)
-        raise click.ClickException("no layout fits: nothing to launch")
-    if given["api"] == "local":
-        _launch_here(advice, folder, timeout, dry_run, given)
-    else:
-        _launch_there(advice, found, dry_run, given)
-
-
-def _launch_there(advice: Recommendation, found: Sequence[Snapshot], dry_run: bool, given: dict[str, Any]) -> None:
-    from agent import cluster_job
-    from planner.exports import ExportError
-    from planner.job import JobError
-    from planner.manifests import render as render_documents
-
-    try:
-        spec = cluster_job.spec_of(advice, given)
-        documents = cluster_job.documents(advice, spec, given["api"], given["config"])
-        if given["with_network"]:
-            documents = (*cluster_job.network(found, spec.namespace), *documents)
-    except (JobError, ExportError) as error:
-        raise click.UsageError(str(error)) from None
-    if dry_run:
-        click.echo(render_documents(documents), nl=False)
-        return
-    if given["with_network"]:
-        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
-    from agent.kube import Client
-    from agent.kube_access import AccessError, find
-
-    try:
-        for line in cluster_job.create(Client(find(given["context"])), documents):
-            click.echo(line)
-    except (JobError, AccessError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _launch_here(advice: Recommendation, folder: Path, timeout: float, dry_run: bool, given: dict[str, Any]) -> None:
-    from agent import launch as launcher
-    from agent.flight import compare, parse, read
-    from agent.keep import keep_flight
-
-    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    if dry_run:
-        click.echo(render(launcher.plan_document(advice), "yaml"), nl=False)
-        words = launcher.command(
-            folder / "plan.json", given["config"], advice.chosen.layout.world_size, given["overrides"]
-        )
-        click.echo("# " + " ".join(words))
-        return
-    progress = Progress()
-    progress.step(f"launch: {advice.chosen.layout.family}")
-    try:
-        done = launcher.fly(
-            advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
-            on_line=progress.note,
-        )  # fmt: skip
-    except launcher.LaunchError as error:
-        raise click.ClickException(str(error)) from None
-    finally:
-        progress.done()
-    if done.exit_code != 0:
-        click.echo("\n".join(done.last_lines), err=True)
-        click.echo(f"{done.fate} (whole log: {done.output})", err=True)
-        sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
-    record = read(folder / "flight.json")
-    keep_flight(record)
-    flown = parse(record)
-    terminal.flight(console(), flown)
-    terminal.comparison(console(), compare(advice.chosen.forecast, flown))
-    sys.exit(EXIT_PASS)

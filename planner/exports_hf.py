@@ -13,6 +13,7 @@ import yaml
 
 from planner.exports import Request, refuse
 from planner.layout import Layout
+from planner.models import hub_id
 
 # With weights on the host the GPU holds what is in flight: 1e8 weights live (200 MB), buckets and prefetch of 5e7.
 _OFFLOADED_LIVE = 1e8
@@ -103,7 +104,7 @@ def trl_yaml(request: Request) -> str:
     layout, train = request.layout, request.train
     refuse("TRL", reasons)
     data: dict[str, Any] = {
-        "model_name_or_path": request.model.name,
+        "model_name_or_path": hub_id(request.model.name) or request.model.name,
         "dtype": "bfloat16" if layout.precision == "bf16" else "float16" if layout.precision == "fp16" else "float32",
         "attn_implementation": {"flash": "flash_attention_2"}.get(train.attention, train.attention),
         "max_length": train.sequence_length,

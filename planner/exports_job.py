@@ -13,6 +13,7 @@ import yaml
 
 from planner.exports import Request, refuse
 from planner.layout import Layout
+from planner.models import hub_id
 from planner.rules import Question, engine_runs, method_runs
 from planner.stacks import TOPOFLIGHT
 
@@ -37,7 +38,7 @@ def finetune_yaml(request: Request) -> str:
     _check(request)
     layout, train = request.layout, request.train
     name = request.model.name
-    data: dict[str, Any] = {"model_name_or_path": "random:tiny-llama" if name == "tiny-llama" else name}
+    data: dict[str, Any] = {"model_name_or_path": "random:tiny-llama" if name == "tiny-llama" else hub_id(name) or name}
     if train.method in ("lora", "qlora"):
         data |= {"use_peft": True, "lora_r": train.lora_rank, "lora_target_modules": list(train.lora_targets)}
         if train.saved_modules:

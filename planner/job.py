@@ -12,12 +12,17 @@ from planner.advice import Recommendation
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 # Extended resource: DNS subdomain / name.
 _RESOURCE = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{1,63}|hugepages-[0-9]+[KMG]i")
+_GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # NVIDIA's device plugins name GPUs so, its network operator NICs not
 _ENVIRONMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The Trainer's webhook refuses these in a TrainJob: it sets them itself (Kubeflow Trainer v2 torch plugin).
 RESERVED_ENVIRONMENT = frozenset(
     {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
 )
+
+
+MOUNT = "/mnt/shared"  # where the pods see the claim
+COMMAND = ("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml", "--plan", "/etc/config/plan.json")
 
 
 class JobError(ValueError):
@@ -40,7 +45,8 @@ class JobSpec:
     shm_bytes: int | None = None
     ipc_lock: bool = False
     config_map: str | None = None  # mounted at /etc/config
-    claim: str | None = None  # PersistentVolumeClaim mounted at /mnt/shared
+    claim: str | None = None  # PersistentVolumeClaim mounted at MOUNT
+    token_secret: str | None = None  # Secret whose key HF_TOKEN opens gated models of the Hugging Face hub
     queue: str | None = None  # Kueue LocalQueue
     topology_label: str | None = None  # Kueue topology level that all pods must share
     service_account: str | None = None
@@ -80,13 +86,13 @@ def from_advice(
     name: str,
     image: str,
     nodes: int,
-    allocatable: Sequence[str] = (),
+    allocatable: Sequence[str] | None = None,
     **settings: object,
 ) -> JobSpec:
     """A job with the recommendation inside: environment, processes per node, and what the pods need.
 
-    `allocatable` names the extended resources that the nodes offer; a need that names a family ("rdma/*: 1") takes
-    the one of that family, and is an error where it is missing or not the only one.
+    `allocatable` names the extended resources that the nodes offer, None where they were not asked; a need that names
+    a family ("rdma/*: 1") takes the one of that family, and is an error where it is missing or not the only one.
     """
     if advice.chosen is None:
         raise JobError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
@@ -110,8 +116,7 @@ def from_advice(
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
     given = dict(settings)
-    given.setdefault("command", ("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml",
-                                 "--plan", "/etc/config/plan.json"))  # fmt: skip
+    given.setdefault("command", COMMAND)
     given["limits"] = {**limits, **dict(given.get("limits") or {})}  # type: ignore[call-overload]
     return JobSpec(
         name=name, image=image, nodes=nodes, processes_per_node=world // nodes,
@@ -120,11 +125,25 @@ def from_advice(
     )  # fmt: skip
 
 
-def _named(resource: str, allocatable: Sequence[str]) -> str:
+def family(resource: str, names: Sequence[str]) -> list[str]:
+    """Those of `names` that may stand for a need.
+
+    An RDMA device is offered by the shared device plugin as rdma/..., by SR-IOV operators under names of their own.
+    """
+    if resource != "rdma/*":
+        return [name for name in names if name.startswith(resource.removesuffix("*"))]
+    for prefix in ("rdma/", "openshift.io/", "nvidia.com/"):
+        if found := [name for name in names if name.startswith(prefix) and not _GPU.match(name)]:
+            return found
+    return []
+
+
+def _named(resource: str, allocatable: Sequence[str] | None) -> str:
     if not resource.endswith("/*"):
         return resource
-    family = [name for name in allocatable if name.startswith(resource[:-1])]
-    if len(family) == 1:
-        return family[0]
-    offered = ", ".join(family) if family else "none"
-    raise JobError(f"resource {resource}: the nodes offer {offered}; name the one to use with --resource NAME=COUNT")
+    found = family(resource, allocatable or ())
+    if len(found) == 1:
+        return found[0]
+    offered = f"the nodes offer {', '.join(found) or 'none'}"
+    asked = offered if allocatable is not None else "not asked what the nodes offer (KUBECONFIG or --context would)"
+    raise JobError(f"resource {resource}: {asked}; name the one to use with --resource NAME=COUNT")

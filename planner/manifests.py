@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from planner.job import JobSpec
+from planner.job import MOUNT, JobSpec
 
 Document = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -178,7 +178,7 @@ def pod_template(spec: JobSpec, *, container: str) -> Document:
         "name": container,
         "image": spec.image,
         "command": list(spec.command),
-        "env": [{"name": name, "value": value} for name, value in spec.environment.items()],
+        "env": [*({"name": name, "value": value} for name, value in spec.environment.items()), *_token(spec)],
         "resources": _resources(spec),
         "securityContext": _security(spec),
         "volumeMounts": _mounts(spec),
@@ -220,6 +220,12 @@ def _gate(spec: JobSpec) -> Document:
     return {key: value for key, value in gate.items() if value not in ([], {})}
 
 
+def _token(spec: JobSpec) -> list[Document]:
+    if not spec.token_secret:
+        return []
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": spec.token_secret, "key": "HF_TOKEN"}}}]
+
+
 def _resources(spec: JobSpec) -> Document:
     resources: Document = {}
     if spec.limits:
@@ -242,7 +248,7 @@ def _mounts(spec: JobSpec) -> list[Document]:
     if spec.config_map:
         mounts.append({"name": "config", "mountPath": "/etc/config"})
     if spec.claim:
-        mounts.append({"name": "shared", "mountPath": "/mnt/shared"})
+        mounts.append({"name": "shared", "mountPath": MOUNT})
     if spec.shm_bytes:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - the pod's own
     return mounts

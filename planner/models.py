@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,29 @@ KNOWN: tuple[ModelSpec, ...] = (
 )  # fmt: skip
 
 
+# Where the weights of a known name are: the model pages of https://huggingface.co. The base model, where there is one.
+_HUB_IDS = {
+    "Llama-2-7B": "meta-llama/Llama-2-7b-hf", "Llama-2-13B": "meta-llama/Llama-2-13b-hf",
+    "Llama-2-70B": "meta-llama/Llama-2-70b-hf", "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama-3-70B": "meta-llama/Meta-Llama-3-70B", "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct",
+    "Mistral-7B": "mistralai/Mistral-7B-v0.3", "Mistral-Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
+    "Gemma-2-2B": "google/gemma-2-2b", "Gemma-2-9B": "google/gemma-2-9b", "Gemma-2-27B": "google/gemma-2-27b",
+    "GPT-2": "openai-community/gpt2", "GPT-2-medium": "openai-community/gpt2-medium",
+    "GPT-2-large": "openai-community/gpt2-large", "GPT-2-xl": "openai-community/gpt2-xl",
+    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
+}  # fmt: skip
+_OWNERS = {"Llama-3.1-": "meta-llama", "Llama-3.2-": "meta-llama", "Qwen2.5-": "Qwen", "Qwen3-": "Qwen"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def hub_id(name: str) -> str | None:
+    """The Hugging Face id of a model's weights: of a known name, or the name itself where it is "owner/name"."""
+    if _HUB_ID.fullmatch(name):
+        return name
+    owner = next((owner for prefix, owner in _OWNERS.items() if name.startswith(prefix) and name in known_names()), "")
+    return _HUB_IDS.get(name) or (f"{owner}/{name}" if owner else None)
+
+
 def _key(name: str) -> str:
     """Fold what people vary: the hub's owner, case, "Meta-", "-Instruct", "-hf", "-v0.3"."""
     text = name.strip().lower().rsplit("/", 1)[-1]
@@ -111,10 +135,10 @@ def known_names() -> tuple[str, ...]:
 
 
 def model_named(name: str) -> ModelSpec:
-    """The shape of a model by its usual name, with or without the hub's owner."""
+    """The shape of a model by its usual name; one with the hub's owner keeps it, so that its very weights are used."""
     spec = _BY_KEY.get(_key(name))
     if spec is not None:
-        return spec
+        return replace(spec, name=name.strip()) if _HUB_ID.fullmatch(name.strip()) else spec
     near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.5)
     hint = f"; nearest: {', '.join(_BY_KEY[k].name for k in near)}" if near else ""
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")

@@ -34,6 +34,7 @@ KINDS = {
     "/apis/resource.k8s.io/v1/resourceclaimtemplates": "ResourceClaimTemplate",
     "/api/v1/configmaps": "ConfigMap",
     "/api/v1/services": "Service",
+    "/api/v1/persistentvolumeclaims": "PersistentVolumeClaim",
     "/api/v1/nodes": "Node",
 }
 

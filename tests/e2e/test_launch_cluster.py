@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
 
 from agent import cluster_job
 from agent.advise import Request, answer
-from agent.cmd_preflight import launch
+from agent.cmd_launch import launch
 from agent.hosts import snapshots
+from finetune.config import read_config
 from planner.job import JobError
 
 H100 = next(MACHINES.glob("hgx-h100*.json"))
@@ -53,7 +57,10 @@ def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     yield api
 
 
-WORDS = ["--host", str(H100), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1"]
+WORDS = [
+    "--host", str(H100), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
+    "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main",
+]  # fmt: skip
 
 
 def test_the_verb_creates_what_the_dry_run_prints(kubeconfig: ApiServer) -> None:
@@ -79,3 +86,115 @@ def test_an_unknown_context_is_named(kubeconfig: ApiServer) -> None:
     """A typing error in --context."""
     done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--context", "nowhere"])
     assert done.exit_code == 1 and "no context named 'nowhere'" in done.output
+
+
+def printed(*words: str) -> dict[str, dict[str, Any]]:
+    """What the dry run prints, by kind; as a user's kubectl reads it."""
+    done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
+    assert done.exit_code == 0, done.output
+    return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+
+
+def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig: ApiServer) -> None:
+    """-o yaml is a stream, -o json a List; both are the objects that the launch makes, and nothing is made."""
+    done = CliRunner().invoke(launch, [*WORDS, "--api", "trainjob", "--dry-run", "-o", "json"])
+    assert done.exit_code == 0, done.output
+    listed = json.loads(done.stdout)
+    assert listed["kind"] == "List"
+    assert {each["kind"]: each for each in listed["items"]} == printed(*WORDS, "--api", "trainjob")
+    assert kubeconfig.of_kind("ConfigMap") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--dry-run", "-o", "xml"], "'xml' is not one of 'yaml', 'json'"),
+        (["-o", "yaml"], "-o yaml: goes with --dry-run"),
+    ],
+)
+def test_another_format_is_refused(words: list[str], told: str) -> None:
+    """With what is allowed."""
+    done = CliRunner().invoke(launch, words)
+    assert done.exit_code == 2 and told in done.output
+
+
+def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:
+    """The job's own reader takes the ConfigMap and the command line: weights, data, and the run on the claim."""
+    made = printed(*WORDS, "--api", "job", "--name", "sft", "--token-secret", "hub")
+    container = made["Job"]["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}} in container["env"]
+    (tmp_path / "config.yaml").write_text(made["ConfigMap"]["data"]["config.yaml"])
+    overrides = container["command"][container["command"].index("/etc/config/plan.json") + 1 :]
+    config, _, _ = read_config(tmp_path / "config.yaml", overrides)
+    assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
+    assert (config.dataset_name, config.dataset_config) == ("openai/gsm8k", "main")
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert config.output_dir == f"{mounts['shared']}/sft"
+
+
+@pytest.mark.parametrize(
+    "text", ["dataset_name: openai/gsm8k\n", "dataset_name: openai/gsm8k\noutput_dir: /mnt/shared/a\n"]
+)
+def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) -> None:
+    """What the file says stands; what it leaves open is the model of the plan and a folder on the claim."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    words = [
+        "--host",
+        str(H100),
+        "--model",
+        "NousResearch/Meta-Llama-3.1-8B",
+        "--image",
+        "r.example/f:1",
+        "--api",
+        "job",
+    ]
+    made = printed(*words, "--nodes", "2", "--claim", "c", "--config", str(path), "--name", "sft")
+    command = made["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    config, _, _ = read_config(path, command[command.index("/etc/config/plan.json") + 1 :])
+    assert config.model_name_or_path == "NousResearch/Meta-Llama-3.1-8B"
+    assert config.output_dir == ("/mnt/shared/a" if "output_dir" in text else "/mnt/shared/sft")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "more", "told"),
+    [
+        ("--set", [], "no data set is named"),
+        ("--claim", [], "2 nodes write one run"),
+        ("", ["--set", "output_dir=/tmp/run"], "output_dir=/tmp/run"),
+        ("", ["--config", "/dev/null"], "must be one mapping of settings"),
+    ],
+)
+def test_a_job_that_could_not_train_is_refused(left_out: str, more: list[str], told: str) -> None:
+    """Usage, with what to give; nothing is asked of a cluster."""
+    words = list(WORDS)
+    while left_out in words:
+        at = words.index(left_out)
+        del words[at : at + 2]
+    done = CliRunner().invoke(launch, [*words, *more, "--api", "job", "--dry-run"])
+    assert done.exit_code == 2 and told in done.output, done.output
+
+
+def test_without_a_gate_a_line_says_so() -> None:
+    """On stderr, so that what is printed stays YAML; not where the gate is there or not wanted."""
+    words = [*WORDS, "--api", "job", "--dry-run"]
+    assert "warning: no gate" in CliRunner().invoke(launch, words).stderr
+    for more in (["--no-preflight"], ["--preflight-image", "registry.example/topoflight:1"]):
+        assert CliRunner().invoke(launch, [*words, *more]).stderr == ""
+
+
+def test_the_claim_is_printed_and_made(kubeconfig: ApiServer) -> None:
+    """--storage-class makes the claim that the pods mount, writable by all of them."""
+    words = [word for word in WORDS if word not in ("--claim", "shared")]
+    more = ["--api", "job", "--name", "sft", "--storage-class", "cephfs", "--storage-size", "80Gi"]
+    claim = printed(*words, *more)["PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "80Gi"
+    done = CliRunner().invoke(launch, [*words, *more])
+    assert done.exit_code == 0, done.output
+    (made,) = kubeconfig.of_kind("PersistentVolumeClaim")
+    (job,) = kubeconfig.of_kind("Job")
+    claims = (volume.get("persistentVolumeClaim") for volume in job["spec"]["template"]["spec"]["volumes"])
+    mounted = [each["claimName"] for each in claims if each]
+    assert mounted == [made["metadata"]["name"]] == ["shared"]
+    assert made["spec"] == claim["spec"]

@@ -20,7 +20,7 @@ from test_launch_cluster import GIVEN
 
 from agent import cluster_job
 from agent.advise import Request, answer
-from agent.cmd_preflight import launch
+from agent.cmd_launch import launch
 from agent.hosts import snapshots
 from agent.kube import ApiError, path_of
 from planner import manifests, network_manifests
@@ -124,7 +124,9 @@ def test_launch_creates_once_and_never_overwrites(space: str, api: str, tmp_path
     for version, kind in NEEDS[api]:
         need(version, kind)
     words = ["--host", str(next(MACHINES.glob("hgx-h100*.json"))), "--model", "Llama-3.1-8B", "--nodes", "2",
-             "--image", "registry.example/f:1", "--namespace", SPACE, "--api", api, "--name", f"sft-{api}"]  # fmt: skip
+             "--image", "registry.example/f:1", "--namespace", SPACE, "--api", api, "--name", f"sft-{api}",
+             "--storage-class", "none",
+             "--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]  # fmt: skip
     printed = CliRunner().invoke(launch, [*words, "--dry-run"]).stdout
     try:
         done = CliRunner().invoke(launch, words)

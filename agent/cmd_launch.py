@@ -1,0 +1,180 @@
+"""The verb launch: the fine-tune job on this host through torchrun, or on a cluster through one of the job APIs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent import terminal
+from agent.cmd_preflight import with_model_options
+from agent.exits import EXIT_FAILED, EXIT_PASS
+from agent.hosts import host_option, root_option
+from agent.output import Progress, console, render
+from planner.advice import Recommendation
+from probes.api import Snapshot
+
+cluster_options = (
+    click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
+                 show_default=True, help="Where to launch: torchrun here, or a job for the cluster."),
+    click.option("--context", default=None, help="Cluster: the kubeconfig's context. Default: its current one."),
+    click.option("--image", default=None, help="Cluster: the fine-tune image."),
+    click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
+    click.option("--namespace", default="default", show_default=True),
+    click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="Cluster: pods, one per node."),
+    click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Cluster: of each pod."),
+    click.option("--node-selector", multiple=True, metavar="LABEL=VALUE"),
+    click.option("--tolerate", multiple=True, metavar="TAINT"),
+    click.option("--claim", default=None, help="Cluster: PersistentVolumeClaim for /mnt/shared, which holds the run."),
+    click.option("--storage-class", default=None, metavar="NAME",
+                 help="Cluster: make the claim too, of this class, writable by all pods; its name is --claim's."),
+    click.option("--storage-size", default="500Gi", show_default=True, metavar="QUANTITY", help="Cluster: of it."),
+    click.option("--token-secret", default=None, metavar="NAME",
+                 help="Cluster: Secret whose key HF_TOKEN opens gated models and data sets."),
+    click.option("--queue", default=None, help="Cluster: Kueue queue."),
+    click.option("--topology", default=None, metavar="LABEL", help="Cluster: node label all pods must share (Kueue)."),
+    click.option("--service-account", default=None),
+    click.option("--preflight-image", default=None, help="Cluster: run the gate in an init container of this image."),
+    click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate before the job requires."),
+    click.option("--no-preflight", is_flag=True, help="Launch without a gate."),
+    click.option("--dra", is_flag=True, help="Cluster: GPU and NIC from one PCIe root, by DRA."),
+    click.option("--network", "with_network", is_flag=True,
+                 help="Cluster: also print the operators' network resources for the probed interfaces."),
+)  # fmt: skip
+
+
+def with_cluster_options(command: Any) -> Any:
+    """Add the options of jobs for a cluster."""
+    for option in reversed(cluster_options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@host_option
+@root_option
+@with_model_options
+@with_cluster_options
+@click.option("--machine", default=None, help="Cluster: a catalogue machine in place of a host.")
+@click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
+              type=click.Path(file_okay=False, path_type=Path), help="Local: where the job writes.")  # fmt: skip
+@click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("-o", "form", default=None, type=click.Choice(["yaml", "json"]), help="With --dry-run. Default: yaml.")
+def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
+    """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
+
+    Exit code 0 flown or created, 3 a check or the flight failed, 5 a required check is unknown, 75 saved before it was
+    done: the same command goes on from there.
+    """
+    from agent.advise import advise, with_fsdp
+    from agent.benchmark import flight_request
+    from agent.hosts import snapshots
+
+    if form and not dry_run:
+        raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
+    found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
+    advice = advise(flight_request(given), lambda: found)
+    if given["model"] is None:
+        advice = with_fsdp(advice)
+    if advice.chosen is None:
+        terminal.rejected(console(), advice)
+        raise click.ClickException("no layout fits: nothing to launch")
+    if given["api"] != "local":
+        _launch_there(advice, found, form or "yaml" if dry_run else None, given)
+    elif dry_run:
+        _print_here(advice, folder, form or "yaml", given)
+    else:
+        _launch_here(advice, folder, timeout, given)
+
+
+def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
+    """Print the job in `form`, or create it where that is None."""
+    from agent import cluster_job
+    from planner.exports import ExportError
+    from planner.job import JobError
+    from planner.manifests import render as render_documents
+
+    try:
+        cluster_job.refuse_what_cannot_train(advice, given)
+        spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
+        documents = (*cluster_job.storage(given), *cluster_job.documents(advice, spec, given["api"], given["config"]))
+        if given["with_network"]:
+            documents = (*cluster_job.network(found, spec.namespace), *documents)
+    except (JobError, ExportError) as error:
+        raise click.UsageError(str(error)) from None
+    if not (given["preflight_image"] or given["no_preflight"]):
+        click.echo("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
+    if form == "json":
+        click.echo(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
+    elif form:
+        click.echo(render_documents(documents), nl=False)
+    if form:
+        return
+    if given["with_network"]:
+        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+    from agent.kube import Client
+    from agent.kube_access import AccessError, find
+
+    try:
+        for line in cluster_job.create(Client(find(given["context"])), documents):
+            click.echo(line)
+    except (JobError, AccessError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:
+    """What the nodes have to give away, where the job needs to know it; a dry run asks only a cluster that is named."""
+    from agent import cluster_job
+    from agent.kube import ApiError, Client
+    from agent.kube_access import AccessError, find
+
+    if not cluster_job.unnamed(advice, given) or not (asked or given["context"] or os.environ.get("KUBECONFIG")):
+        return None
+    try:
+        return cluster_job.offered(Client(find(given["context"])), given)
+    except (AccessError, ApiError) as error:
+        raise click.ClickException(f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster") from None
+
+
+def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:
+    from agent import launch as launcher
+
+    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    ranks = advice.chosen.layout.world_size
+    words = launcher.command(folder / "plan.json", given["config"], ranks, given["overrides"])
+    click.echo(render(launcher.plan_document(advice), "json" if form == "json" else "yaml"), nl=False)
+    click.echo("# " + " ".join(words), err=form == "json")  # JSON has no comments
+
+
+def _launch_here(advice: Recommendation, folder: Path, timeout: float, given: dict[str, Any]) -> None:
+    from agent import launch as launcher
+    from agent.flight import compare, parse, read
+    from agent.keep import keep_flight
+
+    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    progress = Progress()
+    progress.step(f"launch: {advice.chosen.layout.family}")
+    try:
+        done = launcher.fly(
+            advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
+            on_line=progress.note,
+        )  # fmt: skip
+    except launcher.LaunchError as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        progress.done()
+    if done.exit_code != 0:
+        click.echo("\n".join(done.last_lines), err=True)
+        click.echo(f"{done.fate} (whole log: {done.output})", err=True)
+        sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
+    record = read(folder / "flight.json")
+    keep_flight(record)
+    flown = parse(record)
+    terminal.flight(console(), flown)
+    terminal.comparison(console(), compare(advice.chosen.forecast, flown))
+    sys.exit(EXIT_PASS)
