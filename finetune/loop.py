@@ -164,7 +164,8 @@ class Trainer:
         fullest = torch.tensor([self.recorder.peak_memory()[0]], device=self.engine.device)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
         self.recorder.fullest = int(fullest)
-        self.recorder.document["transports"] = verify.transports_seen()
+        seen = self.recorder.document["layout"]["effective"]["transports"]
+        self.recorder.document["transports"] = [*seen, *verify.nccl_transports()]
 
     def step(self, number: int, share: data.Share) -> Done:
         """One optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""

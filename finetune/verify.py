@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune import sockets
 from finetune.config import EndedError
 from finetune.parallel import COLUMN, ROW, Engine
 from planner.layout import Layout
@@ -159,17 +160,28 @@ def compare(asked: Layout, got: Mapping[str, Any], environment: Mapping[str, str
 def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> dict[str, Any]:
     """Observe and compare on every rank; raises on every rank where one differs. Returns what rank 0 observed."""
     got = observe(engine)
-    found: list[Any] = [compare(asked, got, environment)]
-    if dist.is_initialized():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, compare(asked, got, environment))
+    found = _everyone(compare(asked, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
+    got["transports"] = []
+    if got["backend"] == "gloo":  # the ranks have just talked: their connections are up
+        seen = _everyone(sockets.look())
+        wrong += sockets.differences(seen, environment)
+        got["transports"] = [sockets.spell(*one) for one in sockets.taken(seen)[0]]
     if wrong:
         raise MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
     return got
 
 
-def transports_seen() -> list[str]:
+def _everyone(told: Any) -> list[Any]:
+    """What each rank tells, by rank."""
+    if not dist.is_initialized():
+        return [told]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, told)
+    return found
+
+
+def nccl_transports() -> list[str]:
     """What NCCL's own log says it went through, where NCCL_DEBUG_FILE names one ("via P2P/CUMEM", "via NET/IB/0")."""
     name = os.environ.get("NCCL_DEBUG_FILE", "")
     path = Path(name.replace("%h", os.uname().nodename).replace("%p", str(os.getpid())))
