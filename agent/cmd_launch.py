@@ -89,7 +89,7 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     elif dry_run:
         _print_here(advice, folder, form or "yaml", given)
     else:
-        _launch_here(advice, folder, timeout, given)
+        _launch_here(advice, found, folder, timeout, given)
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
@@ -151,13 +151,40 @@ def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str
     click.echo("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 
-def _launch_here(advice: Recommendation, folder: Path, timeout: float, given: dict[str, Any]) -> None:
+def _gate(found: Sequence[Snapshot], given: dict[str, Any]) -> None:
+    """Judge the host that is to fly, before it does; what is unknown stops nothing that does not require it."""
+    from agent.codes import ALL_CODES
+    from agent.gate import GateError, judge, select
+    from agent.hosts import snapshots
+    from agent.view import look
+
+    here = found if found and not given["hosts"] else snapshots((), root=given["root"])
+    try:
+        checks = select(look(here).checks, require=given["require"], known=ALL_CODES)
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
+    verdict = judge(checks)
+    if verdict.exit_code == EXIT_PASS:
+        return
+    for check in checks:
+        if check.status == "fail" or (check.required and check.status == "unknown"):
+            click.echo(f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
+    click.echo(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
+    sys.exit(verdict.exit_code)
+
+
+def _launch_here(
+    advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, given: dict[str, Any]
+) -> None:
     from agent import launch as launcher
-    from agent.flight import compare, parse, read
+    from agent.flight import compare, parse
     from agent.keep import keep_flight
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     progress = Progress()
+    if not given["no_preflight"]:
+        progress.step("preflight: judging this host")
+        _gate(found, given)
     progress.step(f"launch: {advice.chosen.layout.family}")
     try:
         done = launcher.fly(
@@ -168,13 +195,13 @@ def _launch_here(advice: Recommendation, folder: Path, timeout: float, given: di
         raise click.ClickException(str(error)) from None
     finally:
         progress.done()
-    if done.exit_code != 0:
+    if done.record is not None:
+        keep_flight(done.record)
+    if done.exit_code != 0 or done.record is None:
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
-    record = read(folder / "flight.json")
-    keep_flight(record)
-    flown = parse(record)
+    flown = parse(done.record)
     terminal.flight(console(), flown)
     terminal.comparison(console(), compare(advice.chosen.forecast, flown))
     sys.exit(EXIT_PASS)

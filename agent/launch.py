@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agent.flight import FlightError, read
 from agent.report import document, write_atomic
@@ -45,6 +46,7 @@ class Launched:
     last_lines: tuple[str, ...]
     cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
     killed: bool = False  # it did not end when it was asked to
+    record: dict[str, Any] | None = None  # flight.json of this start, where the job came to write it
 
     @property
     def fate(self) -> str:
@@ -103,7 +105,21 @@ def fly(
     began = time.time()
     ended = run(words, environment(advice), output, timeout_seconds, on_line)
     own = own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
-    return replace(ended, exit_code=own)
+    ended = replace(ended, exit_code=own)
+    return replace(ended, record=record_of(output / "flight.json", ended, began))
+
+
+def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:
+    """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
+    try:
+        if path.stat().st_mtime < began:
+            return None
+        record = read(path)
+    except (FlightError, OSError):
+        return None
+    if ended.exit_code != 0 and record.get("status") in ("running", "complete"):
+        record = {**record, "status": "failed", "exit_code": ended.exit_code, "reason": ended.fate}
+    return record
 
 
 def own_exit_code(record: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:

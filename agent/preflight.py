@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agent import benchmark, flight, keep, launch, measured
 from agent.advise import Request, answer, with_fsdp
+from agent.baseline import Key, regressions
 from agent.baseline import read as read_baseline
-from agent.baseline import regressions
 from agent.codes import ALL_CODES
 from agent.flight import Comparison, Flight
-from agent.gate import Check, FailOn, judge, select
+from agent.gate import Check, FailOn, Status, judge, select
 from agent.hosts import snapshots as read_snapshots
 from agent.nodes import NodeRecord
 from agent.output import Progress
@@ -78,6 +78,9 @@ def run(options: Options, progress: Progress) -> Report:
         extra += measured.unmeasured(
             measured.FLIGHT_CODES, f"not flown: the benchmark was stopped by {result.stopped_by}"
         )
+    elif options.fly and not options.hosts and (stop := _stopping(options, view.checks, before)):
+        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {stop}; --force flies all the same")
+        notes.append(f"not flown: {stop}")
     elif options.fly and not options.hosts:
         record, comparisons, why = _fly(options, advice, progress)
         extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
@@ -103,6 +106,15 @@ def run(options: Options, progress: Progress) -> Report:
         flights=_flights(options),
         notes=tuple(notes),
     )
+
+
+def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Status] | None) -> str:
+    """What failed before the flight and so stops it; nothing where it may fly. What is unknown stops nothing."""
+    checks = select(measured.asked_now(found), skip=options.skip, known=ALL_CODES)
+    if before is not None:
+        checks = regressions(checks, before)
+    failed = sorted({check.id for check in checks if check.status == "fail"})
+    return "" if options.force or not failed else f"{', '.join(failed)} failed"
 
 
 def _flights(options: Options) -> tuple[dict[str, Any], ...]:
@@ -191,13 +203,13 @@ def _fly(
         )  # fmt: skip
         tail = " | ".join(done.last_lines[-3:])
         ended = f"{done.fate}: {tail} (whole log: {done.output})"
-        if done.cut_short and done.exit_code != 0:
+        if done.record is not None:
+            keep.keep_flight(done.record)
+        if done.record is None or (done.cut_short and done.exit_code != 0):
             return None, (), ended
-        record = flight.read(output / "flight.json")
-        keep.keep_flight(record)
-        flown = flight.parse(record)
-        if done.exit_code != 0 and flown.status in ("running", "complete"):  # it could not write its own end
+        if done.exit_code != 0 and done.record.get("reason") == done.fate:  # it could not write its own end
             return None, (), ended
+        flown = flight.parse(done.record)
     except (launch.LaunchError, flight.FlightError, OSError) as error:
         return None, (), str(error)
     return flown, flight.compare(advice.chosen.forecast if advice.chosen else None, flown), ""
