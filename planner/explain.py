@@ -12,7 +12,7 @@ from planner.layout import Layout
 from planner.links import Links, Speed
 from planner.memory import DEFAULT_MEMORY, memory_parts
 from planner.search import Candidate
-from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, scatters, step_parts, strides
+from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, gathers, scatters, step_parts, strides
 from planner.weights import trained_weights, weights
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
@@ -76,7 +76,7 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     wide = 4.0 if layout.precision == "fp32" else 2.0
     if part == "gather":
         times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0)
-        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * layout.gradient_accumulation
+        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * gathers(job, layout)
     if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
         n = layout.data_parallel
         sent = (4.0 if layout.precision == "fp32" else job.stack.gradient_bytes) * trained * (n - 1) / n

@@ -135,6 +135,12 @@ def scatters(job: Job, layout: Layout) -> int:
     return layout.gradient_accumulation if every and not once else 1
 
 
+def gathers(job: Job, layout: Layout) -> int:
+    """How often one step gathers what it keeps gathered until the backward pass, or until the step is over."""
+    kept = not layout.reshard_after_forward and (layout.pp > 1 or job.stack.name == "topoflight")
+    return 1 if kept else layout.gradient_accumulation
+
+
 def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast one layout."""
     model, train, stack, links, k = job.model, job.train, job.stack, job.links, job.constants
@@ -220,8 +226,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
             late = shown * scatter / (again + scatter) if scatter else 0.0
             behind = shown - late
             late += scatter / max(1.0, per_rank)
-        times = micro_batches if (layout.reshard_after_forward or layout.pp == 1) else 1
-        gather, reduce = times * (ahead + behind), scatters(job, layout) * late
+        gather, reduce = gathers(job, layout) * (ahead + behind), scatters(job, layout) * late
         if layout.dp_replicate > 1:
             across = links.all_reduce_seconds(
                 gradient_bytes * trained_weights(model, train) / (layout.tp * layout.pp * layout.dp_shard),

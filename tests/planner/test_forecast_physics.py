@@ -147,6 +147,9 @@ def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once()
     for train, times in ((FULL, 3), (lora, 1)):
         first, more = (step_parts(job(slow, train), at).reduce for at in (once, thrice))
         assert more == pytest.approx(times * first, rel=0.1)
+    gathered = replace(once, sharding="zero2"), replace(thrice, sharding="zero2")
+    first, more = (step_parts(job(slow, lora), at).gather for at in gathered)
+    assert more == pytest.approx(first, rel=0.1)  # and what stays gathered is gathered once
     stack = engine_named("topoflight")
     kept = [memory_parts(MODEL, lora, at, stack).gradients for at in (once, thrice)]
     assert kept[1] == pytest.approx(32 * kept[0])
