@@ -198,3 +198,43 @@ def test_the_claim_is_printed_and_made(kubeconfig: ApiServer) -> None:
     mounted = [each["claimName"] for each in claims if each]
     assert mounted == [made["metadata"]["name"]] == ["shared"]
     assert made["spec"] == claim["spec"]
+
+
+ROCE = [str(MACHINES / "r760xa-2xA40-bf3.json") if word == str(H100) else word for word in WORDS]
+
+
+def limits(*words: str) -> dict[str, str]:
+    """What each pod of the printed job asks for."""
+    container = printed(*ROCE, *words, "--api", "job")["Job"]["spec"]["template"]["spec"]["containers"][0]
+    found: dict[str, str] = container["resources"]["limits"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offers", "taken"),
+    [
+        (("rdma/shared_eth", "nvidia.com/gpu"), "rdma/shared_eth"),
+        (("openshift.io/sriov_net1", "nvidia.com/gpu"), "openshift.io/sriov_net1"),
+        (("nvidia.com/hostdev", "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"), "nvidia.com/hostdev"),
+    ],
+)
+def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str, ...], taken: str) -> None:
+    """By the name that both nodes have to give away; what one has, or none is left of, does not count."""
+    for name in ("a", "b"):
+        allocatable = {"cpu": "64", "rdma/used_up": "0", "ephemeral-storage": "1", **dict.fromkeys(offers, "1k")}
+        status = {"allocatable": {**allocatable, **({"rdma/on_a_only": "1"} if name == "a" else {})}}
+        kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
+    assert limits()[taken] == "1"
+    assert limits("--resource", "rdma/mine=1").keys() == {"rdma/mine", "nvidia.com/gpu"}  # the user's word comes first
+
+
+def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
+    """None at all, or several; without a cluster, that none was asked."""
+    words = [*ROCE, "--api", "job", "--dry-run"]
+    assert "the nodes offer none" in CliRunner().invoke(launch, words).output
+    for name in ("a", "b"):
+        status = {"allocatable": {"rdma/x": "1", "rdma/y": "1"}}
+        kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
+    assert "the nodes offer rdma/x, rdma/y" in CliRunner().invoke(launch, words).output
+    asked_nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
+    assert asked_nobody.exit_code == 2 and "not asked what the nodes offer" in asked_nobody.output
