@@ -58,7 +58,7 @@ def forecast(timed, bytes_per_second):
     return forecast_layout(planned, Layout(**LAYOUT)).forecast
 
 
-def fly(rig, folder, places, device, said=None):
+def fly(rig, folder, places, device, said=None, ends=0):
     """One rank per entry of `places`, each in that host, over the named device; returns the flight."""
     folder.mkdir()
     environment = {"GLOO_SOCKET_IFNAME": device}
@@ -85,7 +85,7 @@ def fly(rig, folder, places, device, said=None):
     finally:
         for rank in ranks:
             rank.kill()
-    assert codes == [0] * len(places), (folder / "rank0.log").read_text()[-2000:]
+    assert codes == [ends] * len(places), (folder / "rank0.log").read_text()[-2000:]
     return json.loads((folder / "flight.json").read_text())
 
 
@@ -155,3 +155,27 @@ def test_communication_takes_a_larger_share_on_the_slow_network(bars):
     """The profiler sees why."""
     exposed = {name: flight["communication"]["exposed_share"] for name, flight in bars.items()}
     assert exposed["default"] > exposed["net1"]
+
+
+def test_the_connections_take_the_network_of_the_plan(bars):
+    """What the kernel says of each flight's connections."""
+    taken = {name: flight["transports"] for name, flight in bars.items()}
+    assert taken == {
+        "default": ["gloo: TCP over eth0 (10.244.0.1)"],
+        "net1": ["gloo: TCP over net1 (192.168.77.1)"],
+        "one host": ["gloo: TCP over lo (127.0.0.1)"],
+    }
+
+
+def test_a_route_around_the_network_of_the_plan_stops_the_job(tmp_path):
+    """GLOO_SOCKET_IFNAME is what the plan says, and yet a route sends what goes to net1's addresses over eth0."""
+    why = missing()
+    if why:
+        pytest.skip(why)
+    with hosts(2) as rig:
+        for host in (0, 1):
+            other = rig.address(1 - host, "net1")
+            rig.run(host, ["ip", "route", "add", f"{other}/32", "dev", "eth0", "src", rig.address(host)])
+        flight = fly(rig, tmp_path / "around", [0, 1], "net1", ends=76)
+    assert flight["status"] == "mismatch"
+    assert "GLOO_SOCKET_IFNAME=net1: gloo: TCP over eth0 (10.244.0." in flight["reason"]
