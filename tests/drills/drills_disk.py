@@ -60,8 +60,9 @@ def _no_room(ground: Ground, *, full: bool) -> list[str]:
         except (ValueError, KeyError):
             whole = False
         lost += [] if whole else [f"the result is lost: {done.stdout[-200:]}"]
-        report = ground.run("preflight", "-q", f"--report={ground.state / 'report'}")
-        lost += _told(report, "report", "No space left" if full else "Read-only file system")
+        if full or ground.long:  # a report is written alike on both: the short form holds it on one
+            report = ground.run("preflight", "-q", f"--report={ground.state / 'report'}")
+            lost += _told(report, "report", "No space left" if full else "Read-only file system")
         with ground.agent() as agent:
             lost += [] if agent.ready() else [f"the agent is not ready: {agent.words()[-300:]}"]
             status, told = agent.ask("/flights")
@@ -83,7 +84,7 @@ def disk_full(ground: Ground) -> list[str]:
     return _no_room(ground, full=True)
 
 
-@drill("Read-only disk: state folder, --save and --report", short=0, marks=("ranks",))
+@drill("Read-only disk: state folder, --save and --report", marks=("ranks",))
 def disk_read_only(ground: Ground) -> list[str]:
     """The same on a disk that the kernel has turned read-only."""
     return _no_room(ground, full=False)
@@ -141,7 +142,7 @@ def clock_of_the_agent(ground: Ground) -> list[str]:
     return [*lost, *ground.orphans()]
 
 
-@drill("Clock: jumps while a benchmark measures", short=0, marks=("ranks",))
+@drill("Clock: jumps while a benchmark measures", marks=("ranks",))
 def clock_of_a_benchmark(ground: Ground) -> list[str]:
     """A whole result; no time in it is negative or a day long."""
     file, shifted = _clock(ground)
