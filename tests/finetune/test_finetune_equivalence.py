@@ -133,19 +133,18 @@ ALL3_FSDP = {"pp": 2, "tp": 2, "dp_shard": 2}
 PP_HSDP = {"pp": 2, "dp_replicate": 2, "dp_shard": 2}
 TP_HSDP = {"tp": 2, "dp_replicate": 2, "dp_shard": 2}
 SHORT = {"micro_batch": 4, "gradient_accumulation": 2}
-LONG = {"micro_batch": 2, "gradient_accumulation": 4}
 EIGHT = [
     fused("PP x TP x DDP packed, checkpointing", packing=True, checkpointing="full", **ALL3_DDP, **SHORT),
     fused("PP x TP x DDP full, sequence parallel", "full", sequence_parallel=True, **ALL3_DDP, **SHORT),
-    fused("PP x TP x DDP interleaved", **ALL3_DDP, **LONG, **TWICE),
+    fused("PP x TP x DDP interleaved", **ALL3_DDP, **SHORT, **TWICE),
     fused("PP x TP x DDP full interleaved, selective checkpointing", "full", checkpointing="selective", **ALL3_DDP,
-          **LONG, **TWICE),
-    case("PP x TP x FSDP", **ALL3_FSDP, **LONG),
+          **SHORT, **TWICE),
+    case("PP x TP x FSDP", micro_batch=2, gradient_accumulation=4, **ALL3_FSDP),
     fused("PP x TP x FSDP full kept gathered, selective checkpointing", "full", checkpointing="selective",
           **ALL3_FSDP, **SHORT, **KEPT),
     fused("PP x TP x FSDP interleaved, packed, offload, checkpointing", packing=True, offload="all",
-          checkpointing="full", **ALL3_FSDP, **LONG, **TWICE),
-    fused("PP x TP x FSDP full interleaved, sequence parallel", "full", sequence_parallel=True, **ALL3_FSDP, **LONG,
+          checkpointing="full", **ALL3_FSDP, **SHORT, **TWICE),
+    fused("PP x TP x FSDP full interleaved, sequence parallel", "full", sequence_parallel=True, **ALL3_FSDP, **SHORT,
           **TWICE),
     fused("TP x HSDP packed, accumulating, kept gathered, selective checkpointing", packing=True, micro_batch=2,
           gradient_accumulation=2, checkpointing="selective", **TP_HSDP, **KEPT),
@@ -153,8 +152,8 @@ EIGHT = [
           **TP_HSDP),
     fused("TP x HSDP full, sequence parallel", "full", micro_batch=4, sequence_parallel=True, **TP_HSDP),
     fused("PP x HSDP packed", packing=True, micro_batch=2, gradient_accumulation=2, **PP_HSDP),
-    fused("PP x HSDP interleaved, kept gathered", micro_batch=1, gradient_accumulation=4, **PP_HSDP, **KEPT, **TWICE),
-    fused("PP x HSDP full interleaved", "full", micro_batch=1, gradient_accumulation=4, **PP_HSDP, **TWICE),
+    fused("PP x HSDP interleaved, kept gathered", micro_batch=2, gradient_accumulation=2, **PP_HSDP, **KEPT, **TWICE),
+    fused("PP x HSDP full interleaved", "full", micro_batch=2, gradient_accumulation=2, **PP_HSDP, **TWICE),
 ]  # fmt: skip
 
 
