@@ -294,6 +294,6 @@ class Engine:
             module.set_requires_gradient_sync(scatters)
             module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
-            if self.layout.sharding == "zero2":
+            if not (self.layout.reshard_after_forward and self.layout.sharding == "zero3"):
                 module.set_reshard_after_backward(last)
         return contextlib.nullcontext()

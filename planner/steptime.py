@@ -219,7 +219,8 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
             ahead, behind, late = gather_once, again, scatter
             # A gather copies the shard in and everything out again; so does a scatter.
             once_copied = (2.0 + 2.0 / layout.dp_shard) / job.rates.hbm
-            copied = once_copied * (gathered_bytes * (2.0 if layout.reshard_after_forward else 1.0) + reduced)
+            passes = gathers(job, layout) * (2.0 if layout.reshard_after_forward else 1.0)
+            copied = once_copied * (gathered_bytes * passes + reduced * scatters(job, layout)) / micro_batches
         else:
             ahead = _overlap(forward, gather_once, k.overlap_loss) - forward + gather_once / max(1.0, per_rank)
             shown = _overlap(backward, again + scatter, k.overlap_loss) - backward
