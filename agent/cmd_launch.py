@@ -145,8 +145,14 @@ def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str
     from agent import launch as launcher
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    ranks = advice.chosen.layout.world_size
-    words = launcher.command(folder / "plan.json", given["config"], ranks, given["overrides"])
+    ranks, config = advice.chosen.layout.world_size, given["config"]
+    if config is None and given["model"] is not None:
+        config = folder / "job.yaml"  # what `fly` writes there: `recommend -o finetune` prints it
+        try:
+            launcher.refuse_unplanned(advice, given["overrides"])
+        except launcher.LaunchError as error:
+            raise click.UsageError(str(error)) from None
+    words = launcher.command(folder / "plan.json", config, ranks, given["overrides"])
     click.echo(render(launcher.plan_document(advice), "json" if form == "json" else "yaml"), nl=False)
     click.echo("# " + " ".join(words), err=form == "json")  # JSON has no comments
 

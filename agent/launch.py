@@ -21,10 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from agent.advise import RequestError, export
+from agent.benchmark import EMBEDDED_MODEL
 from agent.flight import FlightError, read
 from agent.report import document, write_atomic
 from collectives import processes, scratch
 from planner.advice import Recommendation
+from planner.models import hub_id
 
 RUN_VARIABLE = processes.RUN_VARIABLE
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
@@ -97,16 +100,46 @@ def fly(
     on_line: Callable[[str], None] = lambda _line: None,
 ) -> Launched:
     """Run the job to its end on this host; raises LaunchError where there is nothing to start."""
+    if config is None:
+        refuse_unplanned(advice, overrides)
     output.mkdir(parents=True, exist_ok=True)
     plan = write_atomic(output / "plan.json", json.dumps(plan_document(advice), indent=1) + "\n")
     layout = advice.chosen.layout if advice.chosen else None
     assert layout is not None  # noqa: S101 - plan_document has refused otherwise
+    config = config or planned_job(advice, output)
     words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
     began = time.time()
     ended = run(words, environment(advice), output, timeout_seconds, on_line)
     own = own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
     return replace(ended, record=record_of(output / "flight.json", ended, began))
+
+
+def refuse_unplanned(advice: Recommendation, overrides: Sequence[str]) -> None:
+    """LaunchError where the job's own default would train another model, or sums, in place of what was planned."""
+    if advice.model is None or advice.model.name == EMBEDDED_MODEL:
+        return
+    said = {word.partition("=")[0] for word in overrides}
+    if "dataset_name" not in said:
+        raise LaunchError(
+            "dataset_name: no data set is named, so the job would train on made-up sums; give --set dataset_name=NAME "
+            "(a hub id or a file), or --config FILE that names one"
+        )
+    if "model_name_or_path" not in said and hub_id(advice.model.name) is None:
+        raise LaunchError(
+            f"model {advice.model.name}: where its weights are is not known; give --set model_name_or_path=OWNER/NAME, "
+            "a folder, or --config FILE"
+        )
+
+
+def planned_job(advice: Recommendation, output: Path) -> Path | None:
+    """The job's YAML as it was planned, beside plan.json; None for the embedded job, whose settings the job has."""
+    if advice.model is None or advice.model.name == EMBEDDED_MODEL:
+        return None
+    try:
+        return write_atomic(output / "job.yaml", export(advice, "finetune"))
+    except RequestError as error:
+        raise LaunchError(str(error)) from None
 
 
 def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:

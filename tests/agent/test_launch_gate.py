@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from agent.advise import Request, advise
 from agent.cmd_launch import _gate, launch
 from agent.hosts import snapshots
-from agent.launch import Launched, record_of
+from agent.launch import Launched, LaunchError, fly, planned_job, record_of
 from agent.preflight import Options, _stopping
 from agent.view import look
+from finetune.config import read_config
 
 SICK = Path(__file__).parent.parent / "machines" / "sick-h100-dead-hca.json"
 
@@ -83,3 +86,28 @@ def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monk
     (kept,) = (tmp_path / "flights").glob("*.json")
     record = json.loads(kept.read_text())
     assert (record["exit_code"], record["status"]) == (65, "failed"), record["reason"]
+
+
+def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
+    """Its weights, its data set and its adapters are in the job's YAML; without a data set nothing starts."""
+    asked = Request(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
+    advice = advise(asked, tuple)
+    with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
+        fly(advice, tmp_path / "out", timeout_seconds=1)
+    assert not (tmp_path / "out").exists()
+    path = planned_job(advice, tmp_path)
+    assert path is not None
+    config, _, _ = read_config(path, ["dataset_name=openai/gsm8k"])
+    assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
+    assert (config.max_length, config.lora_r) == (asked.sequence_length, asked.lora_rank)
+    made_up = replace(advice, model=replace(advice.model, name="house-model")) if advice.model else advice
+    with pytest.raises(LaunchError, match="where its weights are is not known"):
+        fly(made_up, tmp_path / "out", overrides=["dataset_name=x"], timeout_seconds=1)
+    said = CliRunner().invoke(launch, ["--model", "Llama-3.1-8B", "--machine", "dgx-h100", "--dry-run"])
+    assert said.exit_code == 2 and "dataset_name" in said.output
+
+
+def test_the_embedded_job_needs_no_yaml(tmp_path: Path) -> None:
+    """The job has its settings itself."""
+    advice = advise(Request(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
+    assert planned_job(advice, tmp_path) is None
