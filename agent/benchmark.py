@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agent import units
 from agent.advise import Request
+from agent.job_settings import planned_for, said
 from agent.output import Progress
 from collectives.calibrate import CalibrationRequest, calibrate
 from collectives.plan import SearchPlan
@@ -152,6 +154,13 @@ def flight_request(given: Mapping[str, Any]) -> Request:
     request = Request(**{name: given[name] for name in names}, ranks_per_node=given["ranks"])
     if given["sequence_length"]:
         request = replace(request, sequence_length=given["sequence_length"])
+    return job_request(request, given["config"], given["overrides"])
+
+
+def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
+    """The job that is to fly: the model named, else the one that its settings name, else the embedded one."""
+    if request.model is None:
+        request = planned_for(request, said(config, overrides))
     return replace(request, **EMBEDDED_REQUEST) if request.model is None else request
 
 

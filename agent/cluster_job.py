@@ -8,18 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent import job_settings
+from agent.advise import RequestError
 from agent.kube import ApiError, Client, path_of
 from agent.launch import plan_document
 from planner import exports, manifests, models, network_manifests
 from planner.advice import Recommendation
 from planner.job import COMMAND, MOUNT, JobError, JobSpec, family, from_advice
-from probes import bounded
 from probes.api import Snapshot
-from probes.yaml_text import load_all
 
 Document = dict[str, Any]
 APIS = tuple(manifests.APIS)
-_MOST_CONFIG_BYTES, _MOST_ALIASES = 1 << 20, 16  # as the job itself reads it
 
 
 def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
@@ -117,17 +116,11 @@ def refuse_what_cannot_train(advice: Recommendation, given: Mapping[str, Any]) -
 
 
 def _said(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What --config and, over it, --set say; the job itself judges their values."""
-    said: dict[str, Any] = {}
-    if path := given.get("config"):
-        try:
-            parts = load_all(bounded.read_text(path, _MOST_CONFIG_BYTES), most_aliases=_MOST_ALIASES)
-        except (OSError, ValueError) as error:
-            raise JobError(f"--config {path}: {error}") from None
-        if len(parts) != 1 or not isinstance(parts[0], dict):
-            raise JobError(f"--config {path}: must be one mapping of settings")
-        said = parts[0]
-    return {**said, **dict(_pair(word, "--set") for word in given.get("overrides", ()))}
+    """What --config and, over it, --set say."""
+    try:
+        return job_settings.said(given.get("config"), given.get("overrides", ()))
+    except RequestError as error:
+        raise JobError(str(error)) from None
 
 
 def unnamed(advice: Recommendation, given: Mapping[str, Any]) -> bool:

@@ -72,14 +72,14 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     done: the same command goes on from there.
     """
     from agent.advise import advise, with_fsdp
-    from agent.benchmark import flight_request
+    from agent.benchmark import EMBEDDED_MODEL, flight_request
     from agent.hosts import snapshots
 
     if form and not dry_run:
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
     advice = advise(flight_request(given), lambda: found)
-    if given["model"] is None:
+    if given["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     if advice.chosen is None:
         terminal.rejected(console(), advice)
@@ -143,10 +143,11 @@ def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> t
 
 def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:
     from agent import launch as launcher
+    from agent.benchmark import EMBEDDED_MODEL
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     ranks, config = advice.chosen.layout.world_size, given["config"]
-    if config is None and given["model"] is not None:
+    if config is None and advice.model is not None and advice.model.name != EMBEDDED_MODEL:
         config = folder / "job.yaml"  # what `fly` writes there: `recommend -o finetune` prints it
         try:
             launcher.refuse_unplanned(advice, given["overrides"])

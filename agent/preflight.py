@@ -175,8 +175,8 @@ def _measure(
 
 def _request(options: Options) -> Request:
     """The question to the planner; a flight without a named model flies the embedded job."""
-    if options.fly and options.request.model is None:
-        return replace(options.request, **benchmark.EMBEDDED_REQUEST)
+    if options.fly:
+        return benchmark.job_request(options.request, options.config, options.overrides)
     return options.request
 
 
@@ -186,7 +186,8 @@ def _recommend(
     request = _request(options)
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
     advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
-    return with_fsdp(advice) if options.fly and options.request.model is None else advice
+    embedded = options.request.model is None and request.model == benchmark.EMBEDDED_MODEL
+    return with_fsdp(advice) if options.fly and embedded else advice
 
 
 def _fly(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, advise
+from agent.advise import Request, RequestError, advise
+from agent.benchmark import EMBEDDED_MODEL, job_request
 from agent.cmd_launch import _gate, launch
 from agent.hosts import snapshots
 from agent.launch import Launched, LaunchError, fly, planned_job, record_of
@@ -111,3 +112,21 @@ def test_the_embedded_job_needs_no_yaml(tmp_path: Path) -> None:
     """The job has its settings itself."""
     advice = advise(Request(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
     assert planned_job(advice, tmp_path) is None
+
+
+def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
+    """--config and --set say what flies; a model that is named beside them stands, and nothing else is guessed."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
+    asked = job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
+    assert (asked.model, asked.method, asked.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
+    assert (asked.sequence_length, asked.packing) == (1024, True)
+    assert job_request(Request(), job, ["use_peft=false"]).method == "full"
+    assert job_request(Request(model="GPT-2"), job, []).model == "GPT-2"
+    assert job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
+    assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
+    advice = advise(replace(asked, machine="dgx-h100", global_batch=64), tuple)
+    assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
+    job.write_text("- a list")
+    with pytest.raises(RequestError, match="must be one mapping of settings"):
+        job_request(Request(), job, [])

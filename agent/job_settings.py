@@ -1,0 +1,61 @@
+"""What the fine-tune job's own settings say of the job that is to be planned: the YAML of --config, --set over it.
+
+Specification: docs/finetune.md, the names of finetune.config. The job itself judges the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.advise import Request, RequestError
+from probes import bounded
+from probes.yaml_text import load_all
+
+_MOST_BYTES = 1 << 20
+_MOST_ALIASES = 16
+_RANDOM = "random:"  # weights of a shape alone
+
+
+def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The settings by name. Raises RequestError that names the file or the word."""
+    settings: dict[str, Any] = {}
+    if config is not None:
+        try:
+            parts = load_all(bounded.read_text(config, _MOST_BYTES), most_aliases=_MOST_ALIASES)
+        except (OSError, ValueError) as error:
+            raise RequestError(f"--config {config}: {error}") from None
+        if len(parts) != 1 or not isinstance(parts[0], dict):
+            raise RequestError(f"--config {config}: must be one mapping of settings")
+        settings = parts[0]
+    for word in overrides:
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise RequestError(f"--set {word!r}: must be NAME=VALUE")
+        settings = {**settings, name: value}
+    return settings
+
+
+def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
+    """The question with the job's model, method and row length, where the settings name a model and it names none."""
+    name = settings.get("model_name_or_path")
+    if request.model is not None or not isinstance(name, str) or name == "random:tiny-llama":
+        return request
+    length = str(settings.get("max_length", settings.get("max_seq_length", "")))
+    rank = str(settings.get("lora_r", ""))
+    saved = settings.get("lora_modules_to_save") or ()
+    return replace(
+        request,
+        model=name.removeprefix(_RANDOM),
+        method="qlora" if _true(settings, "load_in_4bit") else "lora" if _true(settings, "use_peft") else "full",
+        sequence_length=int(length) if length.isdecimal() and 0 < len(length) < 10 else request.sequence_length,
+        packing=_true(settings, "packing"),
+        lora_rank=int(rank) if rank.isdecimal() and 0 < len(rank) < 6 else request.lora_rank,
+        saved_modules=tuple(str(one) for one in saved) if isinstance(saved, list | tuple) else (),
+    )
+
+
+def _true(settings: Mapping[str, Any], name: str) -> bool:
+    return str(settings.get(name, "")).lower() in ("true", "yes", "on")
