@@ -159,8 +159,7 @@ def flight_request(given: Mapping[str, Any]) -> Request:
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """The job that is to fly: the model named, else the one that its settings name, else the embedded one."""
-    if request.model is None:
-        request = planned_for(request, said(config, overrides))
+    request = planned_for(request, said(config, overrides))
     return replace(request, **EMBEDDED_REQUEST) if request.model is None else request
 
 

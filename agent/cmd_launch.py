@@ -71,14 +71,18 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     Exit code 0 flown or created, 3 a check or the flight failed, 5 a required check is unknown, 75 saved before it was
     done: the same command goes on from there.
     """
-    from agent.advise import advise, with_fsdp
+    from agent.advise import RequestError, advise, with_fsdp
     from agent.benchmark import EMBEDDED_MODEL, flight_request
     from agent.hosts import snapshots
 
     if form and not dry_run:
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
-    advice = advise(flight_request(given), lambda: found)
+    try:
+        request = flight_request(given)
+    except RequestError as error:
+        raise click.UsageError(str(error)) from None
+    advice = advise(request, lambda: found)
     if given["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     if advice.chosen is None:

@@ -39,22 +39,27 @@ def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
-    """The question with the job's model, method and row length, where the settings name a model and it names none."""
+    """The question as the job's settings put it: method, adapters, row length, and the model where none is named."""
     name = settings.get("model_name_or_path")
-    if request.model is not None or not isinstance(name, str) or name == "random:tiny-llama":
+    if request.model is None and (not isinstance(name, str) or name == "random:tiny-llama"):
         return request
+    found: dict[str, Any] = {} if request.model is not None else {"model": str(name).removeprefix(_RANDOM)}
     length = str(settings.get("max_length", settings.get("max_seq_length", "")))
+    if length.isdecimal() and 0 < len(length) < 10:
+        found["sequence_length"] = int(length)
     rank = str(settings.get("lora_r", ""))
-    saved = settings.get("lora_modules_to_save") or ()
-    return replace(
-        request,
-        model=name.removeprefix(_RANDOM),
-        method="qlora" if _true(settings, "load_in_4bit") else "lora" if _true(settings, "use_peft") else "full",
-        sequence_length=int(length) if length.isdecimal() and 0 < len(length) < 10 else request.sequence_length,
-        packing=_true(settings, "packing"),
-        lora_rank=int(rank) if rank.isdecimal() and 0 < len(rank) < 6 else request.lora_rank,
-        saved_modules=tuple(str(one) for one in saved) if isinstance(saved, list | tuple) else (),
-    )
+    if rank.isdecimal() and 0 < len(rank) < 6:
+        found["lora_rank"] = int(rank)
+    if "packing" in settings:
+        found["packing"] = _true(settings, "packing")
+    if _true(settings, "load_in_4bit"):
+        found["method"] = "qlora"
+    elif "use_peft" in settings or request.model is None:
+        found["method"] = "lora" if _true(settings, "use_peft") else "full"
+    saved = settings.get("lora_modules_to_save")
+    if isinstance(saved, list | tuple):
+        found["saved_modules"] = tuple(str(one) for one in saved)
+    return replace(request, **found)
 
 
 def _true(settings: Mapping[str, Any], name: str) -> bool:

@@ -72,12 +72,21 @@ def plan_document(advice: Recommendation) -> dict[str, object]:
     if advice.chosen is None:
         raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
     forecast = advice.chosen.forecast
-    return {
+    planned: dict[str, object] = {
         "schema_version": 1,
         "layout": document(advice.chosen.layout),
         "forecast": document(forecast),
         "environment": {setting.name: setting.value for setting in advice.settings},
     }
+    train = advice.train
+    if train is not None and advice.model is not None and advice.model.name != EMBEDDED_MODEL:
+        planned["job"] = {  # what the forecast is for: a job that differs is not the one that was planned
+            "use_peft": train.method != "full", "load_in_4bit": train.method == "qlora",
+            "max_length": train.sequence_length, "packing": train.packing,
+        }  # fmt: skip
+        if train.method != "full":
+            planned["job"] = {**planned["job"], "lora_r": train.lora_rank}  # type: ignore[dict-item]
+    return planned
 
 
 def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:

@@ -27,8 +27,11 @@ class Batch:
     positions: Any
 
     def to(self, device: Any) -> Batch:
-        """On the device, without waiting for the copy."""
-        return Batch(**{n: getattr(self, n).to(device, non_blocking=True) for n in ("tokens", "labels", "positions")})
+        """On the device, without waiting for the copy; to a GPU that takes pinned memory."""
+        named = {n: getattr(self, n) for n in ("tokens", "labels", "positions")}
+        if device.type == "cuda":
+            named = {n: tensor.pin_memory() for n, tensor in named.items()}
+        return Batch(**{n: tensor.to(device, non_blocking=True) for n, tensor in named.items()})
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Plan:
     layout: Layout
     forecast: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    job: dict[str, Any] = field(default_factory=dict)  # settings that the forecast is for
 
 
 def read_plan(path: Path) -> Plan:
@@ -35,12 +37,14 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(data, dict) or not isinstance(data.get("layout"), dict):
         raise ConfigError(f"plan {path}: must hold a mapping with a layout")
     forecast, environment = data.get("forecast") or {}, data.get("environment") or {}
-    if not isinstance(forecast, dict) or not isinstance(environment, dict):
-        raise ConfigError(f"plan {path}: forecast and environment must be mappings")
+    job = data.get("job") or {}
+    if not all(isinstance(part, dict) for part in (forecast, environment, job)):
+        raise ConfigError(f"plan {path}: forecast, environment and job must be mappings")
     return Plan(
         layout=parse_layout(data["layout"], f"plan {path}: layout"),
         forecast=forecast,
         environment={str(name): str(value) for name, value in environment.items()},
+        job=job,
     )
 
 
@@ -77,6 +81,21 @@ def wanted_layout(config: JobConfig) -> dict[str, Any]:
             raise ConfigError(f"layout.{name}={wanted[name]!r} contradicts the setting that makes it {value!r}")
         wanted[name] = value
     return wanted
+
+
+def as_planned(config: JobConfig, said: Mapping[str, Any], plan: Plan) -> JobConfig:
+    """The job that was planned: what the settings leave open is the plan's, what they say otherwise is refused.
+
+    The forecast of time and memory is for that job. `said` holds the settings that were given.
+    """
+    names = {one.name for one in dataclasses.fields(JobConfig)}
+    for name, planned in plan.job.items():
+        if name not in names:
+            raise ConfigError(f"plan: job.{name}: no such setting")
+        if name in said and getattr(config, name) != planned:
+            asked = getattr(config, name)
+            raise ConfigError(f"{name}: the config says {asked!r}, the plan says {planned!r}; plan for this job anew")
+    return dataclasses.replace(config, **plan.job)
 
 
 def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu: bool) -> Layout:

@@ -24,7 +24,7 @@ from finetune import checkpoint, hub
 from finetune.config import ConfigError, EndedError, read_config
 from finetune.flight import Recorder
 from finetune.loop import RESUMABLE, Trainer
-from finetune.plan import read_plan, settle_layout
+from finetune.plan import as_planned, read_plan, settle_layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(argv)
     try:
-        config, _, notes = read_config(options.config, options.overrides)
+        config, said, notes = read_config(options.config, options.overrides)
         plan = read_plan(options.plan) if options.plan else None
+        if plan is not None:
+            config = as_planned(config, said, plan)
     except ConfigError as error:
         return _tell(error)
     transformers.utils.logging.disable_progress_bar()

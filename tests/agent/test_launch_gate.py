@@ -122,7 +122,9 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     assert (asked.model, asked.method, asked.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
     assert (asked.sequence_length, asked.packing) == (1024, True)
     assert job_request(Request(), job, ["use_peft=false"]).method == "full"
-    assert job_request(Request(model="GPT-2"), job, []).model == "GPT-2"
+    named = job_request(Request(model="GPT-2"), job, [])
+    assert (named.model, named.lora_rank, named.sequence_length) == ("GPT-2", 32, 1024)
+    assert job_request(Request(model="GPT-2", sequence_length=512), None, []).sequence_length == 512
     assert job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
     assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
     advice = advise(replace(asked, machine="dgx-h100", global_batch=64), tuple)

@@ -1,12 +1,13 @@
 """The job's settings: old names, unknown names, wrong values, and plans that say something else."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from finetune.config import ConfigError, JobConfig, parse_config, read_config
-from finetune.plan import Plan, parse_layout, read_plan, settle_layout
+from finetune.plan import Plan, as_planned, parse_layout, read_plan, settle_layout
 from planner.layout import Layout
 
 SEED = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"
@@ -156,3 +157,21 @@ def test_plan_files(tmp_path):
         read_plan(path)
     with pytest.raises(ConfigError, match="plan"):
         read_plan(tmp_path / "absent.json")
+
+
+def test_a_plan_fills_what_the_settings_leave_open_and_refuses_what_they_say_otherwise(tmp_path):
+    """The forecast is for one job: rows of that length, those adapters."""
+    plan = Plan(layout=Layout(world_size=1, precision="fp32"), job={"max_length": 2048, "use_peft": True, "lora_r": 32})
+    job = tmp_path / "job.yaml"
+    job.write_text("use_peft: true\n")
+    config, said, _ = read_config(job)
+    filled = as_planned(config, said, plan)
+    assert (filled.max_length, filled.lora_r) == (2048, 32)
+    for setting, says in (("max_length=512", "max_length: the config says 512, the plan says 2048"),
+                          ("lora_r=8", "lora_r: the config says 8, the plan says 32")):  # fmt: skip
+        config, said, _ = read_config(job, [setting])
+        with pytest.raises(ConfigError, match=says):
+            as_planned(config, said, plan)
+    odd = dataclasses.replace(plan, job={"maximum": 7})
+    with pytest.raises(ConfigError, match=r"job\.maximum: no such setting"):
+        as_planned(config, said, odd)

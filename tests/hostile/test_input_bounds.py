@@ -111,8 +111,8 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
         "model_config", "job_config", "job_plan", "calibration", "kubeconfig", "environment", "manifest", "topo_text",
         "topo_xml",
     }  # fmt: skip
-    # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of the file
-    flat = {"nccl_log", "words", "pci_config", "token_file"}
+    # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
+    flat = {"nccl_log", "words", "pci_config", "token_file", "dataset_card"}
     assert set(TARGETS) == bounded | flat
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = os.environ.get("TOPOFLIGHT_FUZZ_SECONDS", "15")
+SECONDS = os.environ.get("TOPOFLIGHT_FUZZ_SECONDS", "60" if os.environ.get("CI") else "15")
 
 
 def test_no_input_of_the_fuzzer_breaks_a_reader() -> None:
