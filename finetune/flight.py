@@ -126,13 +126,17 @@ class Recorder:
             self.forget_peak()
         elif self.device.type != "cuda":
             self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
-        if found:
-            self.document["communication"] = found["communication"]
-            self.document["parts"] = parts.beside_forecast(found["parts"], self.forecast)
+        self.profile(found)
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
         self.losses.append(loss)
         self.tokens += tokens
+
+    def profile(self, found: Mapping[str, Any] | None) -> None:
+        """What the profiler says, once it has ended."""
+        if found:
+            self.document["communication"] = found["communication"]
+            self.document["parts"] = parts.beside_forecast(found["parts"], self.forecast)
 
     def forget_peak(self) -> None:
         """What was done between two steps, a checkpoint say, takes memory that is not a step's."""

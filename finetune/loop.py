@@ -6,6 +6,7 @@ backward pass.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -136,7 +137,7 @@ class Trainer:
         config, place = self.config, self.resume()
         profiler = parts.Profiler(config.profile_steps, first=place.step + flight.WARM_UP + 1, layout=self.layout)
         self.recorder.forget_peak()  # loading is over
-        with flight.progress(self.steps, place.step) as bar:
+        with flight.progress(self.steps, place.step) as bar, contextlib.closing(profiler):
             while place.step < self.steps:
                 first = math.ceil(place.samples / self.loader.global_batch)
                 began = time.perf_counter()
@@ -158,6 +159,7 @@ class Trainer:
                 if config.save_strategy == "epoch":
                     self.save(place)
                 self.recorder.write()
+        self.recorder.profile(profiler.result)  # of a run that ended among the profiled steps
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.store.finish()

@@ -37,7 +37,7 @@ class Profiler:
         self.range, self.layout = range(first, first + steps), layout
         self.result: dict[str, Any] | None = None
         self._tool: Any = None
-        self._wall = 0.0
+        self._wall, self._taken = 0.0, 0
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[bool]:
@@ -53,11 +53,18 @@ class Profiler:
             self._tool.start()
         began = time.perf_counter()
         yield True
-        self._wall += time.perf_counter() - began
+        self._wall, self._taken = self._wall + time.perf_counter() - began, self._taken + 1
         if step == self.range[-1]:
-            self._tool.stop()
-            self.result = divide(self._tool.events(), self._wall, len(self.range), self.layout)
-            self._tool = None
+            self.close()
+
+    def close(self) -> None:
+        """Stop, wherever the run ends: a process that leaves with the profiler running dies of SIGSEGV (torch 2.13)."""
+        if self._tool is None:
+            return
+        tool, self._tool = self._tool, None
+        tool.stop()
+        if self._taken:
+            self.result = divide(tool.events(), self._wall, self._taken, self.layout)
 
 
 def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layout) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from finetune.config import ConfigError
 from finetune.verify import MismatchError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # ranks of one: each test is a whole run
+ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).with_name("jobs")
 JOB = """
 model_name_or_path: random:micro-llama
@@ -146,6 +148,19 @@ def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_path):
+    """A process that left with torch's profiler running would die of SIGSEGV."""
+    config = tmp_path / "job.yaml"
+    config.write_text(JOB)
+    argv = [sys.executable, "-m", "finetune.train", "--config", str(config), f"output_dir={tmp_path / 'out'}",
+            "max_steps=4", "profile_steps=9", "save_strategy=no"]  # fmt: skip
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    flight = json.loads((tmp_path / "out" / "flight.json").read_text())
+    assert flight["exit_code"] == 0
+    assert [part["part"] for part in flight["parts"]]
+
+
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
     disk = tmp_path / "disk"
