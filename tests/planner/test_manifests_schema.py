@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from agent.hosts import snapshots
 from planner import manifests, network_manifests
 from planner.job import JobError, JobSpec
 
+ROOT = Path(__file__).parents[2]
 SPEC = JobSpec(
     name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,
     command=("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml"),
@@ -187,3 +190,17 @@ def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) ->
             (container,) = document["spec"]["template"]["spec"]["containers"]
             assert container["resources"]["requests"].get("cpu") == cpu
             assert container["resources"]["limits"] == limits
+
+
+def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
+    """deploy/network holds what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
+    path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
+    found = snapshots([ROOT / "tests" / "machines" / "r760xa-2xA40-bf3.json"])
+    documents = (
+        *network_manifests.network(network_manifests.from_snapshots(found)),
+        network_manifests.shared_claim(storage_class="CLASS"),
+    )
+    head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+        path.write_text(head + manifests.render(documents))
+    assert path.read_text() == head + manifests.render(documents)
