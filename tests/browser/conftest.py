@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 import threading
@@ -20,7 +19,7 @@ from starlette.routing import Mount
 sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import Browser
-from rigs.npm import apt_install, installed
+from rigs.packages import apt_installed, npm_installed
 
 from agent.server import create
 from agent.server_cluster import Cluster
@@ -36,12 +35,7 @@ MACHINES = sorted((HERE.parent / "machines").glob("*.json"))
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
     """Debian's Chromium, installed where it is missing and this is root."""
-    if shutil.which("chromium") is None:
-        apt_install("chromium", "fonts-dejavu-core")
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("no chromium, and it could not be installed (needs root and apt): apt-get install chromium")
-    browser = Browser(program)
+    browser = Browser(apt_installed("chromium", "chromium", "fonts-dejavu-core"))
     yield browser
     browser.close()
 
@@ -49,7 +43,7 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def axe() -> str:
     """The source of axe-core as package-lock.json pins it."""
-    script = installed(HERE, "browser") / "axe-core" / "axe.min.js"
+    script = npm_installed(HERE, "browser") / "axe-core" / "axe.min.js"
     return script.read_text(encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.npm import installed
+from rigs.packages import npm_installed
 
 pytestmark = pytest.mark.prometheus  # the tier of the dashboards
 
@@ -42,7 +42,7 @@ OPTIONS = {
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The types, their enums written as unions of the values that stand in JSON."""
     folder = tmp_path_factory.mktemp("grafana")
-    source = installed(HERE / "grafana", "grafana")
+    source = npm_installed(HERE / "grafana", "grafana")
     (folder / "node_modules").mkdir()
     for release in RELEASES:
         name = f"grafana-schema-{release}"
@@ -95,7 +95,7 @@ def check(folder: Path, release: int, boards: dict[str, dict[str, Any]]) -> list
     }  # fmt: skip
     project = folder / f"tsconfig-{release}.json"
     project.write_text(json.dumps({"compilerOptions": options, "files": [f"boards-{release}.ts"]}))
-    compiler = installed(HERE / "grafana", "grafana") / ".bin" / "tsc"
+    compiler = npm_installed(HERE / "grafana", "grafana") / ".bin" / "tsc"
     done = subprocess.run([compiler, "-p", project], cwd=folder, capture_output=True, text=True, timeout=120)
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     assert (done.returncode == 0) == (not said)

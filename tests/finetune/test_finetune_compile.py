@@ -2,13 +2,12 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from rigs.npm import apt_install
+from rigs.packages import apt_installed
 from test_finetune_equivalence import ROOT, case, hold, run_ranks
 from torch._dynamo.utils import counters
 
@@ -39,10 +38,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """A C++ compiler, and a folder for what it makes that all tests here share."""
-    if shutil.which("g++") is None:
-        apt_install("g++", "libc6-dev")
-    if shutil.which("g++") is None:
-        pytest.skip("no g++, and it could not be installed (needs root and apt): apt-get install g++")
+    apt_installed("g++", "g++", "libc6-dev")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resident
 from load_served import H100, Served
+from rigs.packages import apt_installed
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def node_exporter() -> None:
     """Installed from Debian where it is not there and this is root."""
-    if shutil.which(resident.EXPORTER) is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-y", "-q", "--no-install-recommends", resident.EXPORTER],
-                       env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, timeout=240,
-                       check=False)  # fmt: skip
-    if shutil.which(resident.EXPORTER) is None:
-        pytest.skip(f"no {resident.EXPORTER}, and it could not be installed (needs root and apt)")
+    apt_installed(resident.EXPORTER, resident.EXPORTER)
 
 
 @pytest.fixture
