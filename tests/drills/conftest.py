@@ -71,7 +71,7 @@ outlives its run, the benchmark lock is free, no file that a reader would trust 
 is still there, and the agent goes on or ends in order.
 
 `make drills` runs them all and writes this page. The test suite runs most of them once or a few times, and shorter
-tests of ten others; there a preflight that flies is killed in its first 16 s only, and the read-only disk is without
+tests of nine others; there a preflight that flies is killed in its first 16 s only, and the read-only disk is without
 the report. Thousands of nodes are worked out in simulated time, from the function that makes an agent wait.
 
 - Date: {datetime.now(UTC):%Y-%m-%d}

@@ -1,10 +1,11 @@
-"""SIGKILL of the agent at random moments: of a benchmark, a launch, a whole preflight, and while it serves."""
+"""SIGKILL of the agent at random moments: of a benchmark, a launch, a whole preflight. Both signals while it serves."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -140,13 +141,72 @@ def kill_of_the_server(ground: Ground) -> list[str]:
     return [*lost, *ground.orphans()]
 
 
-@drill("SIGTERM of the serving agent while its benchmark runs", short=0, long=20, marks=("ranks",))
+@drill("SIGTERM of the serving agent while its benchmark runs", long=20, marks=("ranks",))
 def sigterm_of_the_server(ground: Ground) -> list[str]:
     """It ends well within a kubelet's 30 seconds, and its benchmark with it."""
     keep_something(ground)
     with _measuring(ground) as agent:
-        lost = [] if agent.term() is not None else ["the agent does not end"]
+        lost = _ended(agent)
     return [*lost, *ground.after(), *state_lost(ground.state)]
+
+
+@drill("SIGTERM of the serving agent in the middle of a scan", long=20)
+def sigterm_during_a_scan(ground: Ground) -> list[str]:
+    """Of its first, of all probes: it ends in order, its child with it."""
+    keep_something(ground)
+    with ground.agent("--interval=1") as agent:
+        eventually(lambda: any("probes.worker" in " ".join(one.cmdline()) for one in ground.ours()) or None)
+        time.sleep(ground.random.uniform(0.0, 1.0))
+        lost = _ended(agent)
+    return [*lost, *ground.after(), *state_lost(ground.state)]
+
+
+@drill("SIGTERM of the serving agent in the middle of an answer", long=20)
+def sigterm_during_an_answer(ground: Ground) -> list[str]:
+    """Asked for, or half sent to a reader that is slow: what has begun to come still comes whole."""
+    hosts = [f"--host={path}" for path in sorted(MACHINES.glob("*.json"))]
+    with ground.agent(*hosts) as agent:
+        agent.ready()
+        with _slow_reader(agent.port, "/snapshot?format=json") as reader:
+            begun = reader.recv(1) if ground.random.random() < 0.5 else b""
+            time.sleep(ground.random.uniform(0.0, 0.3))
+            ground.notes.append("half sent" if begun else "asked")
+            agent.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)  # it has seen the signal before anything more is taken
+            head, _, body = _rest(reader, begun).partition(b"\r\n\r\n")
+        lost = _ended(agent)
+    length = next((line.split(b":")[1] for line in head.lower().split(b"\r\n") if b"content-length" in line), b"-1")
+    if not head and not begun:
+        ground.notes.append("the question came too late")  # closed before any of it was read: the client asks again
+    elif not head.startswith(b"HTTP/1.1 200") or len(body) != int(length):
+        lost.append(f"{len(body)} of {int(length)} bytes came: {head[:60]!r}")
+    return [*lost, *ground.after()]
+
+
+def _ended(agent: Agent) -> list[str]:
+    """SIGTERM, where it has had none yet: whether it ends well within a kubelet's 30 seconds, of the signal."""
+    lost = [] if agent.term() is not None else ["the agent does not end"]
+    lost += [] if agent.process.poll() in (None, -signal.SIGTERM) else [f"exit code {agent.process.returncode}"]
+    return [*lost, *([f"it complains: {agent.words()[-500:]}"] if "Traceback" in agent.words() else [])]
+
+
+@contextlib.contextmanager
+def _slow_reader(port: int, path: str) -> Iterator[socket.socket]:
+    """A client that has asked, and whose kernel holds little for it."""
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.settimeout(20)
+        reader.connect(("127.0.0.1", port))
+        reader.sendall(f"GET {path} HTTP/1.1\r\nHost: drill\r\n\r\n".encode())
+        yield reader
+
+
+def _rest(reader: socket.socket, begun: bytes) -> bytes:
+    """All that still comes until the agent closes."""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := reader.recv(65536):
+            begun += piece
+    return begun
 
 
 @contextlib.contextmanager
