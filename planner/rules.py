@@ -190,14 +190,14 @@ def engine_runs(q: Question, at: Layout) -> str | None:
 
 
 def method_runs(q: Question, at: Layout) -> str | None:
-    """LoRA and QLoRA where the engine has them; quantised weights need a GPU and whole matrices."""
+    """LoRA and QLoRA where the engine has them; 4-bit blocks need whole matrices, and a forecast of them a GPU."""
     if q.train.method not in q.stack.methods:
         return f"{q.stack.name} has no {q.train.method}"
     if q.train.method == "qlora":
         if not q.has_gpu:
-            return "QLoRA's 4-bit kernels need a GPU"
-        if at.tp > 1 or at.pp > 1 or at.cp > 1:
-            return "QLoRA's 4-bit blocks do not split over TP, PP or CP"
+            return "QLoRA is planned for GPUs: a CPU unpacks 4-bit weights too, for a time that is not forecast"
+        if at.tp > 1 or at.cp > 1:  # a pipeline's stages hold whole layers
+            return "QLoRA's 4-bit blocks do not split over TP or CP"
     return None
 
 

@@ -27,6 +27,7 @@ TRAINS = (
     TrainSpec(method="lora", sequence_length=2048, global_batch=64),
     TrainSpec(method="full", sequence_length=2048, global_batch=64),
     TrainSpec(method="full", sequence_length=2048, global_batch=64, packing=True),
+    TrainSpec(method="qlora", sequence_length=2048, global_batch=64),
 )
 
 
@@ -37,12 +38,13 @@ def machine(name: str) -> tuple[Snapshot, NodeTopology]:
     return snapshot, build(snapshot)
 
 
-def shape(name: str) -> SimpleNamespace:
+def shape(name: str, method: str = "lora") -> SimpleNamespace:
     """The fields of a transformers config that the job asks for."""
     model = model_named(name)
     return SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings,
+        quantization_config={} if method == "qlora" else None,
     )  # fmt: skip
 
 
@@ -58,7 +60,8 @@ def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
         for train in TRAINS:
             planned = plan(ClusterTopology(nodes=(node,) * nodes), (snapshot,) * nodes, model_named(model), train)
             for candidate in search_planned(planned).best:
-                why = refusals(candidate.layout, shape(model), lora=train.method == "lora", packing=train.packing)
+                lora = train.method != "full"
+                why = refusals(candidate.layout, shape(model, train.method), lora=lora, packing=train.packing)
                 assert why == [], candidate.layout
 
 

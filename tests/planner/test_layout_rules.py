@@ -61,7 +61,8 @@ SLIDING = replace(
         ("engine-runs", question("topoflight", attention="eager"), SEQUENCE_PARALLEL, "eager attention"),
         ("engine-runs", SLIDING, SEQUENCE_PARALLEL, "sliding window"),
         ("method-runs", question("torchtitan", method="qlora"), Layout(world_size=1), "torchtitan has no qlora"),
-        ("method-runs", question("topoflight", method="qlora", has_gpu=False), Layout(world_size=1), "need a GPU"),
+        ("method-runs", question("topoflight", method="qlora", has_gpu=False), Layout(world_size=1), "for GPUs"),
+        ("method-runs", question("topoflight", method="qlora"), Layout(world_size=2, tp=2), "split over TP"),
     ],
 )  # fmt: skip
 def test_each_rule_forbids_what_it_names(rule: str, asked: Question, layout: Layout, says: str) -> None:
