@@ -27,13 +27,14 @@ _ERRORS: dict[str, tuple[int, ...]] = {
     "benchmarks": (*_CLOSED, *_NOT_YET),
     "benchmark_start": (400, 409, 413, 422, 501, *_CLOSED, *_NOT_YET),
     "preflight_now": (400, 413, 422, *_CLOSED, *_NOT_YET),
+    "flight_keep": (400, 409, 413, 422, 507, *_CLOSED, *_NOT_YET),
 }
 _OTHERS = (400, 422, *_CLOSED, *_NOT_YET)
 _WORDS = {
     400: "A word that is not known here; says what is.", 401: "No token, or none that is known.",
-    403: "Not allowed; says who may allow it.", 404: "Not here.", 409: "One is running.", 413: "Larger than is read.",
-    422: "A parameter out of its bounds.", 429: "Too many of these.", 501: "Not in this image.",
-    503: "Not yet; Retry-After says when.",
+    403: "Not allowed; says who may allow it.", 404: "Not here.", 409: "One is running, or another is kept.",
+    413: "Larger than is read.", 422: "A parameter out of its bounds.", 429: "Too many of these.",
+    501: "Not in this image.", 503: "Not yet; Retry-After says when.", 507: "No room to keep it.",
 }  # fmt: skip
 _TEXT = {"type": "string"}
 _YAML = ("snapshot", "topology", "findings", "measurements", "flights", "nodes", "preflight", "recommendations")
@@ -92,7 +93,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
                 if status == 413:  # Starlette refuses it before any handler
                     answers["413"]["content"] = {"text/plain": {"schema": _TEXT}}
             operation["responses"] = dict(sorted(answers.items()))
-            if name in ("benchmark_start", "preflight_now"):
+            if name in ("benchmark_start", "preflight_now", "flight_keep"):
                 operation["security"] = [{"bearer": []}]
     document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return document

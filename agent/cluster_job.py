@@ -37,6 +37,7 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[
         "service_account": given["service_account"],
         "preflight_image": given["preflight_image"],
         "preflight_require": tuple(given["require"]),
+        "agent": given.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if given["dra"] else None,
         "tolerate": tuple(given["tolerate"]),
         "node_selector": dict(_pair(word, "--node-selector") for word in given["node_selector"]),

@@ -16,6 +16,7 @@ from agent.exits import EXIT_FAILED, EXIT_PASS
 from agent.hosts import host_option, root_option
 from agent.output import Progress, console, render
 from planner.advice import Recommendation
+from planner.job import AGENT
 from probes.api import Snapshot
 
 cluster_options = (
@@ -41,6 +42,9 @@ cluster_options = (
     click.option("--preflight-image", default=None, help="Cluster: run the gate in an init container of this image."),
     click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate before the job requires."),
     click.option("--no-preflight", is_flag=True, help="Launch without a gate."),
+    click.option("--agent", default=None, is_flag=False, flag_value=AGENT, metavar="[URL]",
+                 help="Cluster: leave the job's record with the agent of rank 0's node too. URL: what deploy/daemonset "
+                      "makes."),
     click.option("--dra", is_flag=True, help="Cluster: GPU and NIC from one PCIe root, by DRA."),
     click.option("--network", "with_network", is_flag=True,
                  help="Cluster: also print the operators' network resources for the probed interfaces."),

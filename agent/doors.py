@@ -1,9 +1,10 @@
 """Who may open which door of the HTTP agent.
 
-Reads are open unless told otherwise; whatever makes load needs a bearer token. In a cluster the API server judges it:
-TokenReview (authentication.k8s.io/v1, with our audience, so that a token made for another service is no use here), then
-SubjectAccessReview (authorization.k8s.io/v1, nonResourceAttributes). Outside, a file of tokens. With neither, the doors
-stay closed. No token is logged or kept: answers are remembered for some seconds under its SHA-256.
+Reads are open unless told otherwise; whatever makes load, or leaves something here, needs a bearer token. In a cluster
+the API server judges it: TokenReview (authentication.k8s.io/v1, with our audience, so that a token made for another
+service is no use here), then SubjectAccessReview (authorization.k8s.io/v1, nonResourceAttributes). Outside, a file of
+tokens. With neither, the doors stay closed. No token is logged or kept: answers are remembered for some seconds under
+its SHA-256.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Doors:
         """The caller's name, where `authorization` may `verb` (get, post) `path`."""
         if self._client is None and self._file is None:
             raise ProblemError(
-                403, f"{verb.upper()} {path} makes load and is closed: this agent was given nobody to ask about tokens",
+                403, f"{verb.upper()} {path} needs a token, and is closed: this agent has nobody to ask about tokens",
                 grant="start it with --token-file FILE, or in a cluster with --token-review",
             )  # fmt: skip
         scheme, _, token = (authorization or "").partition(" ")

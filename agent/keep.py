@@ -6,6 +6,7 @@ a run by hand on a workstation has its own report.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -58,8 +59,8 @@ def keep_flight(record: dict[str, Any], place: Path | None = None) -> Path | Non
     if where is None:
         return None
     flights = where / FLIGHTS_FOLDER
-    stamp = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}.json"
-    kept = _write(flights / stamp, record)
+    content = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]  # several may come within one second
+    kept = _write(flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", record)
     others = [path for path in flights.glob("*.json") if path != kept]  # a clock set back makes the new one look old
     for old in sorted(others, reverse=True)[KEPT_FLIGHTS - 1 :]:
         old.unlink(missing_ok=True)
@@ -74,9 +75,14 @@ def flights(places: Iterable[Path]) -> tuple[dict[str, Any], ...]:
         for path in sorted(files, reverse=True)[:KEPT_FLIGHTS]:
             record = _record(path)
             if record is not None:
-                found.setdefault((str(record.get("host")), str(record.get("started_at") or path)), record)
+                found.setdefault(start_of(record, path), record)
     newest = sorted(found.values(), key=lambda record: str(record.get("started_at") or ""), reverse=True)
     return tuple(newest[:KEPT_FLIGHTS])
+
+
+def start_of(record: dict[str, Any], path: Path | None = None) -> tuple[str, str]:
+    """Which start of which job a record is of: a host starts one at a time."""
+    return str(record.get("host")), str(record.get("started_at") or path)
 
 
 def read(path: Path) -> Any:

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import RequestResponseEndpoint
 
-from agent import advise, answers, metrics, page_routes, problem, server_cluster, server_load, tallies
+from agent import advise, answers, metrics, page_routes, problem, server_cluster, server_flights, server_load, tallies
 from agent.desk import Desk
 from agent.doors import Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
@@ -36,7 +36,7 @@ def create(
 ) -> FastAPI:
     """The application around one state; scanning and publishing start and end with it.
 
-    Without `doors` whatever makes load is closed; without `cluster` the cluster is what this agent scans.
+    Without `doors` whatever needs a token is closed; without `cluster` the cluster is what this agent scans.
     """
     doors, cluster, desk = doors or Doors(), cluster or Cluster(state), Desk()
 
@@ -68,6 +68,7 @@ def create(
     _facts(app, state, cluster, desk)
     _advice(app, state, cluster, desk)
     server_cluster.install(app, cluster)
+    server_flights.install(app, state, doors)
     bencher = server_load.install(app, state, doors)
     return app
 

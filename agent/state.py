@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class State:
         self.before: list[Callable[[View], None]] = []  # called with each new view before it is handed out
         self._stop = threading.Event()
         self._scanning = threading.Lock()
+        self._handing = threading.Lock()  # what is handed out is being replaced
         self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
 
     @property
@@ -81,9 +83,16 @@ class State:
                     prepare(view)
                 except Exception:
                     log.exception("a new view could not be prepared for")
-            self._view = view
+            with self._handing:
+                self._view = view
             self._error = None
             return view
+
+    def reread_flights(self) -> None:
+        """Hand out what was scanned last beside the flights that are kept by now."""
+        with self._handing:
+            if self._view is not None:
+                self._view = replace(self._view, flights=self._flights())
 
     def _loop(self) -> None:
         while not self._stop.is_set():

@@ -13,6 +13,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 # Extended resource: DNS subdomain / name.
 _RESOURCE = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{1,63}|hugepages-[0-9]+[KMG]i")
 _GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # NVIDIA's device plugins name GPUs so, its network operator NICs not
+_AGENT = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?/?")
 _ENVIRONMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The Trainer's webhook refuses these in a TrainJob: it sets them itself (Kubeflow Trainer v2 torch plugin).
@@ -22,6 +23,7 @@ RESERVED_ENVIRONMENT = frozenset(
 
 
 MOUNT = "/mnt/shared"  # where the pods see the claim
+AGENT = "http://topoflight-node.topoflight:9402"  # the Service of deploy/daemonset that stays on the pod's own node
 COMMAND = ("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml", "--plan", "/etc/config/plan.json")
 
 
@@ -54,6 +56,7 @@ class JobSpec:
     tolerate: tuple[str, ...] = ()  # taint keys, any value
     preflight_image: str | None = None  # runs the gate in an init container
     preflight_require: tuple[str, ...] = ()
+    agent: str | None = None  # URL of the node's agent, which is told how the job flew
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
     active_deadline_seconds: int | None = None
 
@@ -73,6 +76,9 @@ class JobSpec:
         for name in self.limits:
             if name not in ("cpu", "memory", "ephemeral-storage") and not _RESOURCE.fullmatch(name):
                 raise JobError(f"resource {name!r}: must be cpu, memory or domain/name")
+
+        if self.agent is not None and not _AGENT.fullmatch(self.agent):
+            raise JobError(f"agent={self.agent!r}: must be http://HOST:PORT or https://HOST:PORT")
 
     @property
     def qualified_networks(self) -> str:

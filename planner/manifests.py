@@ -17,6 +17,8 @@ Document = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
+AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
+AGENT_TOKEN = "/var/run/secrets/topoflight"  # noqa: S105 - a folder
 
 
 class _Dumper(yaml.SafeDumper):
@@ -178,7 +180,8 @@ def pod_template(spec: JobSpec, *, container: str) -> Document:
         "name": container,
         "image": spec.image,
         "command": list(spec.command),
-        "env": [*({"name": name, "value": value} for name, value in spec.environment.items()), *_token(spec)],
+        "env": [{"name": name, "value": value} for name, value in {**spec.environment, **_agent(spec)}.items()]
+        + _token(spec),
         "resources": _resources(spec),
         "securityContext": _security(spec),
         "volumeMounts": _mounts(spec),
@@ -226,6 +229,13 @@ def _token(spec: JobSpec) -> list[Document]:
     return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": spec.token_secret, "key": "HF_TOKEN"}}}]
 
 
+def _agent(spec: JobSpec) -> dict[str, str]:
+    """Where the job leaves its flight record besides its output folder (docs/finetune.md)."""
+    if not spec.agent:
+        return {}
+    return {"TOPOFLIGHT_AGENT": spec.agent, "TOPOFLIGHT_AGENT_TOKEN_FILE": f"{AGENT_TOKEN}/token"}
+
+
 def _resources(spec: JobSpec) -> Document:
     resources: Document = {}
     if spec.limits:
@@ -251,6 +261,8 @@ def _mounts(spec: JobSpec) -> list[Document]:
         mounts.append({"name": "shared", "mountPath": MOUNT})
     if spec.shm_bytes:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - the pod's own
+    if spec.agent:
+        mounts.append({"name": "agent-token", "mountPath": AGENT_TOKEN, "readOnly": True})
     return mounts
 
 
@@ -263,6 +275,9 @@ def _volumes(spec: JobSpec) -> list[Document]:
     if spec.shm_bytes:
         size = f"{-(-spec.shm_bytes // 2**20)}Mi"
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}})
+    if spec.agent:  # of the pod's service account, good for the agent alone, renewed by the kubelet
+        token = {"audience": AGENT_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
+        volumes.append({"name": "agent-token", "projected": {"sources": [{"serviceAccountToken": token}]}})
     return volumes
 
 

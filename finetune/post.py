@@ -1,0 +1,117 @@
+"""Tells the agent of this node how the flight went: POST /flights (docs/http.md), by rank 0, at its end.
+
+Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, a bearer token,
+read at the end because the kubelet renews it. The record stands in the output folder whatever happens here: what goes
+wrong is a line of the log and of the record, and no exit code. The token goes to that URL alone: no proxy, no redirect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from finetune.flight import Recorder
+from probes import bounded
+
+log = logging.getLogger(__name__)
+
+WHOLE_SECONDS = 20.0  # a pod that is told to end has 30 s by default
+ONE_SECONDS = 5.0
+TRIES = 3
+PAUSE_SECONDS = 2.0  # an agent that restarts, or has no scan yet
+AGAIN = (429, 503)
+_MOST_TOKEN_BYTES = 16384
+_MOST_ANSWER_BYTES = 4096
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; anything else, a line's end say, would be another header
+
+
+class _UntoldError(Exception):
+    """The agent has not got the record; says why, and never holds the token."""
+
+
+def tell(recorder: Recorder) -> None:
+    """Send the record as it ended, where an agent is named; returns within WHOLE_SECONDS, and raises nothing."""
+    url = os.environ.get("TOPOFLIGHT_AGENT", "")
+    if not (url and recorder.writes):
+        return
+    body = json.dumps(recorder.document).encode()
+    why = [f"no answer within {WHOLE_SECONDS:.0f} s"]
+
+    def send() -> None:
+        try:
+            _send(url, body)
+            why.clear()
+        except _UntoldError as error:
+            why[:] = [str(error)]
+
+    # a thread, because neither looking a name up nor an answer that comes byte by byte has a time limit of its own
+    thread = threading.Thread(target=send, name="tell the agent", daemon=True)
+    thread.start()
+    thread.join(WHOLE_SECONDS)
+    for text in tuple(why):
+        log.warning("the agent does not have this flight's record: %s", text)
+        recorder.note(f"TOPOFLIGHT_AGENT: the agent does not have this record: {text}")
+        with contextlib.suppress(OSError):
+            recorder.write()
+
+
+def _send(url: str, body: bytes) -> None:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise _UntoldError("TOPOFLIGHT_AGENT must be http://HOST:PORT or https://HOST:PORT")
+    headers = {"Content-Type": "application/json", **_authorization()}
+    request = urllib.request.Request(f"{url.rstrip('/')}/flights", data=body, headers=headers, method="POST")  # noqa: S310 - judged above
+    for left in reversed(range(TRIES)):
+        try:
+            with _opener().open(request, timeout=ONE_SECONDS):
+                return
+        except urllib.error.HTTPError as error:
+            if not left or error.code not in AGAIN:
+                raise _UntoldError(f"it answered {error.code}{_detail(error)}") from None
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            if not left:
+                raise _UntoldError(str(getattr(error, "reason", error)) or type(error).__name__) from None
+        time.sleep(PAUSE_SECONDS)
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Speaks HTTP to the address given and follows nothing: 3xx is an error as any other."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(),
+                    urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):  # fmt: skip
+        opener.add_handler(handler)
+    return opener
+
+
+def _authorization() -> dict[str, str]:
+    path = os.environ.get("TOPOFLIGHT_AGENT_TOKEN_FILE")
+    if not path:
+        return {}
+    try:
+        token = bounded.read(Path(path), _MOST_TOKEN_BYTES).decode("ascii").strip()
+    except OSError as error:
+        raise _UntoldError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {error}") from None
+    except ValueError:
+        token = ""
+    if not _TOKEN.fullmatch(token):
+        raise _UntoldError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    """What the problem document says, cut; nothing where the answer is none, so that no stranger's page is logged."""
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        said = json.loads(error.read(_MOST_ANSWER_BYTES))
+        if isinstance(said, dict) and isinstance(said.get("detail"), str):
+            return f": {''.join(c if c.isprintable() else ' ' for c in said['detail'][:400])}"
+    return ""

@@ -1,0 +1,273 @@
+"""POST /flights: who may, what is taken, what is kept, and that GET /flights and the page show it at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from api_server import ApiServer
+from kustomization import render
+
+from agent import keep
+from agent.doors import AUDIENCE, Doors
+from agent.kube import Client
+from agent.kube_access import Access
+from agent.server import create
+from agent.server_flights import MOST_POSTED_BYTES, MOST_VALUES, Record
+from agent.state import State
+from finetune.flight import MAX_STEPS
+from planner import job, manifests
+from probes.recording import load
+from probes.scan import scan
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
+TOKEN = "s3cret-" + "t" * 20
+USER = "system:serviceaccount:training:trainer"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+RECORD: dict[str, Any] = {
+    "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
+    "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "model": {"name": "a-model-of-ours"},
+    "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
+    "measured": {"step_seconds": 0.25}, "loss": {"first": 5.0, "last": 2.0}, "step_seconds": [0.25] * 20,
+}  # fmt: skip
+
+
+def agent(doors: Doors, folder: Path | None) -> TestClient:
+    snapshot = scan(load(MACHINE))
+    state = State(lambda: (snapshot,), interval_seconds=3600, folder=folder)
+    state.refresh()
+    return TestClient(create(state, doors=doors))
+
+
+@pytest.fixture
+def doors(tmp_path: Path) -> Doors:
+    path = tmp_path / "tokens"
+    path.write_text(TOKEN + "\n")
+    path.chmod(0o600)
+    return Doors(token_file=path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "state"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def http(doors: Doors, folder: Path) -> TestClient:
+    return agent(doors, folder)
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("flights/*.json"))
+
+
+def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, folder: Path) -> None:
+    """Though the next scan is an hour away; a poster's own word for who posted is not taken."""
+    answer = http.post("/flights", headers=HEADERS, json={**RECORD, "posted_by": "admin", "more": [1]})
+    assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
+    assert http.get("/flights").json() == [{**RECORD, "posted_by": "token-file", "more": [1]}]
+    assert "a-model-of-ours" in http.get("/").text
+    assert len(kept(folder)) == 1
+
+
+def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
+    """A job that got no answer sends again; another record of the same start replaces nothing."""
+    assert [http.post("/flights", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
+    other = http.post("/flights", headers=HEADERS, json={**RECORD, "loss": {"last": 0.0}})
+    assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
+    assert http.get("/flights").json() == [{**RECORD, "posted_by": "token-file"}]
+    assert len(kept(folder)) == 1
+
+
+def test_several_within_one_second_are_all_kept(http: TestClient, folder: Path) -> None:
+    """Jobs that end together."""
+    for host in "abcd":
+        assert http.post("/flights", headers=HEADERS, json={**RECORD, "host": host}).status_code == 201
+    assert {record["host"] for record in http.get("/flights").json()} == set("abcd")
+
+
+def test_only_the_newest_are_kept(doors: Doors, folder: Path) -> None:
+    """The state folder does not grow without end."""
+    for number in range(keep.KEPT_FLIGHTS + 5):
+        keep.keep_flight({**RECORD, "host": f"pod-{number}"}, folder)
+    assert agent(doors, folder).post("/flights", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert len(kept(folder)) == keep.KEPT_FLIGHTS
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "named"),
+    [
+        ({"schema_version": 2}, 422, "schema_version: Input should be 1"), ({"schema_version": None}, 422, "schema_"),
+        ({"status": "<b>"}, 422, "status:"), ({"host": ""}, 422, "host:"), ({"host": "h" * 254}, 422, "host:"),
+        ({"started_at": "yesterday"}, 422, "started_at:"), ({"exit_code": "0"}, 422, "exit_code:"),
+        ({"layout": []}, 422, "layout:"), ({"notes": "a"}, 422, "notes:"), ({"notes": ["n" * 5000]}, 422, "notes.0:"),
+        ({"measured": 3}, 422, "measured:"), ({"step_seconds": ["1"]}, 422, "step_seconds.0:"),
+        ({"step_seconds": [0.1] * (MAX_STEPS + 1)}, 422, "step_seconds:"),
+        ({"more": [0] * MOST_VALUES}, 422, f"{MOST_VALUES} are taken"), ({"more": "é" * 200_000}, 422, "to keep"),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_a_wrong_record_is_refused_and_what_is_wrong_named(
+    http: TestClient, folder: Path, change: dict[str, Any], status: int, named: str
+) -> None:
+    """A problem document, and nothing is kept."""
+    answer = http.post("/flights", headers=HEADERS, json={**RECORD, **change})
+    assert answer.status_code == status and named in answer.json()["detail"], answer.text
+    assert len(answer.text) < 4000
+    assert kept(folder) == [] and http.get("/flights").json() == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'],
+    ids=lambda body: str(body[:20]),
+)
+def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
+    """No JSON, too deep, or not of ours."""
+    answer = http.post("/flights", headers=HEADERS, content=body)
+    assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
+    assert kept(folder) == []
+
+
+def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
+    """A run that diverged: json of Python writes NaN."""
+    text = json.dumps({**RECORD, "status": "failed", "loss": {"first": 5.0, "last": float("nan")}})
+    assert http.post("/flights", headers=HEADERS, content=text).status_code == 201
+    assert http.get("/flights").json()[0]["loss"] == {"first": 5.0, "last": None}
+
+
+def test_the_largest_record_of_a_job_is_taken_and_a_larger_body_is_not(http: TestClient) -> None:
+    """As many steps as the recorder keeps; the bound holds whatever length is announced."""
+    whole = {**RECORD, "step_seconds": [1234.567891] * MAX_STEPS}
+    assert http.post("/flights", headers=HEADERS, json=whole).status_code == 201
+    body = b" " * (MOST_POSTED_BYTES + 1)
+    assert http.post("/flights", headers=HEADERS, content=body).status_code == 413
+    assert http.post("/flights", headers=HEADERS, content=iter([body[:1000], body])).status_code == 413
+
+
+def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
+    """401 before the record is looked at; 403 where nobody judges tokens."""
+    for headers in ({}, {"Authorization": "Bearer " + "x" * 20}):
+        assert http.post("/flights", headers=headers, content=b"{").status_code == 401
+    closed = agent(Doors(), folder).post("/flights", headers=HEADERS, json=RECORD)
+    assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
+    assert kept(folder) == []
+
+
+def test_an_agent_without_a_folder_says_so(doors: Doors, tmp_path: Path) -> None:
+    """409, and what would help; 507 where the folder takes nothing more."""
+    for missing in (None, tmp_path / "nowhere"):
+        answer = agent(doors, missing).post("/flights", headers=HEADERS, json=RECORD)
+        assert answer.status_code == 409 and "--state" in answer.json()["grant"]
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "flights").write_text("a file where the folder would be")
+    assert agent(doors, full).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
+
+
+def test_records_a_minute_are_capped(http: TestClient) -> None:
+    """429 with Retry-After."""
+    answers = [http.post("/flights", headers=HEADERS, content=b"{}") for _ in range(20)]
+    assert {answer.status_code for answer in answers} == {422, 429}
+    assert answers[-1].headers["retry-after"]
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    with ApiServer() as server:
+        server.reviewed[TOKEN] = {"authenticated": True, "audiences": [AUDIENCE], "user": {"username": USER}}
+        yield server
+
+
+def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) -> None:
+    """A right to another door is none to this one; what the refusal prints names this door."""
+
+    def asked() -> Any:
+        access = Access(server=api.url, token=lambda: "agent-token")
+        http = agent(Doors(client=Client(access, tries=1)), folder)
+        return http.post("/flights", headers=HEADERS, json=RECORD)
+
+    api.allowed.add((USER, "post", "/preflight"))
+    refused = asked()
+    assert refused.status_code == 403 and "--verb=post --non-resource-url=/flights" in refused.json()["grant"]
+    api.allowed.add((USER, "post", "/flights"))
+    assert asked().status_code == 201
+    (record,) = keep.flights((folder / "flights",))
+    assert record["posted_by"] == USER
+
+
+def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
+    """Version and number of steps are those of the job and of what is kept."""
+    shown = Record.model_json_schema()["properties"]
+    assert shown["schema_version"]["const"] == keep.FLIGHT_SCHEMA_VERSION
+    assert shown["step_seconds"]["maxItems"] == MAX_STEPS
+
+
+def test_what_is_deployed_is_what_a_job_is_told() -> None:
+    """Service on the pod's own node under the name that jobs call, a role for this door alone, one audience."""
+    documents = render(ROOT / "deploy/daemonset/overlays/kubernetes")
+    (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]
+    (port,) = service["spec"]["ports"]
+    where = service["metadata"]
+    assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == job.AGENT
+    assert service["spec"]["internalTrafficPolicy"] == "Local"
+    (role,) = [d for d in documents if d["metadata"]["name"] == "topoflight-flights"]
+    assert role["rules"] == [{"nonResourceURLs": ["/flights"], "verbs": ["post"]}]
+    assert "topoflight-flights" not in [d["roleRef"]["name"] for d in documents if d["kind"].endswith("RoleBinding")]
+    assert manifests.AGENT_AUDIENCE == AUDIENCE
+
+
+@pytest.mark.parametrize("api_name", manifests.APIS)
+def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
+    """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
+    plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
+    assert "TOPOFLIGHT_AGENT" not in manifests.render(manifests.APIS[api_name](plain))
+    told = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g",
+                       agent=job.AGENT)  # fmt: skip
+    documents = list(yaml.safe_load_all(manifests.render(manifests.APIS[api_name](told))))
+    pods = list(found(documents, "containers"))
+    assert len(pods) == (2 if api_name == "pytorchjob" else 1)
+    trainer = next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
+    for pod in pods:
+        (container,), (gate,) = pod["containers"], pod["initContainers"]
+        environment = {each["name"]: each["value"] for each in (trainer or container)["env"]}
+        assert environment["TOPOFLIGHT_AGENT"] == job.AGENT
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "agent-token"]
+        assert mount["readOnly"] and "agent-token" not in str(gate)
+        (volume,) = [v for v in pod["volumes"] if v["name"] == "agent-token"]
+        (source,) = volume["projected"]["sources"]
+        token = source["serviceAccountToken"]
+        assert token["audience"] == AUDIENCE
+        assert environment["TOPOFLIGHT_AGENT_TOKEN_FILE"] == f"{mount['mountPath']}/{token['path']}"
+
+
+def found(node: Any, member: str) -> Iterator[Any]:
+    if isinstance(node, dict):
+        if member in node:
+            yield node
+        else:
+            for value in node.values():
+                yield from found(value, member)
+    elif isinstance(node, list):
+        for value in node:
+            yield from found(value, member)
+
+
+@pytest.mark.parametrize("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    """Before a pod starts with it."""
+    with pytest.raises(job.JobError, match="agent="):
+        job.JobSpec(name="sft", image="i", nodes=1, processes_per_node=1, command=("true",), agent=url)
