@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from finetune import checkpoint, hub
+from finetune import checkpoint, hub, post
 from finetune.config import ConfigError, EndedError, read_config
 from finetune.flight import Recorder
 from finetune.loop import RESUMABLE, Trainer
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if recorder is not None:
         with contextlib.suppress(OSError):  # the disk may be what is full
             recorder.end(ended.status if ended else "complete", code, str(ended) if ended else None)
+        post.tell(recorder)
     if code in (0, RESUMABLE):  # all ranks end alike: leave together; else torchrun ends the others
         dist.barrier()
     dist.destroy_process_group()
