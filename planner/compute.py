@@ -173,7 +173,9 @@ def layer_cost(
     )  # fmt: skip
     gemm = sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
     window = min(sequence, model.sliding_window) if model.sliding_window else sequence
-    if model.sliding_window and model.family == "gemma2":
+    if model.sliding_window and model.sliding_layers is not None:
+        window += (sequence - window) * (1.0 - model.sliding_layers / model.layers)  # the mean over the layers
+    elif model.sliding_window and model.family == "gemma2":
         window = (window + sequence) / 2.0  # every other layer is global
     attention = 4.0 * tokens * window * q / rates.attention
     if model.head_dim % 8:

@@ -23,6 +23,22 @@ _FAMILIES = {
     "gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "qwen2_moe": "qwen2_moe", "phi3": "phi3",
 }  # fmt: skip
 _MOE = {"mixtral", "qwen3_moe", "qwen2_moe"}
+# What transformers' classes (5.23) take where config.json does not name a key; a key that is null is another matter.
+_QWEN_DEFAULTS = {
+    "intermediate_size": 22016, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {"intermediate_size": 11008},
+    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8},
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
+    "gemma": {"intermediate_size": 24576, "num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": {"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+}
+_BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
+_SLIDING = {"mistral", "mixtral", "gemma2", "phi3"}  # by sliding_window alone; Llama never does
+_SLIDING_WHERE_ASKED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}  # by use_sliding_window, which is off by default
 
 
 class ModelError(ValueError):
@@ -170,6 +186,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     family = _FAMILIES.get(kind)
     if family is None:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_FAMILIES))}")
+    config = {**_DEFAULTS.get(family, {}), **config}
     hidden = _whole(config, ("hidden_size", "n_embd"))
     heads = _whole(config, ("num_attention_heads", "n_head"))
     head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
@@ -182,14 +199,13 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         )
     ffn = _whole(config, ("intermediate_size", "n_inner"), default=4 * hidden if family == "gpt2" else None)
     experts = _whole(config, ("num_local_experts", "num_experts"), default=1) if family in _MOE else 0
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") is False:
-        window = None
+    layers = _whole(config, ("num_hidden_layers", "n_layer"))
+    window, sliding = _window(config, family, layers)
     tied = config.get("tie_word_embeddings")
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
         family=family,
-        layers=_whole(config, ("num_hidden_layers", "n_layer")),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -198,15 +214,34 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2"},
         gated_mlp=family != "gpt2",
-        attention_bias=bool(config.get("attention_bias", family in {"gpt2", "qwen2"})),
+        attention_bias=family in _BIASED or (family not in _UNBIASED and bool(config.get("attention_bias"))),
         experts=experts,
         experts_per_token=_whole(config, ("num_experts_per_tok",), default=2) if experts else 0,
         expert_ffn=_whole(config, ("moe_intermediate_size",), default=ffn) if experts else 0,
         max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=1 << 20)
         if any(config.get(k) is not None for k in ("max_position_embeddings", "n_positions"))
         else None,
-        sliding_window=window if isinstance(window, int) and not isinstance(window, bool) else None,
+        sliding_window=window,
+        sliding_layers=sliding,
     )
+
+
+def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
+    """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
+    asked = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
+    window = config.get("sliding_window") if asked else None
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        return None, None
+    if family in ("mistral", "mixtral", "phi3"):  # transformers passes over layer_types there
+        return window, None
+    kinds, first = config.get("layer_types"), config.get("max_window_layers")
+    if isinstance(kinds, list):
+        sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
+    elif family in _SLIDING_WHERE_ASKED and isinstance(first, int):
+        sliding = max(0, layers - first)
+    else:
+        return window, None
+    return (window, None if sliding == layers else sliding) if sliding else (None, None)
 
 
 def load_model(name_or_path: str) -> ModelSpec:

@@ -29,6 +29,7 @@ class ModelSpec:
     expert_ffn: int = 0
     max_positions: int | None = None
     sliding_window: int | None = None
+    sliding_layers: int | None = None  # how many of the layers slide; None: all, of Gemma 2's every other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def weights(model: ModelSpec) -> Weights:
     if model.family == "qwen3":
         small += 2 * model.head_dim
     if model.attention_bias:
-        small += q + 2 * kv
+        small += q + 2 * kv + (0 if model.family in ("gpt2", "qwen2") else h)  # Qwen 2's o_proj has none
     if model.family == "gpt2":
         small += 2 * h + h + model.ffn + h  # norm biases, projection and MLP biases
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0

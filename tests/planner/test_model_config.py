@@ -84,3 +84,51 @@ def test_a_folder_without_json_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{nope")
     with pytest.raises(ModelError, match=r"config\.json: not JSON"):
         load_model(str(tmp_path))
+
+
+SLIDE = ("mistral", "qwen2", "qwen3", "mixtral", "gemma2")  # Llama and the first Gemma have no window at all
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma", "gemma2")
+MINIMAL = {
+    "hidden_size": 256, "num_attention_heads": 32, "num_hidden_layers": 4, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"num_key_value_heads": 4, "intermediate_size": 512, "head_dim": 16},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4},
+        {"tie_word_embeddings": False, "num_key_value_heads": 4},
+        {"attention_bias": True, "num_key_value_heads": 4},
+        {"sliding_window": None, "num_key_value_heads": 4},
+        {"sliding_window": 64, "use_sliding_window": True, "num_key_value_heads": 4},
+        {"use_sliding_window": True, "max_window_layers": 1, "num_key_value_heads": 4},
+        {"use_sliding_window": True, "max_window_layers": 4, "num_key_value_heads": 4},
+    ],
+    ids=lambda said: " ".join(f"{k}={v}" for k, v in said.items()) or "minimal",
+)
+def test_what_config_json_leaves_out_is_what_transformers_takes(
+    family: str, said: dict[str, object], tmp_path: Path
+) -> None:
+    """The planner's shape is AutoConfig's, and its count of weights that of the model which is built from it."""
+    torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {"model_type": family, **MINIMAL, **said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, theirs = load_model(str(tmp_path)), AutoConfig.from_pretrained(tmp_path)
+    assert (spec.kv_heads, spec.ffn) == (theirs.num_key_value_heads, theirs.intermediate_size)
+    assert spec.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert spec.tied_embeddings is theirs.tie_word_embeddings
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(theirs)
+    assert weights(spec).total == sum(p.numel() for p in built.parameters())
+    # Each layer of the built model says whether it slides; where the kind of a layer does, the config has a list.
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * spec.layers
+    window = getattr(theirs, "sliding_window", None) if family in SLIDE else None
+    sliding = kinds.count("sliding_attention") if window else 0
+    assert spec.sliding_window == (window if sliding else None)
+    told = spec.layers // 2 if family == "gemma2" and spec.sliding_layers is None else spec.sliding_layers
+    assert sliding == 0 or (spec.layers if told is None else told) == sliding
