@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +129,15 @@ def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:
 
 
 def calibration(
-    model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool
+    model: str,
+    *,
+    sequence_length: int,
+    tokens: int,
+    budget_seconds: float,
+    ranks: int,
+    method: str,
+    gpu: bool,
+    stop: threading.Event | None = None,
 ) -> Calibration:
     """Measure in child processes (they import torch; this process must not).
 
@@ -140,7 +149,7 @@ def calibration(
         tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
     )  # fmt: skip
-    return parse_calibration(calibrate(request, timeout_seconds=budget_seconds))
+    return parse_calibration(calibrate(request, timeout_seconds=budget_seconds, stop=stop))
 
 
 def has_gpu(found: Sequence[Snapshot]) -> bool:

@@ -68,7 +68,10 @@ def with_model_options(command: Any) -> Any:
 @click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet: bool, **given: Any) -> None:
-    """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown."""
+    """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
+
+    75 where SIGTERM ended it first: the report holds what was known by then.
+    """
     if list_checks:
         from agent.codes import ALL_CODES
 

@@ -8,3 +8,4 @@ EXIT_USAGE = 2
 EXIT_FAILED = 3
 EXIT_WARNED = 4
 EXIT_UNKNOWN = 5
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: ended from outside before it was done

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from agent import units
-from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
 from probes.scan import SCAN_CODES, failures
@@ -126,8 +126,11 @@ def select(
     return tuple(kept)
 
 
-def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
-    """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning."""
+def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
+    """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning.
+
+    `stopped` is the signal that ended the run before it had judged all: it is no pass then.
+    """
     checks = tuple(checks)
     results: dict[Status, list[Check]] = {status: [] for status in ORDER}
     for check in checks:
@@ -138,6 +141,8 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail") -> Verdict:
     if results["fail"]:
         why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
         return say(word="fail", exit_code=EXIT_FAILED, why=why)
+    if stopped:
+        return say(word="unknown", exit_code=EXIT_STOPPED, why=f"stopped by {stopped} before it was done")
     if required_unknown:
         return say(
             word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {', '.join(required_unknown)}"

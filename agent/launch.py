@@ -107,8 +107,12 @@ def fly(
     overrides: Sequence[str] = (),
     timeout_seconds: float,
     on_line: Callable[[str], None] = lambda _line: None,
+    stop: threading.Event | None = None,
 ) -> Launched:
-    """Run the job to its end on this host; raises LaunchError where there is nothing to start."""
+    """Run the job to its end on this host; raises LaunchError where there is nothing to start.
+
+    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end.
+    """
     if config is None:
         refuse_unplanned(advice, overrides)
     output.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,7 @@ def fly(
     config = config or planned_job(advice, output)
     words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
     began = time.time()
-    ended = run(words, environment(advice), output, timeout_seconds, on_line)
+    ended = run(words, environment(advice), output, timeout_seconds, on_line, stop)
     own = own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
     return replace(ended, record=record_of(output / "flight.json", ended, began))
@@ -192,18 +196,19 @@ def run(
     output: Path,
     timeout_seconds: float,
     on_line: Callable[[str], None],
+    stop: threading.Event | None = None,
 ) -> Launched:
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     mark = uuid.uuid4().hex
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, _sigterm() as stop, scratch.folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as told, scratch.folder() as temporary:
         marked = {**variables, RUN_VARIABLE: mark, "TMPDIR": str(temporary)}  # torchrun leaves files there when killed
         process = processes.start(words, marked, stream)
         last: deque[str] = deque(maxlen=12)
         with _followed(log, last, on_line):
             try:
-                cut_short = _wait(process, stop, timeout_seconds)
+                cut_short = _wait(process, told, timeout_seconds)
             finally:
                 killed = processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
     code = process.poll()
@@ -225,9 +230,9 @@ def _wait(process: subprocess.Popen[bytes], stop: threading.Event, timeout_secon
 
 
 @contextlib.contextmanager
-def _sigterm() -> Iterator[threading.Event]:
+def sigterm(stop: threading.Event | None = None) -> Iterator[threading.Event]:
     """Note SIGTERM in place of dying of it: the job is then asked to end, which saves a checkpoint."""
-    stop = threading.Event()
+    stop = stop or threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

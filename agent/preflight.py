@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,28 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> Report:
-    """Scan, build, measure, recommend, fly, compare, judge."""
+    """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then, once it is scanned.
+
+    Until the host is scanned there is nothing to leave, and the process dies of the signal.
+    """
     started, clock = time.time(), time.monotonic()
     before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
     progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
     found = read_snapshots(options.hosts, root=options.root, told=True)
+    with launch.sigterm() as stop:
+        report = _judged(options, progress, found, before, stop)
+    return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
+
+
+def _judged(
+    options: Options, progress: Progress, found: tuple[Snapshot, ...], before: Mapping[Key, Status] | None,
+    stop: threading.Event,
+) -> Report:  # fmt: skip
+    """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
     notes: list[str] = []
     extra: list[Check] = []
 
-    result, calibration = _measure(options, found, progress, notes)
+    result, calibration = _measure(options, found, progress, notes, stop)
     view = look(found, bench=result)
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
@@ -74,31 +88,36 @@ def run(options: Options, progress: Progress) -> Report:
 
     record: Flight | None = None
     comparisons: tuple[Comparison, ...] = ()
-    if result and result.stopped_by and options.fly:
-        extra += measured.unmeasured(
-            measured.FLIGHT_CODES, f"not flown: the benchmark was stopped by {result.stopped_by}"
-        )
-    elif options.fly and not options.hosts and (stop := _stopping(options, view.checks, before)):
-        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {stop}; --force flies all the same")
-        notes.append(f"not flown: {stop}")
+    if options.fly and (signal := _stopped_by(result, stop)):
+        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: stopped by {signal} before that")
+    elif options.fly and not options.hosts and (failed := _stopping(options, view.checks, before)):
+        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {failed}; --force flies all the same")
+        notes.append(f"not flown: {failed}")
     elif options.fly and not options.hosts:
-        record, comparisons, why = _fly(options, advice, progress)
-        extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
+        record, comparisons, why = _fly(options, advice, progress, stop)
+        if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
+            extra += measured.unmeasured(measured.FLIGHT_CODES, why)
+        else:
+            extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
     else:
         extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
     progress.done()
 
-    checks = select((*measured.asked_now(view.checks), *extra), require=options.require, skip=options.skip)
+    stopped = "" if record is not None else _stopped_by(result, stop)
+    if stopped:
+        notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
+    scanned = view.checks if stopped else measured.asked_now(view.checks)
+    checks = select((*scanned, *extra), require=options.require, skip=options.skip)
     if before is not None:
-        checks = regressions(checks, before)
+        checks = _against(before, checks, stopped)
     return Report(
-        started_at_seconds=started,
-        seconds=time.monotonic() - clock,
+        started_at_seconds=0.0,  # the caller's to say, as are the seconds
+        seconds=0.0,
         topoflight_version=VERSION,
         snapshots=found,
         topologies=view.topologies,
         checks=checks,
-        verdict=judge(checks, fail_on=options.fail_on),
+        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped),
         bench=result,
         recommendation=advice,
         flight=record,
@@ -106,6 +125,18 @@ def run(options: Options, progress: Progress) -> Report:
         flights=_flights(options),
         notes=tuple(notes),
     )
+
+
+def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
+    """The signal that ended the run; nothing where none did."""
+    return (result.stopped_by if result else None) or ("SIGTERM" if stop.is_set() else "")
+
+
+def _against(before: Mapping[Key, Status], checks: Iterable[Check], stopped: str) -> tuple[Check, ...]:
+    """The checks against the baseline; what a stopped run could not measure is no regression."""
+    cut = {*measured.BENCH_CODES, *measured.FLIGHT_CODES} if stopped else set()
+    unmeasured = tuple(check for check in checks if check.id in cut and check.status == "unknown")
+    return (*regressions([check for check in checks if check not in unmeasured], before), *unmeasured)
 
 
 def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Status] | None) -> str:
@@ -140,7 +171,7 @@ def report_of(
 
 
 def _measure(
-    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str]
+    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event
 ) -> tuple[BenchResult | None, Calibration | None]:
     """All-gather and reduce-scatter with real ranks, then GEMMs where there is to be a flight."""
     if not (options.measure or options.fly):
@@ -152,7 +183,7 @@ def _measure(
     spec = benchmark.preflight_spec(found, ranks, options.bench_seconds, force=options.force)
     progress.step(f"measure: all_gather and reduce_scatter with {ranks} ranks")
     try:
-        result = run_bench(spec, benchmark.watch(progress))
+        result = run_bench(spec, benchmark.watch(progress), stop)
     except BusyError as error:
         notes.append(f"not measured: {error}")
         return None, None
@@ -167,6 +198,7 @@ def _measure(
         return result, benchmark.calibration(
             model, sequence_length=request.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
             budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.method, gpu=benchmark.has_gpu(found),
+            stop=stop,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         notes.append(f"not calibrated: {error}")
@@ -191,7 +223,7 @@ def _recommend(
 
 
 def _fly(
-    options: Options, advice: Recommendation, progress: Progress
+    options: Options, advice: Recommendation, progress: Progress, stop: threading.Event
 ) -> tuple[Flight | None, tuple[Comparison, ...], str]:
     """Launch the job with exactly the recommended environment and layout, and compare."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
@@ -200,7 +232,7 @@ def _fly(
     try:
         done = launch.fly(
             advice, output, config=options.config, overrides=options.overrides,
-            timeout_seconds=options.timeout_seconds, on_line=progress.note,
+            timeout_seconds=options.timeout_seconds, on_line=progress.note, stop=stop,
         )  # fmt: skip
         tail = " | ".join(done.last_lines[-3:])
         ended = f"{done.fate}: {tail} (whole log: {done.output})"

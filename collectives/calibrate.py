@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -45,7 +46,13 @@ class CalibrationFailedError(RuntimeError):
     """The child could not measure; the message carries its last words."""
 
 
-def calibrate(request: CalibrationRequest, *, timeout_seconds: float = 120.0) -> dict[str, Any]:
+class StoppedError(CalibrationFailedError):
+    """The caller set `stop`."""
+
+
+def calibrate(
+    request: CalibrationRequest, *, timeout_seconds: float = 120.0, stop: threading.Event | None = None
+) -> dict[str, Any]:
     """Run the copies side by side and return the slowest one's answer."""
     text = json.dumps(asdict(request))
     environment = {**os.environ, processes.PARENT_VARIABLE: str(os.getpid())}
@@ -68,7 +75,7 @@ def calibrate(request: CalibrationRequest, *, timeout_seconds: float = 120.0) ->
                 child.stdin.close()
                 child.stdin = None
         for child in started:
-            out, err = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            out, err = _answer(child, deadline, stop)
             if child.returncode != 0:
                 last = err.strip().splitlines()[-1] if err.strip() else f"exit code {child.returncode}"
                 raise CalibrationFailedError(f"calibration on {request.device}: {last}")
@@ -81,6 +88,18 @@ def calibrate(request: CalibrationRequest, *, timeout_seconds: float = 120.0) ->
                 child.kill()
                 child.wait()
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
+
+
+def _answer(child: subprocess.Popen[str], deadline: float, stop: threading.Event | None) -> tuple[str, str]:
+    """What a child wrote until its end. TimeoutExpired at the deadline, StoppedError where `stop` is set before."""
+    while True:
+        try:
+            return child.communicate(timeout=processes.POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if stop is not None and stop.is_set():
+                raise StoppedError("stopped before it was done") from None
+            if time.monotonic() > deadline:
+                raise
 
 
 def _median_seconds(run: Callable[[], None], wait: Callable[[], None]) -> float:

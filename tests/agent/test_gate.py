@@ -51,6 +51,13 @@ def test_an_unknown_or_a_failure_never_reads_as_pass(fail_on: str) -> None:
             assert not {"fail", "warn"} & set(statuses)
 
 
+def test_a_run_that_was_stopped_never_passes() -> None:
+    """What failed by then stays a failure; everything else is unknown, with a code of its own."""
+    for statuses in product(("pass", "info", "unknown", "warn", "fail"), repeat=2):
+        verdict = judge([check(s, f"x.{i}") for i, s in enumerate(statuses)], stopped="SIGTERM")
+        assert (verdict.word, verdict.exit_code) == (("fail", 3) if "fail" in statuses else ("unknown", 75))
+
+
 def test_a_code_that_raised_nothing_passes_and_one_that_did_does_not() -> None:
     """Findings become checks; the other codes of the probe were judged and pass."""
     finding = Finding(code="rdma.port.down", severity=Severity.FAIL, subject="mlx5_0:1", message="port is DOWN")

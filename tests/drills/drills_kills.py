@@ -14,6 +14,7 @@ from pathlib import Path
 from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, eventually
 from drill_register import LONG_KILLS, drill
 
+from agent.exits import EXIT_STOPPED
 from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
 from agent.state import State
 from collectives.results import BenchResult
@@ -125,6 +126,31 @@ def kill_during_a_preflight(ground: Ground) -> list[str]:
     reports = ground.folder / "reports"
     _kill_at_random(ground, "preflight", "preflight", "--fly", "-q", f"--report={reports}", *SMALL_JOB)
     return [*ground.after(reports), *state_lost(ground.state)]
+
+
+@drill("SIGTERM of a preflight that flies, while it calibrates", marks=("ranks",))
+def sigterm_of_a_preflight(ground: Ground) -> list[str]:
+    """The report holds the scan and the benchmark; verdict and exit code say that it was stopped."""
+    keep_something(ground)
+    reports = ground.folder / "reports"
+    process = ground.start("preflight", "--fly", "-q", f"--report={reports}", "-o", "json", *SMALL_JOB, "--ranks=1")
+    eventually(lambda: process.poll() is not None or _stage(ground) == "calibration" or None, seconds=90)
+    time.sleep(ground.random.uniform(0.0, 1.0))
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    lost = [] if process.returncode == EXIT_STOPPED else [f"exit code {process.returncode}: {err[-500:]}"]
+    try:
+        found = json.loads((reports / "report.json").read_text())
+        lost += [] if json.loads(out) == found else ["stdout has another document than the report"]
+    except (OSError, ValueError) as error:
+        return [*lost, f"no report: {error}", *ground.after(reports)]
+    word, why = found["verdict"]["word"], found["verdict"]["why"]
+    lost += [] if (word, why) == ("unknown", "stopped by SIGTERM before it was done") else [f"{word}: {why}"]
+    lost += [] if "not calibrated: stopped before it was done" in found["notes"] else [f"{found['notes']}"]
+    lost += [f"no {name}" for name in ("snapshots", "bench", "recommendation") if not found[name]]
+    flown = {check["status"] for check in found["checks"] if check["id"].startswith(("flight.", "forecast."))}
+    lost += [] if flown == {"unknown"} else [f"the flight that was none is {flown}"]
+    return [*lost, *ground.after(reports), *state_lost(ground.state)]
 
 
 @drill("SIGKILL of the serving agent while its benchmark runs", short=1, long=_share(0.15), marks=("ranks",))
