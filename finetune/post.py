@@ -16,7 +16,6 @@ import re
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -32,6 +31,7 @@ PAUSE_SECONDS = 2.0  # an agent that restarts, or has no scan yet
 AGAIN = (429, 503)
 _MOST_TOKEN_BYTES = 16384
 _MOST_ANSWER_BYTES = 4096
+_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; anything else, a line's end say, would be another header
 
 
@@ -39,13 +39,13 @@ class _UntoldError(Exception):
     """The agent has not got the record; says why, and never holds the token."""
 
 
-def tell(recorder: Recorder) -> None:
-    """Send the record as it ended, where an agent is named; returns within WHOLE_SECONDS, and raises nothing."""
+def tell(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
+    """Send the record as it ended, where an agent is named; returns within `seconds`, and raises nothing."""
     url = os.environ.get("TOPOFLIGHT_AGENT", "")
     if not (url and recorder.writes):
         return
     body = json.dumps(recorder.document).encode()
-    why = [f"no answer within {WHOLE_SECONDS:.0f} s"]
+    why = [f"no answer within {seconds:.0f} s"]
 
     def send() -> None:
         try:
@@ -57,7 +57,7 @@ def tell(recorder: Recorder) -> None:
     # a thread, because neither looking a name up nor an answer that comes byte by byte has a time limit of its own
     thread = threading.Thread(target=send, name="tell the agent", daemon=True)
     thread.start()
-    thread.join(WHOLE_SECONDS)
+    thread.join(seconds)
     for text in tuple(why):
         log.warning("the agent does not have this flight's record: %s", text)
         recorder.note(f"TOPOFLIGHT_AGENT: the agent does not have this record: {text}")
@@ -66,10 +66,10 @@ def tell(recorder: Recorder) -> None:
 
 
 def _send(url: str, body: bytes) -> None:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+    if not _URL.fullmatch(url):
         raise _UntoldError("TOPOFLIGHT_AGENT must be http://HOST:PORT or https://HOST:PORT")
-    headers = {"Content-Type": "application/json", **_authorization()}
+    token = _token()
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
     request = urllib.request.Request(f"{url.rstrip('/')}/flights", data=body, headers=headers, method="POST")  # noqa: S310 - judged above
     for left in reversed(range(TRIES)):
         try:
@@ -77,10 +77,13 @@ def _send(url: str, body: bytes) -> None:
                 return
         except urllib.error.HTTPError as error:
             if not left or error.code not in AGAIN:
-                raise _UntoldError(f"it answered {error.code}{_detail(error)}") from None
-        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+                raise _UntoldError(_line(f"it answered {error.code}{_detail(error)}", token)) from None
+        except (ValueError, OverflowError) as error:  # a name or a port that cannot be
+            raise _UntoldError(_line(str(error), token)) from None
+        except (OSError, http.client.HTTPException) as error:
             if not left:
-                raise _UntoldError(str(getattr(error, "reason", error)) or type(error).__name__) from None
+                why = str(getattr(error, "reason", error)) or type(error).__name__
+                raise _UntoldError(_line(why, token)) from None
         time.sleep(PAUSE_SECONDS)
 
 
@@ -93,10 +96,10 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _authorization() -> dict[str, str]:
+def _token() -> str:
     path = os.environ.get("TOPOFLIGHT_AGENT_TOKEN_FILE")
     if not path:
-        return {}
+        return ""
     try:
         token = bounded.read(Path(path), _MOST_TOKEN_BYTES).decode("ascii").strip()
     except OSError as error:
@@ -105,13 +108,19 @@ def _authorization() -> dict[str, str]:
         token = ""
     if not _TOKEN.fullmatch(token):
         raise _UntoldError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token")
-    return {"Authorization": f"Bearer {token}"}
+    return token
 
 
 def _detail(error: urllib.error.HTTPError) -> str:
-    """What the problem document says, cut; nothing where the answer is none, so that no stranger's page is logged."""
+    """What the problem document says; nothing where the answer is none."""
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         said = json.loads(error.read(_MOST_ANSWER_BYTES))
         if isinstance(said, dict) and isinstance(said.get("detail"), str):
-            return f": {''.join(c if c.isprintable() else ' ' for c in said['detail'][:400])}"
+            return f": {said['detail']}"
     return ""
+
+
+def _line(text: str, token: str) -> str:
+    """What another said, as a line of a log: cut, printable, and without the token where it gives that back."""
+    hidden = text.replace(token, "TOKEN") if token else text
+    return "".join(c if c.isprintable() else " " for c in hidden[:400])
