@@ -8,6 +8,7 @@ it; frozen weights come from the model again.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from finetune.config import ConfigError, EndedError, JobConfig
 
 SCHEMA_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of a weights file's content: a model trained further differs everywhere
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 class SaveError(EndedError):
@@ -158,6 +161,58 @@ def find_resume(config: JobConfig) -> Path | None:
         # Two runs in one folder would take each other's newest for their own.
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; go on from it, or set output_dir")
     return path
+
+
+def base_of(config: JobConfig) -> str | None:
+    """Which weights the model's name stands for now: the hub's commit (`hub.pin`), or a fingerprint of the folder.
+
+    None for random weights, which the seed makes. Rank 0 looks, for all.
+    """
+    found: list[str | None] = [None]
+    name = config.model_name_or_path
+    if dist.get_rank() == 0 and not name.startswith("random:"):
+        folder = Path(name).expanduser()
+        found = [f"folder {fingerprint(folder)}" if folder.is_dir() else f"commit {config.model_revision}"]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the weights in a folder: names, sizes, headers and samples of each file, and config.json as it stands."""
+    seen = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        seen.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            start = file.read(8)  # the header's length, little-endian
+            header = file.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES))
+            seen.update(start + header)
+            content = size - len(start) - len(header)
+            for n in range(SAMPLES):
+                file.seek(len(start) + len(header) + max(0, content - SAMPLE_BYTES) * n // (SAMPLES - 1))
+                seen.update(file.read(SAMPLE_BYTES))
+    config = folder / "config.json"
+    seen.update(config.read_bytes() if config.is_file() else b"")
+    return seen.hexdigest()[:16]
+
+
+def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Refuse a checkpoint of another run than this; returns what could not be compared, in words."""
+    for name, value in now.items():
+        if name != "base" and was.get(name) != value:
+            raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was.get(name)!r}, this run has {value!r}")
+    before, today = was.get("base"), now.get("base")
+    if today is None:
+        return []
+    if before is None:
+        return [f"{path.name} does not say which weights of {now['model']} it was trained on; taken to be {today}"]
+    if before != today:
+        again = f"set model_revision={before.removeprefix('commit ')}" if before.startswith("commit ") else "restore it"
+        raise ConfigError(
+            f"resume_from_checkpoint: {path} was trained on {now['model']} ({before}), which is {today} now; {again}, "
+            "or set output_dir"
+        )
+    return []
 
 
 def read_about(path: Path) -> dict[str, Any]:

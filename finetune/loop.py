@@ -112,6 +112,7 @@ class Trainer:
         self.loader, self.test = self._loaders(examples, test)
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
         self.store = checkpoint.Checkpoints(Path(config.output_dir), config.save_total_limit)
+        self.base = checkpoint.base_of(config)
         self.asked_to_stop = False
         signal.signal(signal.SIGTERM, self._stop)
 
@@ -232,7 +233,8 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
         c = self.config
-        return {"model": c.model_name_or_path, "use_peft": c.use_peft, "lora_r": c.lora_r if c.use_peft else None,
+        return {"model": c.model_name_or_path, "base": self.base, "use_peft": c.use_peft,
+                "lora_r": c.lora_r if c.use_peft else None,
                 "lora_target_modules": list(c.lora_target_modules) if c.use_peft else None, "seed": c.seed}  # fmt: skip
 
     def save(self, place: Place) -> None:
@@ -250,10 +252,8 @@ class Trainer:
         if path is None:
             return Place()
         about = checkpoint.read_about(path)
-        for name, value in self.identity().items():
-            was = about["identity"].get(name)
-            if was != value:
-                raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was!r}, this run has {value!r}")
+        for text in checkpoint.check_identity(path, about["identity"], self.identity()):
+            self.recorder.note(text)
         checkpoint.start_moments(self.named, self.optimizer, about["step"])
         self.store.load(path, checkpoint.training_state(self.named, self.optimizer))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")
