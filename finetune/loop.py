@@ -93,7 +93,7 @@ class Trainer:
         self.optimizer = optim.build_optimizer(self.named.values(), config)
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
 
-        environment = plan.environment if plan else {}
+        self.plan, environment = plan, plan.environment if plan else {}
         effective = verify.check(layout, self.engine, environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
@@ -167,8 +167,20 @@ class Trainer:
         fullest = torch.tensor([self.recorder.peak_memory()[0]], device=self.engine.device)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
         self.recorder.fullest = int(fullest)
-        seen = self.recorder.document["layout"]["effective"]["transports"]
-        self.recorder.document["transports"] = [*seen, *verify.nccl_transports()]
+        for text in self._transports():
+            self.recorder.note(text)  # connected later, by a checkpoint say: the training is done
+
+    def _transports(self) -> list[str]:
+        """Record which transports the collectives take; the differences from the plan. All ranks ask together."""
+        effective, plan = self.recorder.document["layout"]["effective"], self.plan
+        seen: list[str] = list(effective["transports"])
+        wrong: list[str] = []
+        if effective["backend"] == "nccl":
+            found, wrong = verify.nccl_channels(plan.environment if plan else {}, plan.transport if plan else {})
+            self.recorder.document["nccl"] = found
+            seen += found["channels"]
+        self.recorder.document["transports"] = seen
+        return wrong
 
     def step(self, number: int, share: data.Share) -> Done:
         """One optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
@@ -195,6 +207,8 @@ class Trainer:
     def _after(self, place: Place, done: Done, pace: float, bar: flight.Progress) -> None:
         """What follows a step: a line, a checkpoint, an evaluation, or the end."""
         config, step = self.config, place.step
+        if len(self.recorder.losses) == 1 and (wrong := self._transports()):  # what a step needs is connected now
+            raise verify.mismatch(wrong)
         bar.show(step, done.loss, pace, self.recorder)
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.document["communication"]

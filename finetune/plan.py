@@ -26,6 +26,7 @@ class Plan:
     forecast: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     job: dict[str, Any] = field(default_factory=dict)  # settings that the forecast is for
+    transport: dict[str, Any] = field(default_factory=dict)  # network: what NCCL is to take between hosts; gdrdma
 
 
 def read_plan(path: Path) -> Plan:
@@ -37,14 +38,15 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(data, dict) or not isinstance(data.get("layout"), dict):
         raise ConfigError(f"plan {path}: must hold a mapping with a layout")
     forecast, environment = data.get("forecast") or {}, data.get("environment") or {}
-    job = data.get("job") or {}
-    if not all(isinstance(part, dict) for part in (forecast, environment, job)):
-        raise ConfigError(f"plan {path}: forecast, environment and job must be mappings")
+    job, transport = data.get("job") or {}, data.get("transport") or {}
+    if not all(isinstance(part, dict) for part in (forecast, environment, job, transport)):
+        raise ConfigError(f"plan {path}: forecast, environment, job and transport must be mappings")
     return Plan(
         layout=parse_layout(data["layout"], f"plan {path}: layout"),
         forecast=forecast,
         environment={str(name): str(value) for name, value in environment.items()},
         job=job,
+        transport=transport,
     )
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from finetune import checkpoint, hub, post
+from finetune import channels, checkpoint, hub, post
 from finetune.config import ConfigError, EndedError, read_config
 from finetune.flight import Recorder
 from finetune.loop import RESUMABLE, Trainer
@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own calls of its own names
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     before = signal.getsignal(signal.SIGTERM)
+    if torch.cuda.is_available():
+        channels.begin(Path(config.output_dir) / "nccl")
     device = join_ranks()
     recorder: Recorder | None = None
     ended: EndedError | None = None

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune import sockets
+from finetune import channels, sockets
 from finetune.config import EndedError
 from finetune.parallel import COLUMN, ROW, Engine
 from planner.layout import Layout
 
 PADDING = 1.05  # uneven splits leave some ranks a little more than an even share
-MAX_LOG_BYTES = 16 << 20
 
 
 class MismatchError(EndedError):
@@ -168,8 +166,13 @@ def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> dict
         wrong += sockets.differences(seen, environment)
         got["transports"] = [sockets.spell(*one) for one in sockets.taken(seen)[0]]
     if wrong:
-        raise MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
+        raise mismatch(wrong)
     return got
+
+
+def mismatch(wrong: Sequence[str]) -> MismatchError:
+    """The first few of them, in one line."""
+    return MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
 
 
 def _everyone(told: Any) -> list[Any]:
@@ -181,11 +184,16 @@ def _everyone(told: Any) -> list[Any]:
     return found
 
 
-def nccl_transports() -> list[str]:
-    """What NCCL's own log says it went through, where NCCL_DEBUG_FILE names one ("via P2P/CUMEM", "via NET/IB/0")."""
-    name = os.environ.get("NCCL_DEBUG_FILE", "")
-    path = Path(name.replace("%h", os.uname().nodename).replace("%p", str(os.getpid())))
-    if not name or not path.is_file():
-        return []
-    with path.open(errors="replace") as file:
-        return sorted(set(re.findall(r" via (\S+)", file.read(MAX_LOG_BYTES))))
+def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What each rank's NCCL log says of its channels, for the record, and each difference from the plan.
+
+    To be asked after a step: NCCL connects a communicator at its first collective, from 2.22 on the channels of each
+    algorithm at the first one that takes it, and a mesh has a communicator per axis. A collective at the start would
+    connect the world's alone.
+    """
+    hosts = len(set(_everyone(channels.own_host())))
+    plan = channels.asked(environment, transport)
+    path = channels.log_path(os.environ, os.uname().nodename, os.getpid())
+    ranks = _everyone(channels.look(path, plan, hosts=hosts))
+    wrong = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]
+    return channels.record(ranks, plan, hosts=hosts), wrong

@@ -1,0 +1,193 @@
+"""Which transport NCCL's channels really take: as its own log has them, whatever was set.
+
+Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.evidence (docs/evidence.md). Only
+channel lines prove; what the log does not show is unknown: told, and neither a pass nor a reason to stop.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collectives import evidence
+from collectives.transport import Evidence
+
+MAX_LOG_BYTES = 16 << 20  # of each rank; channels are printed as they are connected, so at the beginning
+MAX_NAMES = 256  # of a rank's channels, told to the others
+VERBOSE = ("INFO", "ABORT", "TRACE")  # levels that print channels
+TCP = ("Socket", "FastSocket")  # NCCL's own, and that of Google's plugin
+LIBFABRIC = ("aws libfabric", "libfabric")  # one plugin; its releases print either
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the plan says of the channels between hosts."""
+
+    network: str = ""  # of NCCL_NET: this one and no other
+    rdma: str = ""  # any but TCP: what the planner saw there, "IB" or "AWS Libfabric"
+    no_ib: bool = False
+    why: str = ""  # of these
+    gdrdma: str = ""  # why GPUDirect RDMA is expected; empty: it is not
+    interface: str = ""  # NCCL_SOCKET_IFNAME
+
+    def refuses(self, network: str) -> bool:
+        """Whether a channel over this network contradicts the plan."""
+        got, asked = network.lower(), self.network.lower()
+        if asked:
+            return not (got.startswith(asked) or (got in LIBFABRIC and asked in LIBFABRIC))
+        return network in TCP if self.rdma else self.no_ib and got.startswith("ib")
+
+    def meets(self, network: str) -> bool:
+        """Whether a channel over this network is what was planned; a plugin that nobody knows is neither."""
+        if self.network or self.no_ib or not self.rdma:
+            return not self.refuses(network)
+        known = LIBFABRIC if self.rdma.lower() in LIBFABRIC else ("ib", "gib", "ucx")
+        return network.lower().startswith(known)
+
+
+class Seen(NamedTuple):
+    """What one rank tells of its channels."""
+
+    wrong: tuple[str, ...]
+    channels: dict[str, int]  # "NET/IB/0/GDRDMA", "P2P/CUMEM": channel lines
+    log: str  # its path; empty: there is none
+    unknown: str  # why nothing is known of this rank's channels
+
+
+def settings(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL lacks to write one log per process below `folder`; a user's own words, and a quieter level, stand."""
+    if environment.get("NCCL_DEBUG", "INFO").upper() not in VERBOSE:
+        return {}
+    wanted = evidence.environment(folder.absolute())
+    del wanted["NCCL_RUNTIME_CONNECT"]  # connecting all at the start takes memory that the job may never need
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def begin(folder: Path) -> None:
+    """Have NCCL write its log below `folder`: it reads these variables once, before the first communicator."""
+    wanted = settings(folder, os.environ)
+    if "NCCL_DEBUG_FILE" in wanted:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return  # without the folder NCCL would log to stdout
+    os.environ.update(wanted)
+
+
+def log_path(environment: Mapping[str, str], host: str, pid: int) -> Path | None:
+    """This process's log, spelled as NCCL does: %h is the host name up to its first dot."""
+    named = environment.get("NCCL_DEBUG_FILE")
+    words = {"h": host.partition(".")[0], "p": str(pid), "%": "%"}
+    return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
+
+
+def asked(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
+    """From the plan's environment, and from its `transport` where that leaves the network to NCCL."""
+    level = environment.get("NCCL_NET_GDR_LEVEL", "")
+    why = "gdrdma of the plan" if transport.get("gdrdma") else ""
+    return replace(
+        _between_hosts(environment, transport), interface=environment.get("NCCL_SOCKET_IFNAME", ""),
+        gdrdma=why if level in ("", "0", "LOC") else f"NCCL_NET_GDR_LEVEL={level}",
+    )  # fmt: skip
+
+
+def _between_hosts(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
+    if name := environment.get("NCCL_NET"):
+        return Asked(network=name, why=f"NCCL_NET={name}")
+    if (value := environment.get("NCCL_IB_DISABLE", "0")) not in ("", "0"):
+        return Asked(no_ib=True, why=f"NCCL_IB_DISABLE={value}")
+    if value := environment.get("NCCL_IB_HCA", ""):
+        return Asked(rdma="IB", why=f"NCCL_IB_HCA={value}")
+    planned = str(transport.get("network") or "")
+    if not planned or planned in TCP:  # better than planned is no fault
+        return Asked()
+    return Asked(rdma=planned, why=f"the plan's network {planned}")
+
+
+def look(path: Path | None, plan: Asked, *, hosts: int) -> Seen:
+    """Read one process's log, to a bound, and hold its channels against the plan; `hosts` is how many there are."""
+    if path is None or not path.is_file():
+        return Seen((), {}, "", f"no log at {path}" if path else "NCCL_DEBUG_FILE is not set")
+    with path.open("rb") as file:
+        found = evidence.read_files([io.BytesIO(file.read(MAX_LOG_BYTES))])
+    unknown = "" if found.transports else f"{path} names no channel"
+    return Seen(tuple(differences(found, plan, path, hosts=hosts)), channels(found), str(path), unknown)
+
+
+def differences(found: Evidence, plan: Asked, path: Path, *, hosts: int) -> list[str]:
+    """Each way in which the channels contradict the plan, in one sentence with the log's line."""
+    wrong = []
+    networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
+    for name, count in networks.items() if hosts > 1 else ():
+        if plan.refuses(name):
+            wrong.append(f"{plan.why}: {count} channels over NET/{name} ({_line(found, path, f'NET/{name}: ')})")
+    # What a NIC reads, to send, NCCL stages before Ampere by default: only what is received tells a fault.
+    bare = found.receive.total - found.receive.gdrdma
+    if hosts > 1 and plan.gdrdma and not wrong and bare:
+        where = _line(found, path, "NET/", "receive without GDRDMA")
+        wrong.append(f"{plan.gdrdma}: {bare} receiving channels without GPUDirect RDMA ({where})")
+    taken = found.socket_interface
+    if plan.interface and taken and not _matches(plan.interface, taken):
+        where = _line(found, path, "socket interfaces")
+        wrong.append(f"NCCL_SOCKET_IFNAME={plan.interface}: NCCL takes {taken} ({where})")
+    return wrong
+
+
+def _line(found: Evidence, path: Path, start: str, end: str = "") -> str:
+    """The first line that proves it, as an editor finds it."""
+    for one in found.proof:
+        if one.proves.startswith(start) and one.proves.endswith(end):
+            return f"{path}:{one.line}: {one.text}"
+    return str(path)
+
+
+def _matches(asked: str, interface: str) -> bool:
+    """NCCL's list of interfaces: prefixes, exact names after "=", all others after "^"."""
+    names = [word.partition(":")[0] for word in asked.lstrip("^=").split(",")]
+    exact = asked.lstrip("^").startswith("=")
+    named = any(interface == name if exact else interface.startswith(name) for name in names if name)
+    return named is not asked.startswith("^")
+
+
+def channels(found: Evidence) -> dict[str, int]:
+    """Channel lines by transport, those of a network by device and by GPUDirect RDMA."""
+    counts = {name: n for name, n in found.transports.items() if not name.startswith(("NET/", "COLLNET/"))}
+    for device, row in found.devices.items():
+        family = "NET" if f"NET/{device.rpartition('/')[0]}" in found.transports else "COLLNET"
+        counts[f"{family}/{device}/GDRDMA"] = row.gdrdma
+        counts[f"{family}/{device}"] = row.total - row.gdrdma
+    return dict(Counter({name: n for name, n in counts.items() if n > 0}).most_common(MAX_NAMES))
+
+
+def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> dict[str, Any]:
+    """What flight.json keeps of it."""
+    counts: Counter[str] = Counter()
+    for seen in ranks:
+        counts.update(seen.channels)
+    networks = {name.split("/")[1] for name in counts if name.startswith("NET/")}
+    unknown = [f"rank {rank}: {seen.unknown}" for rank, seen in enumerate(ranks) if seen.unknown]
+    if any(seen.wrong for seen in ranks):
+        verdict = "mismatch"
+    elif not plan.why and not plan.gdrdma:
+        verdict = "nothing planned"
+    elif hosts == 1:
+        verdict = "one host"
+    else:  # a rank whose channels all stay on its host is no gap; no channel between hosts anywhere is
+        seen_all = bool(networks) and all(plan.meets(name) for name in networks) and not unknown
+        verdict = "as planned" if seen_all else "unknown"
+    return {
+        "verdict": verdict, "planned": "; ".join(word for word in (plan.why, plan.gdrdma) if word) or None,
+        "hosts": hosts, "channels": dict(sorted(counts.items())), "unknown": unknown[:8],
+        "ranks_unknown": len(unknown), "log": ranks[0].log or None,
+    }  # fmt: skip
+
+
+def own_host() -> str:
+    """The host as NCCL tells hosts apart (src/misc/utils.cc, getHostHash), less its boot id."""
+    return os.environ.get("NCCL_HOSTID") or os.uname().nodename

@@ -1,0 +1,313 @@
+"""NCCL's channels against the plan: what stops the job, what is only told, and the line that is named as evidence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune import channels, train
+from finetune.channels import asked, look, record
+
+ROOT = Path(__file__).parents[2]
+INFO = "node-a:4711:4720 [0] NCCL INFO "
+
+
+def log(*messages, prefix=INFO):
+    """A log as one process writes it: a WARN begins with an empty line."""
+    return "".join(f"{prefix}{message}\n" for message in messages)
+
+
+def start(version):
+    """What each release prints before the channels."""
+    ranks = "comm 0x55 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0"
+    return f"NCCL version {version}", "Bootstrap : Using eth0:10.0.0.1<0>", ranks
+
+
+# version, what it says of its network, a channel that is sent and one that is received: {net} and {tag} are filled in
+FORMS = {
+    "2.8": ("Channel 00 : 0[1b000] -> 2[1b000] [send] via NET/{net}/0{tag}",
+            "Channel 00 : 2[1b000] -> 0[1b000] [receive] via NET/{net}/0{tag}"),
+    "2.14": ("Channel 00/0 : 0[1b000] -> 2[1b000] [send] via NET/{net}/0{tag}/Shared",
+             "Channel 00/0 : 2[1b000] -> 0[1b000] [receive] via NET/{net}/0{tag}"),
+    "2.21": ("Channel 00/0 : 0[0] -> 2[0] [send] via NET/{net}/0(1){tag}",
+             "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/{net}/0{tag}"),
+    "2.27": ("Channel 00/0 : 0[0] -> 2[0] [send] via NET/{net}/0{tag}{pci}",
+             "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/{net}/0{tag}{pci}"),
+}  # fmt: skip
+LOCAL = ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM")
+
+
+def written(folder, version, net, gdr=True, selected=None):
+    """The log of one rank on one of two hosts."""
+    tag = "/GDRDMA" if gdr else ""
+    lines = [line.format(net=net, tag=tag, pci="(PCI)" if gdr else "") for line in FORMS[version]]
+    path = folder / "nccl.node-a.4711.log"
+    path.write_text(log(*start(f"{version}.5+cuda12.4"), f"Using network {selected or net}", *LOCAL, *lines))
+    return path
+
+
+def differs(path, environment=None, transport=None, hosts=2):
+    return look(path, asked(environment or {}, transport or {}), hosts=hosts).wrong
+
+
+@pytest.mark.parametrize("version", FORMS)
+@pytest.mark.parametrize(
+    ("environment", "transport", "why"),
+    [
+        ({"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}, {}, "NCCL_IB_HCA==mlx5_0,mlx5_1"),
+        ({"NCCL_NET": "IB"}, {}, "NCCL_NET=IB"),
+        ({"NCCL_NET": "AWS Libfabric"}, {}, "NCCL_NET=AWS Libfabric"),
+        ({}, {"network": "IB"}, "the plan's network IB"),
+        ({}, {"network": "AWS Libfabric"}, "the plan's network AWS Libfabric"),
+    ],
+)
+def test_sockets_where_rdma_was_planned_stop_the_job_and_name_the_line(tmp_path, version, environment, transport, why):
+    """File and line, as an editor takes them; the line says what is claimed."""
+    path = written(tmp_path, version, "Socket", gdr=False)
+    (text,) = differs(path, environment, transport)
+    assert text.startswith(f"{why}: 2 channels over NET/Socket ({path}:")
+    number = int(text.partition(f"{path}:")[2].partition(":")[0])
+    line = path.read_text().splitlines()[number - 1]
+    assert "via NET/Socket/0" in line
+    assert line in text
+
+
+@pytest.mark.parametrize("version", FORMS)
+@pytest.mark.parametrize(
+    ("network", "environment", "transport"),
+    [
+        ("IB", {"NCCL_IB_HCA": "mlx5"}, {}),
+        ("IB", {"NCCL_NET": "ib"}, {}),
+        ("IBext_v8", {"NCCL_IB_HCA": "mlx5"}, {}),
+        ("gIB", {}, {"network": "IB"}),
+        ("Libfabric", {"NCCL_NET": "AWS Libfabric"}, {}),
+        ("AWS Libfabric", {}, {"network": "AWS Libfabric"}),
+        ("Socket", {"NCCL_NET": "Socket", "NCCL_IB_HCA": "mlx5"}, {}),
+        ("Socket", {"NCCL_IB_DISABLE": "1"}, {"network": "IB"}),
+    ],
+)
+def test_the_network_that_was_planned_passes(tmp_path, version, network, environment, transport):
+    """Under each name that its releases print."""
+    plan = asked(environment, transport)
+    seen = look(written(tmp_path, version, network), plan, hosts=2)
+    assert seen.wrong == ()
+    assert record([seen, seen], plan, hosts=2)["verdict"] == "as planned"
+
+
+def test_another_network_than_the_one_that_is_named_stops_the_job(tmp_path):
+    """NCCL_NET leaves no choice; IB that was turned off is not taken."""
+    path = written(tmp_path, "2.21", "IB")
+    assert differs(path, {"NCCL_NET": "Socket"})[0].startswith("NCCL_NET=Socket: 2 channels over NET/IB")
+    assert differs(path, {"NCCL_IB_DISABLE": "1"})[0].startswith("NCCL_IB_DISABLE=1: 2 channels over NET/IB")
+    assert differs(path, {"NCCL_IB_DISABLE": "0"}) == ()
+
+
+@pytest.mark.parametrize("version", FORMS)
+def test_gpudirect_is_held_against_the_plan_only_where_it_says_so(tmp_path, version):
+    """The line that lacks it is named; without a word of the plan it is recorded and no more."""
+    path = written(tmp_path, version, "IB", gdr=False)
+    (text,) = differs(path, {"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "PHB"})
+    assert text.startswith(f"NCCL_NET_GDR_LEVEL=PHB: 1 receiving channels without GPUDirect RDMA ({path}:")
+    assert text.endswith("[receive] via NET/IB/0)")
+    assert len(differs(path, {}, {"network": "IB", "gdrdma": True})) == 1
+    for quiet in ({"NCCL_IB_HCA": "mlx5"}, {"NCCL_NET_GDR_LEVEL": "LOC"}):
+        assert differs(path, quiet) == ()
+    assert differs(written(tmp_path, version, "IB"), {"NCCL_NET_GDR_LEVEL": "PHB"}) == ()
+
+
+def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
+    """Before Ampere NCCL does not let the NIC read GPU memory by default."""
+    path = tmp_path / "log"
+    send, receive = (form.format(net="IB", tag=tag) for form, tag in zip(FORMS["2.14"], ("", "/GDRDMA"), strict=True))
+    path.write_text(log(send, receive))
+    assert differs(path, {"NCCL_NET_GDR_LEVEL": "SYS"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("named", "stops"),
+    [("eth1", False), ("eth", False), ("=eth1", False), ("ib0,eth1", False), ("^docker,lo", False),
+     ("=eth", True), ("net1", True), ("^eth1", True), ("^=eth1", True), ("^=eth", False)],
+)  # fmt: skip
+def test_sockets_take_the_interface_of_the_plan(tmp_path, named, stops):
+    """By NCCL's own rules of NCCL_SOCKET_IFNAME, also on one host."""
+    path = tmp_path / "log"
+    path.write_text(log("Bootstrap : Using eth1:10.0.0.1<0>", "NET/Socket : Using [0]eth1:10.0.0.1<0>", *LOCAL))
+    wrong = differs(path, {"NCCL_SOCKET_IFNAME": named}, hosts=1)
+    assert len(wrong) == stops
+    if stops:
+        assert wrong[0].startswith(f"NCCL_SOCKET_IFNAME={named}: NCCL takes eth1 ({path}:2: ")
+
+
+@pytest.mark.parametrize("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])
+def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text):
+    """No file, no line, no channel, or none between the hosts; a network that was selected has carried nothing yet."""
+    path = tmp_path / "log"
+    if text is not None:
+        path.write_text(text)
+    plan = asked({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
+    seen = look(path, plan, hosts=2)
+    assert seen.wrong == ()
+    assert record([seen, seen], plan, hosts=2)["verdict"] == "unknown"
+    assert bool(seen.unknown) is (text != log(*LOCAL))
+
+
+def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_path):
+    """Neither is a pass."""
+    plan = asked({}, {"network": "IB"})
+    strange = look(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
+    assert strange.wrong == ()
+    assert record([strange], plan, hosts=2)["verdict"] == "unknown"
+    well = look(written(tmp_path, "2.21", "IB"), plan, hosts=2)
+    told = record([well, look(None, plan, hosts=2)], plan, hosts=2)
+    assert (told["verdict"], told["ranks_unknown"]) == ("unknown", 1)
+    assert told["unknown"] == ["rank 1: NCCL_DEBUG_FILE is not set"]
+
+
+def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
+    """Where all ranks share a host there is no channel that the plan speaks of."""
+    plan = asked({"NCCL_IB_HCA": "mlx5"}, {})
+    seen = look(written(tmp_path, "2.21", "Socket", gdr=False), plan, hosts=1)
+    assert seen.wrong == ()
+    assert record([seen], plan, hosts=1)["verdict"] == "one host"
+    assert record([seen], asked({}, {}), hosts=2)["verdict"] == "nothing planned"
+
+
+def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
+    """The names are those of ever; the numbers are the ranks' together."""
+    plan = asked({}, {})
+    path = tmp_path / "log"
+    more = (
+        "Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/1(3)",
+        "Channel 02 : 0[0] -> 1[1] via SHM/direct/direct",
+        "CollNet 00/0 : 3 [send] via COLLNET/SHARP/0/GDRDMA",
+    )
+    path.write_text(log(*(line.format(net="IB", tag="/GDRDMA") for line in FORMS["2.21"]), *LOCAL, *more))
+    seen = look(path, plan, hosts=2)
+    told = record([seen, seen], plan, hosts=2)
+    assert told["channels"] == {
+        "COLLNET/SHARP/0/GDRDMA": 2, "NET/IB/0/GDRDMA": 4, "NET/IB/1": 2, "P2P/CUMEM": 4, "SHM": 2,
+    }  # fmt: skip
+    assert told["log"] == str(path)
+
+
+def test_a_log_without_end_is_read_to_a_bound(tmp_path):
+    """What stands behind the bound is not looked at."""
+    path = tmp_path / "log"
+    filler = log("AllReduce: 1024 Bytes") * 1000
+    with path.open("w") as file:
+        file.write(log(FORMS["2.21"][0].format(net="IB", tag="/GDRDMA", pci="")))
+        while file.tell() < channels.MAX_LOG_BYTES:
+            file.write(filler)
+        file.write(log(FORMS["2.21"][1].format(net="Socket", tag="", pci="")))
+    seen = look(path, asked({"NCCL_IB_HCA": "mlx5"}, {}), hosts=2)
+    assert seen.channels == {"NET/IB/0/GDRDMA": 1}
+    assert seen.wrong == ()
+
+
+def test_the_log_is_set_up_where_the_user_has_not(tmp_path):
+    """One file per process; a user's file and a quieter level stay as they are."""
+    made = channels.settings(tmp_path, {})
+    assert made["NCCL_DEBUG"] == "INFO" and {"INIT", "NET", "GRAPH"} <= set(made["NCCL_DEBUG_SUBSYS"].split(","))
+    assert made["NCCL_DEBUG_FILE"] == f"{tmp_path}/nccl.%h.%p.log"
+    assert "NCCL_RUNTIME_CONNECT" not in made
+    assert set(channels.settings(tmp_path, {"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": "x"})) == {"NCCL_DEBUG_SUBSYS"}
+    assert channels.settings(tmp_path, {"NCCL_DEBUG": "WARN"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("named", "path"),
+    [("/a/n.%h.%p.log", "/a/n.gpu-1.42.log"), ("/a/%%h%q", "/a/%h%q"), ("/a/log", "/a/log"), ("", None)],
+)
+def test_the_log_s_name_is_spelled_as_nccl_does(named, path):
+    """NCCL src/debug.cc: the host up to its first dot, %% for a percent sign, what it does not know as it stands."""
+    found = channels.log_path({"NCCL_DEBUG_FILE": named}, "gpu-1.example.org", 42)
+    assert found == (Path(path) if path else None)
+
+
+def test_the_reader_of_the_log_brings_no_torch():
+    """docs/decisions/0007."""
+    text = "import sys; import finetune.channels; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=False).returncode == 0
+
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from finetune import verify
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+os.environ["NCCL_HOSTID"] = f"host{rank}"
+os.environ["NCCL_DEBUG_FILE"] = f"{sys.argv[1]}/rank{rank}.log"
+told = verify.nccl_channels({"NCCL_IB_HCA": "mlx5_0"}, {})
+Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps(told))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
+    """Each reads its own log, and all come to the same answer; the gathering is gloo's, as under CUDA."""
+    for rank, network in enumerate(("IB", "Socket")):
+        written(tmp_path, "2.27", network, gdr=False).rename(tmp_path / f"rank{rank}.log")
+    (tmp_path / "rank.py").write_text(RANK)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run([*argv, str(tmp_path / "rank.py"), str(tmp_path)], env=env, check=True, timeout=100)
+    first, second = (json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(2))
+    assert first[1] == second[1]
+    (text,) = first[1]
+    assert text.startswith(f"rank 1: NCCL_IB_HCA=mlx5_0: 2 channels over NET/Socket ({tmp_path}/rank1.log:")
+    assert first[0]["verdict"] == "mismatch"
+    assert first[0]["hosts"] == 2
+    assert first[0]["channels"] == {"NET/IB/0": 2, "NET/Socket/0": 2, "P2P/CUMEM": 4}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_a_job_over_gloo_asks_nccl_nothing(tmp_path):
+    """Whatever the plan says of it: the record has gloo's transports, and no log is set up."""
+    layout = {"world_size": 1, "sharding": "ddp", "micro_batch": 4, "precision": "fp32"}
+    plan = {"layout": layout, "environment": {}, "transport": {"network": "IB", "gdrdma": True}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    words = [f"output_dir={tmp_path}/out", "model_name_or_path=random:micro-llama", "max_steps=2", "profile_steps=0",
+             "eval_strategy=no", "dataset_rows=16", "save_strategy=no"]  # fmt: skip
+    assert train.main(["--plan", str(tmp_path / "plan.json"), *words]) == 0
+    flight = json.loads((tmp_path / "out/flight.json").read_text())
+    assert (flight["status"], flight["transports"]) == ("complete", [])
+    assert "nccl" not in flight
+    assert not (tmp_path / "out/nccl").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not any(Path("/dev").glob("nvidia[0-9]*")), reason="no NVIDIA GPU on this host")
+@pytest.mark.parametrize(("network", "code"), [("", 0), ("IB", 76)])
+def test_two_ranks_that_nccl_takes_for_two_hosts_are_held_to_the_plan(tmp_path, network, code):
+    """NCCL_IB_DISABLE outside the plan sends them over sockets: stopped after one step where the plan says IB."""
+    layout = {"world_size": 2, "dp_replicate": 2, "sharding": "ddp", "micro_batch": 4, "precision": "bf16"}
+    plan = {"layout": layout, "transport": {"network": network} if network else {}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "rank.sh").write_text(
+        "exec env CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=host$LOCAL_RANK LOCAL_RANK=0 "  # one GPU serves both
+        f'{sys.executable} -m finetune.train --plan "{tmp_path}/plan.json" '
+        f'"output_dir={tmp_path}/out" model_name_or_path=random:micro-llama max_steps=3 profile_steps=0\n'
+    )
+    given = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    env = {**given, "PYTHONPATH": str(ROOT), "NCCL_IB_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
+    subprocess.run([*argv, "sh", str(tmp_path / "rank.sh")], env=env, check=False, timeout=280)
+    flight = json.loads((tmp_path / "out/flight.json").read_text())
+    assert flight["exit_code"] == code, flight["reason"]
+    assert flight["nccl"]["hosts"] == 2
+    assert any(name.startswith("NET/Socket/") for name in flight["transports"])
+    assert Path(flight["nccl"]["log"]).is_file()
+    if code:
+        assert flight["steps_done"] == 1
+        assert "the plan's network IB: " in flight["reason"] and "via NET/Socket/" in flight["reason"]
