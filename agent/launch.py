@@ -86,7 +86,24 @@ def plan_document(advice: Recommendation) -> dict[str, object]:
         }  # fmt: skip
         if train.method != "full":
             planned["job"] = {**planned["job"], "lora_r": train.lora_rank}  # type: ignore[dict-item]
+    if found := transport(advice):
+        planned["transport"] = found
     return planned
+
+
+def transport(advice: Recommendation) -> dict[str, str]:
+    """The network that NCCL is to take between hosts where it finds what the hosts were seen to have; empty: unknown.
+
+    Locked memory is needed for RDMA alone, the resource of EFA's name for EFA alone (planner/pod_needs.py).
+    """
+    resources = [need.value for need in advice.needs if need.name == "resource"]
+    pinned = any(need.name == "memlock" for need in advice.needs)
+    if advice.backend != "nccl" or not pinned:
+        return {}
+    seen = [s.reason.evidence for s in advice.settings if s.name == "NCCL_IB_HCA"]
+    seen += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
+    efa = any(value.startswith("vpc.amazonaws.com/efa: ") for value in resources)
+    return {"network": "AWS Libfabric" if efa else "IB", "evidence": next(filter(None, seen), "")}
 
 
 def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:
