@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,9 +46,10 @@ CHECKS = [
 
 @contextlib.contextmanager
 def agent(doors: Doors) -> Iterator[str]:
-    """An agent on a free port of the loopback; its address."""
+    """An agent on a free port of the loopback, with a folder to keep flights in; its address."""
     snapshot = scan(load(MACHINE))
-    app = create(State(lambda: (snapshot,), interval_seconds=3600), doors=doors)
+    folder = tempfile.TemporaryDirectory()
+    app = create(State(lambda: (snapshot,), interval_seconds=3600, folder=Path(folder.name)), doors=doors)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -59,6 +61,7 @@ def agent(doors: Doors) -> Iterator[str]:
     yield url
     server.should_exit = True
     thread.join(10)
+    folder.cleanup()
 
 
 @pytest.fixture(scope="module")

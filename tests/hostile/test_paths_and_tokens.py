@@ -219,7 +219,8 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
                 time.sleep(0.05)
         for token in (SECRET, wrong):
             for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
-                for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"), ("PUT", "/x")):
+                for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
+                                     ("POST", "/flights"), ("PUT", "/x")):  # fmt: skip
                     answers.append(pool.request(method, url + door, headers={"Authorization": header}, body=b"{}").data)
             answers.append(pool.request("GET", f"{url}/snapshot?access_token={token}").data)
             answers.append(
