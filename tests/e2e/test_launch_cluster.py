@@ -133,6 +133,29 @@ def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        ([], None),
+        (["--agent"], "http://topoflight-node.topoflight:9402"),
+        (["--agent", "http://node-a:9402"], "http://node-a:9402"),
+        (["--agent=https://agent.example"], "https://agent.example"),
+    ],
+)
+def test_the_job_is_told_whose_flights_it_joins_where_that_is_asked_for(words: list[str], url: str | None) -> None:
+    """Without a URL the Service that deploy/daemonset makes; without the option none, and no token either."""
+    made = printed(*WORDS, "--api", "job", *words)["Job"]["spec"]["template"]["spec"]
+    environment = {each["name"]: each.get("value") for each in made["containers"][0]["env"]}
+    assert environment.get("TOPOFLIGHT_AGENT") == url
+    assert ("agent-token" in str(made)) == (url is not None)
+
+
+def test_an_agent_that_has_no_address_is_refused() -> None:
+    """With what an address looks like."""
+    done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--dry-run", "--agent", "node-a:9402"])
+    assert done.exit_code == 2 and "agent='node-a:9402': must be http://HOST:PORT" in done.output
+
+
+@pytest.mark.parametrize(
     "text", ["dataset_name: openai/gsm8k\n", "dataset_name: openai/gsm8k\noutput_dir: /mnt/shared/a\n"]
 )
 def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) -> None:

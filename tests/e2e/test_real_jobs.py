@@ -41,7 +41,7 @@ WHOLE = JobSpec(  # every field that a manifest can carry
     networks=("rdmashared-net",), shm_bytes=2 << 30, ipc_lock=True, config_map="sft", claim="shared", queue="team",
     topology_label="cloud.example/rack", service_account="trainer", node_selector={"nvidia.com/gpu.product": "A40"},
     tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1",
-    preflight_require=("rdma.port.down",),
+    preflight_require=("rdma.port.down",), agent="http://topoflight-node.topoflight:9402",
     resource_claim_template="gpu-nic", active_deadline_seconds=86400,
 )  # fmt: skip
 
