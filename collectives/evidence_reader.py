@@ -9,16 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from collectives.evidence_clean import BLOCK_BYTES, MARKERS, NEEDS_CLEANING, clean, pieces
+from collectives.evidence_entries import Entries
+from collectives.evidence_ledger import Ledger
 from collectives.evidence_lines import DULL_STARTS, INFO, LineReader
 
 
 class Reader(LineReader):
     """Feeds blocks of lines to a ledger."""
 
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._entries = Entries()
+
+    def finish(self, *, cut: bool) -> Ledger:
+        """As for lines; an entry without its end is a line that was cut."""
+        if self._entries.open:
+            self._line_dirty(self._entries.rest())
+            cut = True
+        return super().finish(cut=cut)
+
     def feed(self, block: bytes) -> None:
         """Read whole lines; the last newline of the block may be missing."""
         if block.endswith(b"\n"):
             block = block[:-1]
+        block = self._entries.whole(block)
         # A good part of the lines is NCCL's: look at each. Else find those that are.
         if block.count(b"NCCL") * 400 > len(block):
             self._dense(block)

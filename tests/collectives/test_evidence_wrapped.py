@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from collectives import evidence
+from collectives.evidence_clean import MAX_LINE_BYTES
+from collectives.evidence_entries import Entries
 from collectives.transport import Evidence
 
 HOSTS = ("gpu-a", "gpu-b", "10-0-0-7")
 PER_HOST = 10
+CRI = "2026-01-02T03:04:05.123456789Z"
 
 
 def lines_of(host: str) -> list[str]:
@@ -43,6 +48,14 @@ def mark(number: int) -> str:
     return ":" if number % 4 == 0 else "-"
 
 
+def torn(line: str, *cuts: int) -> list[str]:
+    """An entry in parts, as runtimes write what fills their buffer, with the other stream between them."""
+    places = (0, *sorted(cuts), len(line))
+    parts = [line[start:end] for start, end in pairwise(places)]
+    noise = f"{CRI} stderr P loss 0.1"
+    return [row for part in parts[:-1] for row in (f"{CRI} stdout P {part}", noise)] + [f"{CRI} stdout F {parts[-1]}"]
+
+
 DRESSES: dict[str, Callable[[int, str], str]] = {
     "grep -n": lambda n, line: f"{n + 1}:{line}",
     "grep -H": lambda n, line: f"logs/{file(n)}.log:{line}",
@@ -67,6 +80,8 @@ DRESSES: dict[str, Callable[[int, str], str]] = {
     "journalctl": lambda n, line: f"Nov 21 07:57:16 {HOSTS[n // PER_HOST]} python[1234]: {line}",
     "journalctl -o short-iso": lambda n, line: f"2026-11-21T07:57:16+0000 gpu-{n} train.sh[1234]: {line}",
     "journalctl -o json": lambda _, line: json.dumps({"MESSAGE": line, "_HOSTNAME": "gpu-a", "_PID": "1"}),
+    "journalctl -o json, bytes": lambda _, line: json.dumps({"_PID": "1", "MESSAGE": list(f"{line}\r".encode())}),
+    "journalctl -o json, bytes, old": lambda _, line: f'{{ "MESSAGE" : {list(f"{chr(27)}[36m{line}".encode())} }}',
     "srun --label": lambda n, line: f"{n % 16}: {line}",
     "mpirun --tag-output": lambda n, line: f"[1,{n % 16}]<stdout>:{line}",
     "mpirun --timestamp-output": lambda n, line: f"Sat Nov 21 07:57:16 2026[1,{n % 16}]<stdout>:{line}",
@@ -76,6 +91,7 @@ DRESSES: dict[str, Callable[[int, str], str]] = {
     "torchrun --tee": lambda n, line: f"[default{n % 16}]:{line}",
     "pdsh": lambda n, line: f"{HOSTS[n // PER_HOST]}: {line}",
     "CRI": lambda _, line: f"2026-01-02T03:04:05.123456789+01:00 stdout F {line}",
+    "CRI, torn": lambda n, line: "\n".join(torn(line, 7 * n % len(line), 11 * n % len(line))),
     "docker": lambda _, line: json.dumps({"log": line + "\n", "stream": "stdout"}).replace(">", "\\u003e"),
     "Loki, lines": lambda _, line: json.dumps({"labels": {"pod": "t"}, "line": line, "timestamp": "2026"}),
     "Loki, values": lambda _, line: json.dumps({"values": [["1700000000000000000", line]]}),
@@ -106,3 +122,54 @@ def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
     assert evidence.read([line for pod in pods for line in lines_of(pod)]).hosts == 16
     found = [f"{n}{mark(n)}{line}" for n, line in enumerate(line for pod in pods for line in lines_of(pod))]
     assert evidence.read(found).hosts == 16
+
+
+@pytest.mark.parametrize("size", [64, 8192])
+def test_a_runtime_that_cuts_wherever_its_buffer_ends(size: int) -> None:
+    """Every buffer's last line is cut anywhere: in a name, in a tag, before the end of the line itself."""
+    text = "".join(f"{line}\n" for _ in range(40) for line in LOG)
+    rows = []
+    for start in range(0, len(text), size):
+        for part in text[start : start + size].splitlines(keepends=True):
+            rows.append(f"{CRI} stdout {'F' if part.endswith(chr(10)) else 'P'} {part.rstrip(chr(10))}\n")
+    assert facts(evidence.read(rows)) == facts(evidence.read(text.splitlines(keepends=True)))
+
+
+def test_what_an_entry_without_its_end_holds_is_read() -> None:
+    """The log was taken while a line was being written; a channel at its very end may still get its tag."""
+    channel = "gpu-a:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1"
+    rows = [f"{CRI} stdout P {part}\n" for part in (channel[:40], channel[40:])]
+    cut = evidence.read_file(io.BytesIO(channel.encode()))
+    assert facts(evidence.read(rows)) == facts(cut) != facts(evidence.read([channel, "the next line"]))
+    assert evidence.read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
+
+
+def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
+    """A progress bar of megabytes, cut by the runtime: messages before, within and behind it are all there."""
+    channel = "gpu-a:11:21 [1] NCCL INFO Channel 0%d/0 : 1[1] -> 2[0] [send] via NET/IB/1/GDRDMA"
+    bar = "".join(f"\r{n}%|{'#' * 90}|" for n in range(160))
+    for line in (bar, "#" * 16384):
+        rows = [f"{CRI} stdout P {channel % 1}\r{line}"]
+        rows += [f"{CRI} stdout P {line}"] * 200
+        rows += [f"{CRI} stdout P {line}\r{channel % 2}", f"{CRI} stdout F \r{channel % 3}"]
+        entries = Entries()
+        held = 0
+        for row in rows:
+            assert b"\n" not in entries.whole(row.encode())
+            held = max(held, sum(map(len, entries.held.values())))
+        assert held <= MAX_LINE_BYTES
+        assert evidence.read(f"{row}\n" for row in rows).send.gdrdma == 3
+
+
+def test_proof_stands_in_the_line_that_completes_it() -> None:
+    """Lines are counted as they stand in the file."""
+    rows = [f"{row}\n" for line in lines_of("gpu-a") for row in torn(line, 30)]
+    numbers = {proof.line for proof in evidence.read(rows).proof}
+    assert numbers
+    assert all("stdout F" in rows[number - 1] for number in numbers)
+
+
+def test_an_array_that_is_no_text_changes_nothing() -> None:
+    """Numbers beyond a byte, nothing at all, and words: read as they stand."""
+    for value in ("[300, 1]", "[]", "[1,,2]", '["NCCL", 1]', "null"):
+        assert evidence.read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)
