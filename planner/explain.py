@@ -151,6 +151,8 @@ def forecast_of(
             moved = traffic_bytes(job, layout, name)
             volume = f", {moved / GIGA:.3g} GB per rank and step" if moved else ""
             detail += f"; exposed, over {link}{volume}"
+        if name == "offload" and job.links.host.how != "assumed":
+            detail += f"; over {job.links.host}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value * memory_scale, detail=f"{value * memory_scale / GIB:.2f} GiB")
@@ -162,6 +164,8 @@ def forecast_of(
     used = {
         str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))
     }
+    if parts.offload > 0 and job.links.host.how != "assumed":
+        used.add(str(job.links.host))
     return Forecast(
         step_seconds=interval(candidate.seconds, sigma),
         memory_bytes=interval(memory.total * memory_scale, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),

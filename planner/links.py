@@ -8,11 +8,11 @@ S (n - 1) / n per ring, however many GPUs stand behind it; groups that cross sid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collectives.results import Measurement
 from planner.hardware import ASSUMED_GLOO_BYTES_PER_SECOND, GIGA, Gpu, gpu_named, nvlink_plan_bytes_per_second
-from topology.graph import ClusterTopology, NodeTopology
+from topology.graph import ClusterTopology, GpuNode, NodeTopology
 
 # Start-up of one ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and
 # 16 MB ones 25-35 us more than their bandwidth share (ai-dynamo/aiconfigurator nccl_perf).
@@ -45,6 +45,10 @@ class Speed:
         )
 
 
+HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memory",
+             why="Gen4 x16, two GPUs behind one uplink")  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """What joins the ranks: an island of GPUs, a node, the network between nodes."""
@@ -57,6 +61,7 @@ class Links:
     network: Speed | None  # one node to the others, one direction, all rails; None for a single node
     alpha_intra_seconds: float = ALPHA_INTRA_SECONDS
     alpha_inter_seconds: float = ALPHA_INTER_SECONDS
+    host: Speed = HOST  # of one rank, for what is offloaded
     scatter_share: float = 1.0  # bus bandwidth of a reduce-scatter over an all-gather's; gloo sends a whole all-reduce
 
     def crosses(self, size: int, stride: int) -> Speed:
@@ -195,14 +200,39 @@ def _table_busbw(gpu: Gpu | None, size: int) -> float | None:
     return gpu.busbw_2 if size <= 2 else gpu.busbw_4 if size <= 4 else gpu.busbw_8
 
 
-def _node_speed(node: NodeTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
+def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
+    node = cluster.nodes[0]
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
     derived = _expected(node, "node")
     table = _table_busbw(gpu, len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
+    speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
-        return _lower(derived, table, "PCIe", gpu)
-    return Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
+        speed = _lower(derived, table, "PCIe", gpu)
+    return _narrowed(speed, cluster)
+
+
+def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
+    """No faster than the narrowest probed link of a GPU, and a word on one that runs below its slot."""
+    known = [(carries, node, g) for node in cluster.nodes for g in node.gpus if g.usable and (carries := _carries(g))]
+    if not known:
+        return speed
+    carries, node, gpu = min(known, key=lambda one: one[0])
+    slowed = gpu.pcie_running_bytes_per_second is not None
+    name = gpu.name if len(cluster.nodes) == 1 else f"{gpu.name} of {node.hostname}"
+    runs = f"{name} {'runs at' if slowed else 'has'} {gpu.pcie_link}"
+    if carries < speed.bytes_per_second or (slowed and carries == speed.bytes_per_second):
+        return replace(speed, bytes_per_second=carries, how="derived", why=runs)
+    if slowed:  # what was measured elsewhere is slower still
+        return replace(
+            speed, why="; ".join(filter(None, (speed.why, f"{runs}, which carries {carries / GIGA:.3g} GB/s")))
+        )
+    return speed
+
+
+def _carries(gpu: GpuNode) -> float | None:
+    """One direction of a GPU's PCIe link, as it runs."""
+    return gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second
 
 
 def _network(cluster: ClusterTopology) -> Speed:
@@ -243,7 +273,7 @@ def links_of(
     else:
         gpu = gpu_named(first.gpus[0].model)
         size, island = _island(first, gpu)
-        node = _node_speed(first, gpu, island, size)
+        node = _node_speed(cluster, gpu, island, size)
     if inside:
         speed = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
         node = speed
@@ -264,4 +294,5 @@ def links_of(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
+        host=_narrowed(HOST, cluster),
     )  # fmt: skip

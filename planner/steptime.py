@@ -14,7 +14,7 @@ from typing import NamedTuple
 from planner.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.layout import Layout
 from planner.lengths import expected_longest, mean_length
-from planner.links import Links
+from planner.links import HOST, Links
 from planner.memory import NF4_BYTES
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack, as_run
@@ -69,7 +69,7 @@ class Job:
     rates: Rates
     stack: Stack
     constants: Constants = DEFAULT
-    host_bytes_per_second: float = 12e9  # one rank's link to host memory: PCIe Gen4 x16, two GPUs behind one uplink
+    host_bytes_per_second: float = HOST.bytes_per_second
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
     _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict)
