@@ -13,6 +13,8 @@ from agent import charts, units
 from agent.flight import Flight, parse
 from planner.advice import Interval
 
+_GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/finetune.md)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flown:
@@ -55,8 +57,7 @@ def _interval(value: Any) -> Interval | None:
 
 def _transport(record: Mapping[str, Any]) -> str:
     """The networks NCCL logged, without device numbers, or the backend; with the interface where it was TCP."""
-    logged = record.get("transports")
-    names = [name for name in logged if isinstance(name, str)] if isinstance(logged, list) else []
+    names = _logged(record)
     networks = ", ".join(sorted({re.sub(r"/\d+(?=/|$)", "", name) for name in names if name.startswith("NET")}))
     if networks.startswith("NET/IB"):
         return f"RDMA ({networks})"
@@ -68,7 +69,20 @@ def _transport(record: Mapping[str, Any]) -> str:
     return backend
 
 
+def _logged(record: Mapping[str, Any]) -> list[str]:
+    """The transports that the job saw its collectives take."""
+    logged = record.get("transports")
+    return [name for name in logged if isinstance(name, str)] if isinstance(logged, list) else []
+
+
 def _interface(record: Mapping[str, Any], networks: str) -> str:
+    """Those that gloo's connections were seen to take; what the environment asked for only where none was seen.
+
+    NCCL's channel lines name no interface: of NET/Socket it is always what was asked for.
+    """
+    seen = [] if networks else [found[1] for name in _logged(record) if (found := _GLOO.match(name))]
+    if seen:
+        return ", ".join(sorted(set(seen)))[:64]
     given = record.get("environment")
     name = "NCCL_SOCKET_IFNAME" if networks else "GLOO_SOCKET_IFNAME"
     chosen = given.get(name) if isinstance(given, Mapping) else None

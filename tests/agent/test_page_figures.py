@@ -275,6 +275,18 @@ def test_one_job_over_three_networks_is_three_bars_in_html_and_in_markdown() -> 
     assert widths(side_by_side(found), "p0") == [1000.0, 500.0, 333.3]
 
 
+def test_the_interface_that_gloo_took_counts_and_not_the_one_that_was_asked_for() -> None:
+    """What was set is shown only of a record that does not say what was taken."""
+    taken = ["gloo: TCP over net2 (10.0.0.1)", "gloo: TCP over net1 (fe80::1)", "gloo: TCP over net1 (10.0.1.1)"]
+    unknown = ["gloo: TCP over an unknown interface (10.0.0.1)"]
+    gloo = {"layout": {"effective": {"backend": "gloo"}}}
+    records = [record(names, 1.0, GLOO_SOCKET_IFNAME="eth0") | gloo for names in (taken[1:], taken, unknown, [])]
+    assert [one.transport for one in flights([*records, record([], 1.0) | gloo])] == [
+        "TCP over net1 (gloo)", "TCP over net1, net2 (gloo)", "TCP over an unknown interface (gloo)",
+        "TCP over eth0 (gloo)", "TCP over the default network (gloo)",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
 def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> None:
     """Nothing in a record that a job wrote can break the page."""
