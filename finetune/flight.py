@@ -47,10 +47,12 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_per_token(parameters: int, trainable: int, shape: Any, length: float) -> float:
     """Model FLOPs of one token, forward and backward, causal attention.
 
-    6 per weight, 4 where the weight is frozen: its own gradient is not formed. Attention: 2 x layers x hidden x length
-    forward, three times that in all.
+    6 per weight that it is multiplied with, 4 where that is frozen: its own gradient is not formed. The embedding,
+    a look-up, is not among them, as in torchtitan's count. Attention: 2 x layers x heads x head_dim x length forward,
+    three times that in all.
     """
-    attention: float = 6 * shape.num_hidden_layers * shape.hidden_size * length
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    attention: float = 6 * shape.num_hidden_layers * shape.num_attention_heads * head_dim * length
     return float(4 * parameters + 2 * trainable) + attention
 
 

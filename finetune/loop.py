@@ -64,6 +64,20 @@ def weights_in(parameter: torch.Tensor) -> int:
     return math.prod(packed.shape) if packed is not None else parameter.numel()
 
 
+def multiplied(net: Any) -> tuple[int, int]:
+    """Weights that a token is multiplied with, and how many of them train.
+
+    An embedding is looked up; tied, it is the head. Of a module that is trained whole PEFT keeps the original, unused.
+    """
+    lm = model.causal_lm(net)
+    looked_up = set() if lm.config.tie_word_embeddings else {id(p) for p in lm.get_input_embeddings().parameters()}
+    counts = [
+        (weights_in(p), p.requires_grad) for name, p in net.named_parameters()
+        if p.ndim > 1 and id(p) not in looked_up and ".original_module." not in name
+    ]  # fmt: skip
+    return sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
+
+
 class Trainer:
     """The run."""
 
@@ -83,7 +97,7 @@ class Trainer:
         )
 
         net = model.build_model(config, layout.precision, recorder.note)
-        counts = [(weights_in(p), p.requires_grad) for p in net.parameters()]
+        counts, factors = [(weights_in(p), p.requires_grad) for p in net.parameters()], multiplied(net)
         shape = model.causal_lm(net).config
         data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
@@ -97,7 +111,7 @@ class Trainer:
         effective = verify.check(layout, self.engine, environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
-        recorder.flops = flight.flops_per_token(parameters, trainable, shape, length)
+        recorder.flops = flight.flops_per_token(*factors, shape, length)
         recorder.document["layout"]["effective"] = effective
         recorder.write(
             model={"name": config.model_name_or_path, "parameters": parameters, "trainable": trainable},

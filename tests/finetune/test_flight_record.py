@@ -7,9 +7,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 
 from agent import flight, flown, launch
+from finetune.config import JobConfig
 from finetune.flight import flops_per_token
+from finetune.loop import multiplied
+from finetune.model import build_model
 from planner.advice import Forecast, Interval
 
 PARTS = [
@@ -99,8 +105,37 @@ def test_flops_per_token_are_those_of_the_products_counted_by_hand(frozen):
     """All weights train, or none: two layers, grouped heads."""
     length = 512
     counted, weights = model_flops(2, 64, 160, 32, 96, length, frozen)
-    shape = SimpleNamespace(num_hidden_layers=2, hidden_size=64)
+    shape = SimpleNamespace(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
     told = flops_per_token(weights, 0 if frozen else weights, shape, length)
     # a token sees half the length and half itself: 1/512 of the attention's share
     assert told == pytest.approx(counted / length, rel=1 / length)
     assert told < counted / length
+
+
+@pytest.mark.parametrize(
+    ("tied", "saved"),
+    [(False, None), (True, None), (False, ()), (True, ()), (False, ("embed_tokens",)), (False, ("lm_head",))],
+)
+def test_what_a_token_is_multiplied_with_is_what_torch_counts(tied, saved, tmp_path):
+    """In full (None), with LoRA, and with modules trained whole: torch's count of the products of a forward pass."""
+    shape = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=259, tie_word_embeddings=tied,
+    )  # fmt: skip
+    shape.save_pretrained(tmp_path)
+    config = JobConfig(
+        model_name_or_path=f"random:{tmp_path}", use_peft=saved is not None, lora_modules_to_save=saved or (),
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    net = build_model(config, "fp32")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(input_ids=torch.zeros(1, 10, dtype=torch.long))
+    done = counter.get_flop_counts()["Global"]
+    products = sum(done.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    every, training = multiplied(net)
+    assert products == 2 * 10 * every
+    assert training == (
+        every
+        if saved is None
+        else sum(p.numel() for name, p in net.named_parameters() if p.requires_grad and "embed_tokens" not in name)
+    )
