@@ -38,6 +38,7 @@ NAME_CODES = (
 CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *VALUE_CODES, *MACHINE_CODES, *LEFTOVER_CODES)))
 """Every code `lint` may return."""
 
+_OF_LINKS = {"NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"}  # what they do depends on the links between GPUs
 _ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
 
 
@@ -58,13 +59,13 @@ def lint(
     if nccl_version is not None:
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
-    if topology is None and snapshot is not None and "NCCL_P2P_LEVEL" in environment:
+    if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
         topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
     plugin = _plugin_in_use(environment, node, source)
     for name, value in environment.items():
-        found += _judge_name(name, value, version, source, plugin=plugin)
+        found += _judge_name(name, value, version, source, node, plugin=plugin)
     found += check_torch(environment)
     found += check_allocator(environment)
     found += _pairs(environment)
@@ -83,7 +84,9 @@ def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) 
     return bool(node.efa_count()) or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
-def _judge_name(name: str, value: str, version: Version | None, source: str, *, plugin: bool) -> Iterator[Finding]:
+def _judge_name(
+    name: str, value: str, version: Version | None, source: str, node: NodeView, *, plugin: bool
+) -> Iterator[Finding]:
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
         yield _finding(
             "env.name.reserved", Severity.FAIL, name, value,
@@ -120,7 +123,7 @@ def _judge_name(name: str, value: str, version: Version | None, source: str, *, 
         yield _finding("env.name.too_new", Severity.WARN, name, value, message, remedy)
         return
     yield from check_value(name, value, entry, version)
-    yield from check_leftover(name, value, entry, version, plugin=plugin)
+    yield from check_leftover(name, value, entry, version, node, plugin=plugin)
 
 
 def _unknown_nccl(name: str, value: str, version: Version | None) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from planner.lint_finding import finding
 from planner.lint_values import LEVEL_NAMES, LEVELS, strtoll
+from planner.nccl_env_situation import NodeView
 from planner.nccl_names import NcclName, Version, version_text
 from probes.api import Finding, Severity
 
@@ -56,7 +57,7 @@ _EFFECTS: Mapping[str, str] = MappingProxyType(
         "NCCL_CUMEM_ENABLE": "0 gives up NVLS and buffer registration, which need cuMem",
         "NCCL_CUMEM_HOST_ENABLE": "it overrides how host memory is allocated; 0 works around /dev/shm or NUMA trouble",
         "NCCL_DMABUF_ENABLE": "0 leaves only nvidia_peermem for GPUDirect RDMA",
-        "NCCL_PXN_DISABLE": "1 gives up sending through the GPU next to the NIC: all-to-all traffic then crosses rails",
+        "NCCL_PXN_DISABLE": "1 gives up NVLink to the GPU beside the NIC: all-to-all traffic then crosses rails",
         "NCCL_IB_QPS_PER_CONNECTION": "more queue pairs help only where ECMP hashes flows unevenly",
         "NCCL_IB_PCI_RELAXED_ORDERING": "automatic (2) is right; 1 insists on it, 0 costs bandwidth on most hosts",
         "NCCL_IB_ADAPTIVE_ROUTING": "it overrides what NCCL knows of InfiniBand (on) and RoCE (off)",
@@ -89,7 +90,7 @@ _EFA_ONLY_THIS: Mapping[str, str] = MappingProxyType({"FI_PROVIDER": "efa", "NCC
 
 
 def check_leftover(
-    name: str, value: str, entry: NcclName, version: Version | None, *, plugin: bool
+    name: str, value: str, entry: NcclName, version: Version | None, node: NodeView, *, plugin: bool
 ) -> Iterator[Finding]:
     """A setting of the Debugging section that stayed. `plugin`: aws-ofi-nccl is in use and may have set it itself."""
     if plugin and (value in PLUGIN_VALUES.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
@@ -108,6 +109,15 @@ def check_leftover(
         return
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
+    if name == "NCCL_PXN_DISABLE" and _without_nvlink(node):
+        yield finding(
+            "env.debug.leftover", Severity.INFO, name, value,
+            "A debugging setting that stayed and does nothing here: PXN sends through a GPU that NVLink joins to the "
+            "sender, and no two GPUs of this host are joined so.",
+            f"Unset {name}: on a host with NVLink it costs bandwidth.",
+            ("NCCL src/graph/paths.cc: PXN is PCIe and NVLink",),
+        )  # fmt: skip
+        return
     severity = Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO
     yield finding(
         "env.debug.leftover", severity, name, value,
@@ -119,6 +129,12 @@ def check_leftover(
 
 # Those that switch a transport or an algorithm off as a whole.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
+
+
+def _without_nvlink(node: NodeView) -> bool:
+    """Whether it is known that no NVLink joins two GPUs."""
+    known = node.topology is not None and bool(node.topology.gpus) and node.topology.nvlink_known
+    return known and not any(len(island.gpus) > 1 for island in node.topology.islands)  # type: ignore[union-attr]
 
 
 def _turns_off(name: str, value: str) -> bool:

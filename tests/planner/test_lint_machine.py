@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from planner.lint import CODES, lint
 from planner.lint_names import NameList
 from probes.api import Finding, Severity, Snapshot
 from probes.rdma import Gid
+from probes.recording import load
+from probes.scan import scan
 
+MACHINES = Path(__file__).parents[1] / "machines"
 ETH0 = interface("eth0", "pod-default")
 NET1 = interface("net1", "secondary", "192.168.2.5/24")
 DOCKER0 = interface("docker0", "docker", "172.17.0.1/16")
@@ -23,6 +27,11 @@ def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ..
     findings = lint(environment, nccl_version=version, snapshot=machine)
     assert {finding.code for finding in findings} <= set(CODES)
     return list(findings)
+
+
+def replay(name: str) -> Snapshot:
+    """A recorded machine."""
+    return scan(load(MACHINES / f"{name}.json"))
 
 
 def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
@@ -157,6 +166,17 @@ def test_p2p_level_is_explained_for_this_machine() -> None:
     (finding,) = found({"NCCL_P2P_LEVEL": "NVL"}, host(gpus=1))
     assert (finding.code, finding.severity) == ("env.p2p.level", Severity.INFO)
     assert "No effect" in finding.message
+
+
+def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> None:
+    """PXN sends through another GPU, over NVLink; of a machine that nobody probed the cost is told as it may be."""
+    (joined,) = found({"NCCL_PXN_DISABLE": "1"}, replay("polaris-4xA100-nv4"))
+    (apart,) = found({"NCCL_PXN_DISABLE": "1"}, replay("l40s-4x-pcie"))
+    (unknown,) = lint({"NCCL_PXN_DISABLE": "1"}, nccl_version=(2, 27, 7))
+    assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
+    assert [f.severity for f in (joined, apart, unknown)] == [Severity.WARN, Severity.INFO, Severity.WARN]
+    assert "no two GPUs of this host are joined" in apart.message
+    assert "gives up NVLink to the GPU beside the NIC" in joined.message == unknown.message
 
 
 def test_gid_index_against_the_table() -> None:
