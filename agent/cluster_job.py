@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent import job_settings
+from agent import dra, job_settings
 from agent.advise import RequestError
 from agent.kube import ApiError, Client, path_of
 from agent.launch import plan_document
@@ -19,12 +20,16 @@ from probes.api import Snapshot
 
 Document = dict[str, Any]
 APIS = tuple(manifests.APIS)
+# Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
+NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
+DEVICES = ("nvidia.com/", *NICS)
 
 
 def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
     """The job that the options describe, with the recommendation inside. JobError names what is missing.
 
-    `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them.
+    `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them. With
+    given["dra"] the claim takes GPU and NIC, which the device plugins must then not be asked for as well.
     """
     if not given["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
@@ -44,12 +49,48 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[
         "limits": dict(_pair(word, "--resource") for word in given["resources"]),
     }
     named = tuple(optional["limits"])
+    if given["dra"]:
+        if twice := [word for word in named if word.startswith(DEVICES)]:
+            raise JobError(f"--resource {twice[0]}: with --dra the claim takes GPU and NIC; leave one of the two away")
+        kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
+        advice = replace(advice, needs=tuple(kept))
     wanted = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
     known = named if any(family(name, named) for name in wanted if name.endswith("/*")) else offered
-    return from_advice(
+    spec = from_advice(
         advice, name=name, namespace=given["namespace"], image=given["image"], nodes=given["nodes"] or 1,
         allocatable=known, config_map=f"{name}-config", command=(*COMMAND, *settings(advice, given)), **optional,
     )  # fmt: skip
+    if not given["dra"]:
+        return spec
+    return replace(spec, limits={name: n for name, n in spec.limits.items() if not name.startswith(DEVICES)})
+
+
+def against_dra(advice: Recommendation, given: Mapping[str, Any]) -> str:
+    """Why this job is better off with the device plugins, whatever the cluster can; empty: nothing speaks against."""
+    if advice.backend != "nccl" or advice.chosen is None:
+        return "the plan has no GPU"
+    if named := [word for word in given["resources"] if word.startswith(DEVICES)]:
+        return f"--resource {named[0]} asks for the devices by name"
+    if given["queue"]:
+        return "Kueue counts a queue's quota in the device plugins' resources"
+    if attached := [need.value for need in advice.needs if need.name == "network"]:
+        return f"the plan's environment is for {attached[0]}, which Multus attaches"
+    ranks = advice.chosen.layout.world_size // (given["nodes"] or 1)
+    for need in advice.needs:
+        name, _, count = need.value.partition(": ")
+        if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
+            return f"the plan's pods take {count} of {name}, the claim would one for each of {ranks} GPUs"
+    return ""
+
+
+def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> str:
+    """How the cluster can serve this job's claims. CannotError says why not, ApiError what could not be asked."""
+    spec = spec_of(advice, {**given, "dra": True})
+    nodes = None
+    if selector := ",".join(given["node_selector"]):
+        pages = client.pages(path_of("v1", "nodes"), {"labelSelector": selector})
+        nodes = {node["metadata"]["name"] for page, _ in pages for node in page}
+    return dra.able(client, spec, nodes)
 
 
 def documents(advice: Recommendation, spec: JobSpec, api: str, config: Path | None) -> tuple[Document, ...]:
@@ -126,6 +167,8 @@ def _said(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def unnamed(advice: Recommendation, given: Mapping[str, Any]) -> bool:
     """Whether the pods need a device whose name only the cluster, or the user, knows."""
+    if given["dra"]:
+        return False
     named = [word.partition("=")[0] for word in given["resources"]]
     wanted = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
     return any(name.endswith("/*") and not family(name, named) for name in wanted)

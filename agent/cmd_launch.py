@@ -45,7 +45,8 @@ cluster_options = (
     click.option("--agent", default=None, is_flag=False, flag_value=AGENT, metavar="[URL]",
                  help="Cluster: leave the job's record with the agent of rank 0's node too. URL: what deploy/daemonset "
                       "makes."),
-    click.option("--dra", is_flag=True, help="Cluster: GPU and NIC from one PCIe root, by DRA."),
+    click.option("--dra/--no-dra", default=None,
+                 help="Cluster: GPU and NIC from one PCIe root, by DRA. Default: where the cluster that is asked can."),
     click.option("--network", "with_network", is_flag=True,
                  help="Cluster: also print the operators' network resources for the probed interfaces."),
 )  # fmt: skip
@@ -109,6 +110,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 
     try:
         cluster_job.refuse_what_cannot_train(advice, given)
+        given = {**given, "dra": _dra(advice, given, asked=form is None)}
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
         documents = (*cluster_job.storage(given), *cluster_job.documents(advice, spec, given["api"], given["config"]))
         if given["with_network"]:
@@ -133,6 +135,26 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
             click.echo(line)
     except (JobError, AccessError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> bool:
+    """Whether GPU and NIC are to come by a claim; where nobody said, what the cluster can, and a line on stderr."""
+    from agent import cluster_job
+    from agent.dra import CannotError
+    from agent.kube import ApiError, Client
+    from agent.kube_access import AccessError, find
+
+    if given["dra"] is not None or not (asked or given["context"] or os.environ.get("KUBECONFIG")):
+        return bool(given["dra"])
+    why = cluster_job.against_dra(advice, given)
+    try:
+        able = "" if why else cluster_job.dra_able(Client(find(given["context"]), tries=2), advice, given)
+    except CannotError as error:
+        able, why = "", str(error)
+    except (AccessError, ApiError) as error:
+        able, why = "", f"unknown whether the cluster can: {error}"
+    click.echo(f"DRA: used: {able}; --no-dra leaves it" if able else f"DRA: not used: {why}", err=True)
+    return bool(able)
 
 
 def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:

@@ -32,6 +32,8 @@ KINDS = {
     "/apis/kubeflow.org/v1/pytorchjobs": "PyTorchJob",
     "/apis/batch/v1/jobs": "Job",
     "/apis/resource.k8s.io/v1/resourceclaimtemplates": "ResourceClaimTemplate",
+    "/apis/resource.k8s.io/v1/deviceclasses": "DeviceClass",
+    "/apis/resource.k8s.io/v1/resourceslices": "ResourceSlice",
     "/api/v1/configmaps": "ConfigMap",
     "/api/v1/services": "Service",
     "/api/v1/persistentvolumeclaims": "PersistentVolumeClaim",
@@ -62,6 +64,7 @@ class ApiServer:
         self.tokens = {"agent-token"}  # who may call the API at all
         self.reviewed: dict[str, Json] = {}  # token -> TokenReview status
         self.allowed: set[tuple[str, str, str]] = set()  # user, verb, path
+        self.forbidden: set[str] = set()  # collections that nobody may read
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
         self.requests: list[tuple[str, str]] = []
         self.watches = 0
@@ -211,7 +214,13 @@ class _Handler(BaseHTTPRequestHandler):
             allowed = (spec["user"], asked["verb"], asked["path"]) in self.api.allowed
             self._answer(201, {**body, "status": {"allowed": allowed}})
             return
+        if path.startswith("/apis/") and path.count("/") == 2:
+            self._group(path)
+            return
         collection, namespace, name, sub = self._split(path)
+        if collection in self.api.forbidden:
+            what = collection.rpartition("/")[2]
+            raise RefusedError(403, "Forbidden", f'{what} is forbidden: User "u" cannot list resource "{what}"')
         if self.command == "GET" and not name:
             (self._watch if query.get("watch") == "true" else self._list)(collection, namespace, query)
         elif self.command == "GET":
@@ -225,6 +234,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.api.delete(collection, namespace, name))
         else:
             raise RefusedError(405, "MethodNotAllowed", self.command)
+
+    def _group(self, path: str) -> None:
+        """The versions of an API group, as discovery tells them."""
+        versions = sorted({each.split("/")[3] for each in self.api.kinds if each.startswith(f"{path}/")})
+        if not versions:
+            raise RefusedError(404, "NotFound", "the server could not find the requested resource")
+        group = path.rpartition("/")[2]
+        told = [{"groupVersion": f"{group}/{version}", "version": version} for version in versions]
+        self._answer(200, {"kind": "APIGroup", "apiVersion": "v1", "name": group, "versions": told})
 
     def _split(self, path: str) -> tuple[str, str, str, str]:
         words = path.split("/")

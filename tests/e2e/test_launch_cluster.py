@@ -77,7 +77,7 @@ def test_the_verb_creates_what_the_dry_run_prints(kubeconfig: ApiServer) -> None
 def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
     """Exit code 1, and which object."""
     kubeconfig.faults = [(403, {})]
-    done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--name", "sft"])
+    done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--name", "sft", "--no-dra"])
     assert done.exit_code == 1
     assert "configmap/sft-config: the API server says 403" in done.output
 

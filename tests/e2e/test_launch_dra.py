@@ -1,0 +1,228 @@
+"""launch takes GPU and NIC from one PCIe root by DRA where the cluster can, and says on stderr why or why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ApiServer, write_kubeconfig
+from click.testing import CliRunner, Result
+from e2e_client import MACHINES
+
+from agent.cmd_launch import launch
+
+API = "/apis/resource.k8s.io/v1"
+ROOT = "resource.kubernetes.io/pcieRoot"
+H100 = MACHINES / "hgx-h100-8xH100-8hca.json"
+WORDS = [
+    "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--no-preflight",
+    "--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main", "--api", "job", "--name", "sft",
+]  # fmt: skip
+
+
+@pytest.fixture
+def cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """The stand-in, named by KUBECONFIG, with the classes of both drivers as their installations make them."""
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
+    whole = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"
+    for name, expression in (("gpu.nvidia.com", whole), ("dranet.net", 'device.driver == "dra.net"')):
+        selectors = [{"cel": {"expression": expression}}]
+        api.put(f"{API}/deviceclasses", "", {"metadata": {"name": name}, "spec": {"selectors": selectors}})
+    yield api
+
+
+def slice_of(
+    api: ApiServer, node: str, driver: str, roots: list[str], *, generation: int = 1, kind: str = "gpu"
+) -> None:
+    """A ResourceSlice with a device per root; an empty one has no such attribute."""
+    devices = []
+    for number, root in enumerate(roots):
+        told: dict[str, Any] = {ROOT: {"string": root}} if root else {}
+        told |= {"type": {"string": kind}} if driver == "gpu.nvidia.com" else {"dra.net/rdma": {"bool": True}}
+        devices.append({"name": f"d{number}", "attributes": told})
+    spec = {
+        "driver": driver, "nodeName": node, "devices": devices,
+        "pool": {"name": f"{node}-{driver}", "generation": generation, "resourceSliceCount": 1},
+    }  # fmt: skip
+    name = f"{node}-{driver}-{generation}-{kind}"
+    api.put(f"{API}/resourceslices", "", {"metadata": {"name": name}, "spec": spec})
+
+
+def node_of(api: ApiServer, name: str, gpus: list[str], nics: list[str]) -> None:
+    slice_of(api, name, "gpu.nvidia.com", gpus)
+    slice_of(api, name, "dra.net", nics)
+
+
+EIGHT = [f"pci0000:{number:02x}" for number in range(8)]
+
+
+def fly(*words: str, host: Path = H100) -> Result:
+    done = CliRunner().invoke(launch, ["--host", str(host), *WORDS, *words])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def limits(document: dict[str, Any]) -> dict[str, str]:
+    """What the job's pods ask of device plugins."""
+    found: dict[str, str] = document["spec"]["template"]["spec"]["containers"][0]["resources"].get("limits", {})
+    return found
+
+
+def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does(cluster: ApiServer) -> None:
+    """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
+    for node in ("a", "b"):
+        node_of(cluster, node, EIGHT, EIGHT[::-1])
+    done = fly()
+    assert done.stderr == ("DRA: used: 2 nodes have 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
+    (template,) = cluster.of_kind("ResourceClaimTemplate")
+    devices = template["spec"]["spec"]["devices"]
+    assert len(devices["requests"]) == 16
+    assert [each["matchAttribute"] for each in devices["constraints"]] == [ROOT] * 8
+    (job,) = cluster.of_kind("Job")
+    pod = job["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": "gpu-nic", "resourceClaimTemplateName": template["metadata"]["name"]}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpu-nic"}]
+    assert limits(job) == {}
+
+
+@pytest.mark.parametrize("words", [("--no-dra",), ("--resource", "nvidia.com/gpu=8"), ("--queue", "team")])
+def test_what_was_said_comes_before_what_the_cluster_can(cluster: ApiServer, words: tuple[str, ...]) -> None:
+    """--no-dra asks nothing and says nothing; a device by name and a queue are the device plugins'."""
+    for node in ("a", "b"):
+        node_of(cluster, node, EIGHT, EIGHT)
+    done = fly(*words)
+    assert bool(done.stderr) is (words != ("--no-dra",))
+    assert done.stderr.count("\n") <= 1
+    assert cluster.of_kind("ResourceClaimTemplate") == []
+    assert limits(cluster.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
+    assert not any("resource.k8s.io" in path for _, path in cluster.requests)
+
+
+def test_a_plan_of_more_nics_than_gpus_stays_with_the_device_plugins(cluster: ApiServer) -> None:
+    """A claim would leave three of four EFA devices of a p5 behind."""
+    done = CliRunner().invoke(launch, ["--machine", "p5.48xlarge", *WORDS, "--dry-run"])
+    told = "the plan's pods take 32 of vpc.amazonaws.com/efa, the claim would one for each of 8 GPUs"
+    assert done.stderr == f"DRA: not used: {told}\n"
+
+
+def bare(api: ApiServer) -> None:
+    for path in [path for path in api.kinds if "resource.k8s.io" in path]:
+        del api.kinds[path]
+    for key in [key for key in api.objects if key[0] not in api.kinds]:
+        del api.objects[key]
+
+
+def old(api: ApiServer) -> None:
+    bare(api)
+    api.kinds["/apis/resource.k8s.io/v1beta1/resourceslices"] = "ResourceSlice"
+
+
+def no_class(api: ApiServer) -> None:
+    api.delete(f"{API}/deviceclasses", "", "dranet.net")
+
+
+def no_attribute(api: ApiServer) -> None:
+    for node in ("a", "b"):
+        node_of(api, node, EIGHT, [""] * 8)
+
+
+def one_node(api: ApiServer) -> None:
+    node_of(api, "a", EIGHT, EIGHT)
+
+
+def elsewhere(api: ApiServer) -> None:
+    for node in ("a", "b"):
+        node_of(api, node, EIGHT, [f"{root}f" for root in EIGHT])
+
+
+def slices_of_gpus(api: ApiServer) -> None:
+    for node in ("a", "b"):
+        slice_of(api, node, "gpu.nvidia.com", EIGHT, kind="mig")
+        slice_of(api, node, "dra.net", EIGHT)
+
+
+def outdated(api: ApiServer) -> None:
+    """Of a pool only the newest generation counts: its GPUs have gone."""
+    for node in ("a", "b"):
+        node_of(api, node, EIGHT, EIGHT)
+        slice_of(api, node, "gpu.nvidia.com", EIGHT[:4], generation=2)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (bare, "the cluster serves no resource.k8s.io"),
+        (old, "resource.k8s.io v1beta1 is too old: v1 came with Kubernetes 1.34"),
+        (no_class, "there is no DeviceClass dranet.net"),
+        (no_attribute, f"no device of class dranet.net on these nodes has the attribute {ROOT}"),
+        (one_node, "the nodes have room for 1 of 2 pods of 8 GPUs each with a NIC under its PCIe root"),
+        (elsewhere, "the nodes have room for 0 of 2 pods"),
+        (slices_of_gpus, "no device of class gpu.nvidia.com on these nodes has the attribute"),
+        (outdated, "the nodes have room for 0 of 2 pods"),
+    ],
+)
+def test_where_the_cluster_cannot_the_device_plugins_are_asked(cluster: ApiServer, made: Any, told: str) -> None:
+    """One line says why; the job is made as ever."""
+    made(cluster)
+    done = fly()
+    assert done.stderr.startswith(f"DRA: not used: {told}")
+    assert done.stderr.count("\n") == 1
+    assert limits(cluster.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
+
+
+@pytest.mark.parametrize("what", ["deviceclasses", "resourceslices"])
+def test_what_may_not_be_read_is_unknown_and_not_used(cluster: ApiServer, what: str) -> None:
+    """403: in the server's words."""
+    for node in ("a", "b"):
+        node_of(cluster, node, EIGHT, EIGHT)
+    cluster.forbidden.add(f"{API}/{what}")
+    done = fly()
+    assert re.match(f"DRA: not used: unknown whether the cluster can: .*{what} is forbidden", done.stderr)
+    assert cluster.of_kind("ResourceClaimTemplate") == []
+
+
+def test_the_nodes_that_are_selected_are_those_that_count(cluster: ApiServer) -> None:
+    """Pages of one: the answer is of all of them."""
+    cluster.page = 1
+    for node in ("a", "b", "c"):
+        node_of(cluster, node, EIGHT, EIGHT)
+        if node != "c":
+            cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}})
+    assert "DRA: used: 2 nodes have" in fly("--node-selector", "pool=h100").stderr
+
+
+def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
+    cluster: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one DRA is off, unless it is asked for; then GPU and NIC are the claim's alone."""
+    for node in ("a", "b"):
+        node_of(cluster, node, EIGHT, EIGHT)
+    asked = fly("--dry-run")
+    assert "DRA: used" in asked.stderr and "ResourceClaimTemplate" in asked.stdout
+    monkeypatch.delenv("KUBECONFIG")
+    quiet = fly("--dry-run")
+    assert quiet.stderr == "" and "ResourceClaimTemplate" not in quiet.stdout
+    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", "--dra").stdout)}
+    assert "ResourceClaimTemplate" in forced and limits(forced["Job"]) == {}
+
+
+def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
+    """The plan names the interface that Multus makes; asked for, DRA takes the RDMA device all the same, once."""
+    roce = MACHINES / "r760xa-2xA40-bf3.json"
+    for node in ("a", "b"):
+        node_of(cluster, node, EIGHT, EIGHT)
+        status = {"allocatable": {"rdma/shared_eth": "1k"}}
+        cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}, "status": status})
+    done = fly("--dry-run", host=roce)
+    assert re.fullmatch(r"DRA: not used: the plan's environment is for \S+, which Multus attaches\n", done.stderr)
+    made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    assert limits(made["Job"])["rdma/shared_eth"] == "1"
+    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", "--dra", host=roce).stdout)}
+    assert limits(forced["Job"]) == {}
+    both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", "--dra", "--resource", "rdma/x=1"])
+    assert both.exit_code == 2
+    assert "--resource rdma/x: with --dra the claim takes GPU and NIC" in both.output
