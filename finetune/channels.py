@@ -80,9 +80,8 @@ def begin(folder: Path) -> None:
     os.environ.update(wanted)
 
 
-def log_path(environment: Mapping[str, str], host: str, pid: int) -> Path | None:
-    """This process's log, spelled as NCCL does: %h is the host name up to its first dot."""
-    named = environment.get("NCCL_DEBUG_FILE")
+def log_path(named: str | None, host: str, pid: int) -> Path | None:
+    """The log of NCCL_DEBUG_FILE, spelled as NCCL does: %h is the host name up to its first dot."""
     words = {"h": host.partition(".")[0], "p": str(pid), "%": "%"}
     return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
 

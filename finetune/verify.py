@@ -193,7 +193,7 @@ def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) 
     """
     hosts = len(set(_everyone(channels.own_host())))
     plan = channels.asked(environment, transport)
-    path = channels.log_path(os.environ, os.uname().nodename, os.getpid())
+    path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
     ranks = _everyone(channels.look(path, plan, hosts=hosts))
     wrong = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]
     return channels.record(ranks, plan, hosts=hosts), wrong

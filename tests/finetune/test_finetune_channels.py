@@ -223,7 +223,7 @@ def test_the_log_is_set_up_where_the_user_has_not(tmp_path):
 )
 def test_the_log_s_name_is_spelled_as_nccl_does(named, path):
     """NCCL src/debug.cc: the host up to its first dot, %% for a percent sign, what it does not know as it stands."""
-    found = channels.log_path({"NCCL_DEBUG_FILE": named}, "gpu-1.example.org", 42)
+    found = channels.log_path(named, "gpu-1.example.org", 42)
     assert found == (Path(path) if path else None)
 
 
