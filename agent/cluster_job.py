@@ -169,9 +169,22 @@ def unnamed(advice: Recommendation, given: Mapping[str, Any]) -> bool:
     """Whether the pods need a device whose name only the cluster, or the user, knows."""
     if given["dra"]:
         return False
-    named = [word.partition("=")[0] for word in given["resources"]]
-    wanted = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
-    return any(name.endswith("/*") and not family(name, named) for name in wanted)
+    named = _named_by_user(given)
+    return any(name.endswith("/*") and not family(name, named) for name in _devices(advice))
+
+
+def fixed(advice: Recommendation, given: Mapping[str, Any]) -> list[str]:
+    """NICs that the pods need and that go by one name on every cluster, as EFA's do."""
+    nics = [name for name in _devices(advice) if name.startswith(NICS) and not name.endswith("/*")]
+    return [] if given["dra"] else [name for name in nics if name not in _named_by_user(given)]
+
+
+def _named_by_user(given: Mapping[str, Any]) -> list[str]:
+    return [word.partition("=")[0] for word in given["resources"]]
+
+
+def _devices(advice: Recommendation) -> list[str]:
+    return [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
 
 
 def offered(client: Client, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from agent.cmd_preflight import with_model_options
 from agent.exits import EXIT_FAILED, EXIT_PASS
 from agent.hosts import host_option, root_option
 from agent.output import Progress, console, render
+from agent.units import count
 from planner.advice import Recommendation
 from planner.job import AGENT
 from probes.api import Snapshot
@@ -163,12 +164,22 @@ def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> t
     from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
 
-    if not cluster_job.unnamed(advice, given) or not (asked or given["context"] or os.environ.get("KUBECONFIG")):
+    unnamed, fixed = cluster_job.unnamed(advice, given), cluster_job.fixed(advice, given)
+    if not (unnamed or fixed) or not (asked or given["context"] or os.environ.get("KUBECONFIG")):
         return None
     try:
-        return cluster_job.offered(Client(find(given["context"])), given)
+        offered = cluster_job.offered(Client(find(given["context"])), given)
     except (AccessError, ApiError) as error:
-        raise click.ClickException(f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster") from None
+        if unnamed:
+            why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
+            raise click.ClickException(why) from None
+        click.echo(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
+        return None
+    for name in fixed:
+        if name not in offered:  # an autoscaler may yet bring such nodes
+            needed = f"{name} is needed on {count(given['nodes'] or 1, 'node')}"
+            click.echo(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
+    return offered
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:

@@ -251,6 +251,27 @@ def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str,
     assert limits("--resource", "rdma/mine=1").keys() == {"rdma/mine", "nvidia.com/gpu"}  # the user's word comes first
 
 
+def test_a_device_that_no_node_offers_is_warned_of(kubeconfig: ApiServer) -> None:
+    """EFA goes by one name everywhere, so the job is made all the same; an autoscaler may bring the nodes."""
+    efa = [str(MACHINES / "aws-p4d-8xA100-4efa.json") if word == str(H100) else word for word in WORDS]
+    words = [*efa, "--api", "job", "--dry-run", "--no-dra"]
+    warning = "vpc.amazonaws.com/efa is needed on 2 nodes, and fewer offer it"
+    for name, count in (("a", "4"), ("b", "0")):
+        status = {"allocatable": {"vpc.amazonaws.com/efa": count, "nvidia.com/gpu": "8"}}
+        kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
+        done = CliRunner().invoke(launch, words)
+        assert done.exit_code == 0 and warning in done.stderr
+    for more in ((), ("--resource", "vpc.amazonaws.com/efa=2")):
+        assert "vpc.amazonaws.com/efa" in CliRunner().invoke(launch, [*words, *more]).stdout
+    assert warning not in CliRunner().invoke(launch, [*words, "--resource", "vpc.amazonaws.com/efa=2"]).stderr
+    kubeconfig.put("/api/v1/nodes", "", {
+        "kind": "Node", "metadata": {"name": "c"}, "status": {"allocatable": {"vpc.amazonaws.com/efa": "4"}},
+    })  # fmt: skip
+    assert warning not in CliRunner().invoke(launch, words).stderr
+    nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
+    assert nobody.exit_code == 0 and warning not in nobody.stderr
+
+
 def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
     """None at all, or several; without a cluster, that none was asked."""
     words = [*ROCE, "--api", "job", "--dry-run"]
