@@ -98,6 +98,10 @@ def test_the_licences_and_the_sbom_are_of_the_agents_lock() -> None:
     import inventory
 
     assert inventory.table() == (ROOT / "docs/licences.md").read_text(encoding="utf-8"), "make sbom"
-    made = inventory.sbom()["components"]
+    bom = inventory.sbom()
+    made = bom["components"]
     assert len(made) > 20
+    named = [one["bom-ref"] for one in made]
+    assert len({*named, bom["metadata"]["component"]["bom-ref"]}) == len(named) + 1  # what its specification asks for
+    assert [one["dependsOn"] for one in bom["dependencies"]] == [named]
     assert all(one["purl"].startswith("pkg:pypi/") and one["properties"] for one in made)
