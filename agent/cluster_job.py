@@ -93,10 +93,12 @@ def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -
     return dra.able(client, spec, nodes)
 
 
-def documents(advice: Recommendation, spec: JobSpec, api: str, config: Path | None) -> tuple[Document, ...]:
-    """ConfigMap with configuration and plan, then the job of the API asked for."""
+def documents(
+    advice: Recommendation, spec: JobSpec, api: str, config: Path | None, found: Sequence[Snapshot] = ()
+) -> tuple[Document, ...]:
+    """ConfigMap with configuration and plan, then the job of the API asked for; `found` are the hosts it is for."""
     text = config.read_text(encoding="utf-8") if config else _config(advice, spec)
-    files = {"config.yaml": text, "plan.json": json.dumps(plan_document(advice), indent=1) + "\n"}
+    files = {"config.yaml": text, "plan.json": json.dumps(plan_document(advice, found), indent=1) + "\n"}
     return (manifests.config_map(spec, files), *manifests.APIS[api](spec))
 
 

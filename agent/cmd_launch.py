@@ -113,7 +113,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         cluster_job.refuse_what_cannot_train(advice, given)
         given = {**given, "dra": _dra(advice, given, asked=form is None)}
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
-        documents = (*cluster_job.storage(given), *cluster_job.documents(advice, spec, given["api"], given["config"]))
+        made = cluster_job.documents(advice, spec, given["api"], given["config"], found)
+        documents = (*cluster_job.storage(given), *made)
         if given["with_network"]:
             documents = (*cluster_job.network(found, spec.namespace), *documents)
     except (JobError, ExportError) as error:

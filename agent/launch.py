@@ -24,10 +24,12 @@ from typing import Any
 from agent.advise import RequestError, export
 from agent.benchmark import EMBEDDED_MODEL
 from agent.flight import FlightError, read
+from agent.launch_transport import transport
 from agent.report import document, write_atomic
 from collectives import processes, scratch
 from planner.advice import Recommendation
 from planner.models import hub_id
+from probes.api import Snapshot
 
 RUN_VARIABLE = processes.RUN_VARIABLE
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
@@ -67,8 +69,8 @@ class Launched:
         return f"{self.cut_short}: {told}" if self.cut_short else told
 
 
-def plan_document(advice: Recommendation) -> dict[str, object]:
-    """What plan.json holds: layout, forecast and environment of the chosen layout."""
+def plan_document(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, object]:
+    """What plan.json holds: layout, forecast and environment of the chosen layout; `found` are the hosts it is for."""
     if advice.chosen is None:
         raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
     forecast = advice.chosen.forecast
@@ -86,24 +88,9 @@ def plan_document(advice: Recommendation) -> dict[str, object]:
         }  # fmt: skip
         if train.method != "full":
             planned["job"] = {**planned["job"], "lora_r": train.lora_rank}  # type: ignore[dict-item]
-    if found := transport(advice):
-        planned["transport"] = found
+    if between := transport(advice, found):
+        planned["transport"] = between
     return planned
-
-
-def transport(advice: Recommendation) -> dict[str, str]:
-    """The network that NCCL is to take between hosts where it finds what the hosts were seen to have; empty: unknown.
-
-    Locked memory is needed for RDMA alone, the resource of EFA's name for EFA alone (planner/pod_needs.py).
-    """
-    resources = [need.value for need in advice.needs if need.name == "resource"]
-    pinned = any(need.name == "memlock" for need in advice.needs)
-    if advice.backend != "nccl" or not pinned:
-        return {}
-    seen = [s.reason.evidence for s in advice.settings if s.name == "NCCL_IB_HCA"]
-    seen += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
-    efa = any(value.startswith("vpc.amazonaws.com/efa: ") for value in resources)
-    return {"network": "AWS Libfabric" if efa else "IB", "evidence": next(filter(None, seen), "")}
 
 
 def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:

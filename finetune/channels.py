@@ -89,7 +89,8 @@ def log_path(named: str | None, host: str, pid: int) -> Path | None:
 def asked(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
     """From the plan's environment, and from its `transport` where that leaves the network to NCCL."""
     level = environment.get("NCCL_NET_GDR_LEVEL", "")
-    why = "gdrdma of the plan" if transport.get("gdrdma") else ""
+    planned = transport.get("gdrdma")  # why it is expected
+    why = f"gdrdma of the plan ({planned})" if planned else ""
     return replace(
         _between_hosts(environment, transport), interface=environment.get("NCCL_SOCKET_IFNAME", ""),
         gdrdma=why if level in ("", "0", "LOC") else f"NCCL_NET_GDR_LEVEL={level}",

@@ -15,20 +15,23 @@ MACHINES = Path(__file__).parents[1] / "machines"
 
 
 @pytest.mark.parametrize(
-    ("machine", "network", "evidence"),
+    ("machine", "network", "evidence", "gdrdma"),
     [
-        ("hgx-h100-8xH100-8hca", "IB", "mlx5_"),
-        ("r760xa-2xA40-bf3", "IB", "mlx5_1"),
-        ("aws-p4d-8xA100-4efa", "AWS Libfabric", "4 EFA devices"),
-        ("sick-h100-rdma-off", None, ""),
-        ("cpu-only-vm", None, ""),
+        ("hgx-h100-8xH100-8hca", "IB", "mlx5_", "each GPU is PIX from its NIC"),
+        ("r760xa-2xA40-bf3", "IB", "mlx5_1", None),  # one GPU reaches the NIC through the other socket
+        ("sick-h100-no-peermem", "IB", "mlx5_", None),
+        ("azure-nd-a100-flat-vm", "IB", "", None),  # a VM without a PCIe tree: how near they are is not known
+        ("aws-p4d-8xA100-4efa", "AWS Libfabric", "4 EFA devices", None),
+        ("sick-h100-rdma-off", None, "", None),
+        ("cpu-only-vm", None, "", None),
     ],
 )
-def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, network, evidence):
+def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, network, evidence, gdrdma):
     """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
     path = MACHINES / f"{machine}.json"
-    advice = answer(Request(hosts=(path,), model="Llama-3.1-8B", nodes=2), snapshots([path]))
-    document = plan_document(advice)
+    found = snapshots([path])
+    advice = answer(Request(hosts=(path,), model="Llama-3.1-8B", nodes=2), found)
+    document = plan_document(advice, found)
     (tmp_path / "plan.json").write_text(json.dumps(document))
     plan = read_plan(tmp_path / "plan.json")
     assert plan.transport.get("network") == network
@@ -36,3 +39,12 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     assert bool(plan.transport) is (network is not None)
     refused = channels.asked(plan.environment, plan.transport).refuses("Socket")
     assert refused is (network is not None)
+    assert (gdrdma is None) is (plan.transport.get("gdrdma") is None)
+    assert gdrdma is None or gdrdma in plan.transport["gdrdma"]
+    assert bool(channels.asked(plan.environment, plan.transport).gdrdma) is bool(plan.transport.get("gdrdma"))
+
+
+def test_a_machine_that_nobody_looked_at_promises_no_gpudirect():
+    """A catalogue's machine: whether its modules are loaded is not known."""
+    advice = answer(Request(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
+    assert "gdrdma" not in plan_document(advice).get("transport", {})
