@@ -46,7 +46,8 @@ def gdrdma(found: Sequence[Snapshot]) -> str:
     said = []
     for snapshot in found:
         gpus, node = snapshot.facts(GpuFacts), build(snapshot)
-        able = gpus is not None and not any(word in (gpu.name or "") for gpu in gpus.gpus for word in WITHOUT_GPUDIRECT)
+        names = [gpu.name for gpu in gpus.gpus] if gpus else [None]
+        able = all(name and not any(word in name for word in WITHOUT_GPUDIRECT) for name in names)
         if not able or len(node.nearest_nic) != len(node.gpus) or not node.nearest_nic:
             return ""
         for near in node.nearest_nic:
