@@ -136,7 +136,10 @@ def fly_ours(ranks: int, job: dict[str, object], folder: Path) -> dict[str, floa
     subprocess.run(["rm", "-rf", str(out)], check=True)
     launch(sys.executable, ranks, ["-m", "finetune.train", "--config", str(config)])
     flight = json.loads((out / "flight.json").read_text())
-    return summary(flight["step_seconds"][WARM_UP:], flight["measured"]["memory_bytes"], flight["loss"]["last"])
+    found = flight["measured"]
+    # Resident as TRL's is, with what the allocator keeps: memory_bytes is without.
+    memory = found["memory_bytes"] if found["memory_counts"] == "cuda" else found["rss_growth_bytes"]
+    return summary(flight["step_seconds"][WARM_UP:], memory, flight["loss"]["last"])
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from planner.specs import Method, ModelSpec, TrainSpec  # noqa: E402
 from topology.graph import ClusterTopology, NodeTopology  # noqa: E402
 
 SMALL_TOKENS = 51.0  # of a row of the embedded data set, on average
+SMALL_LONGEST = 52
 WIDE_TOKENS = 256
 SAVED = ("embed_tokens", "lm_head")  # what the embedded job trains beside its adapters
 
@@ -83,7 +84,7 @@ def forecast(case: Case, shape: ModelSpec, measured: tuple[Measurement, ...], ca
     layout = layout_of(case)
     tokens = SMALL_TOKENS if case.model == "small" else None
     train = TrainSpec(
-        method=case.method, lora_rank=8, sequence_length=128 if case.model == "small" else WIDE_TOKENS,
+        method=case.method, lora_rank=8, sequence_length=SMALL_LONGEST if case.model == "small" else WIDE_TOKENS,
         mean_tokens=tokens, saved_modules=SAVED if case.model == "small" else (), global_batch=layout.global_batch,
         precision="fp32",
     )  # fmt: skip
@@ -129,6 +130,15 @@ def fly(case: Case, said: Forecast, folder: Path, inputs: Path, steps: int) -> d
     return found
 
 
+def memory_row(case: Case, flight: dict[str, Any], said: Forecast) -> str:
+    """The fullest rank's peak beside its forecast, and what the process grew to with what the allocator keeps, MiB."""
+    low, mid, high = (f"{bound / 2**20:.0f}" for bound in dataclasses.astuple(said.memory_bytes)[:3])
+    took, grown = flight["measured"]["memory_bytes"], flight["measured"]["rss_growth_bytes"]
+    inside = "yes" if said.memory_bytes.low <= took <= said.memory_bytes.high else "no"
+    return (f"| {case.name} | {mid} ({low} to {high}) | {took / 2**20:.0f} | {took / said.memory_bytes.mid:.2f} | "
+            f"{inside} | {grown / 2**20:.0f} |")  # fmt: skip
+
+
 def parts_words(flight: dict[str, Any]) -> str:
     """ "compute 110 (98), all-gather 20 (15)": measured and forecast milliseconds."""
     return ", ".join(
@@ -153,6 +163,7 @@ def main() -> None:
               "wide": model_from_config(json.loads((inputs / "model" / "config.json").read_text()))}  # fmt: skip
     lines = ["| job | forecast, s | measured, s | ratio | inside | by part, ms measured (forecast) |",
              "|---|---|---:|---:|---|---|"]  # fmt: skip
+    memory = ["| job | forecast, MiB | measured | ratio | inside | resident |", "|---|---|---:|---:|---|---:|"]
     ratios = []
     for case in chosen:
         ranks = layout_of(case).world_size
@@ -167,11 +178,13 @@ def main() -> None:
         inside = "yes" if step.low <= took <= step.high else "no"
         lines.append(f"| {case.name} | {step.mid:.3g} ({step.low:.3g} to {step.high:.3g}) | {took:.3g} | "
                      f"{took / step.mid:.2f} | {inside} | {parts_words(flight)} |")  # fmt: skip
-        print(lines[-1], flush=True)
+        memory.append(memory_row(case, flight, said))
+        print(lines[-1], memory[-1], sep="\n", flush=True)
     logs = [math.log(r) for r in ratios]
     lines += ["", f"{len(logs)} jobs: mean of the ratios {math.exp(statistics.fmean(logs)):.2f}, standard deviation of "
               f"their logarithms {statistics.pstdev(logs):.2f}"]  # fmt: skip
     print(lines[-1])
+    lines += ["", *memory]
     if given.page:
         given.page.write_text("\n".join(lines) + "\n")
 

@@ -28,6 +28,12 @@ from planner.layout import Layout
 
 SCHEMA_VERSION = 1
 WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median
+# Memory is measured of these on a CPU: AdamW has its states after the first, DDP its last buckets in the third.
+MEMORY_STEPS = 3
+# Options of mallopt (glibc malloc.h), and two sizes for them: glibc's own threshold at the start, and the highest that
+# its adjusting reaches on 64 bits (DEFAULT_MMAP_THRESHOLD_MIN and _MAX, malloc.c).
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+EXACT_BYTES, FAST_BYTES = 128 << 10, 32 << 20
 MAX_STEPS = 4096  # steps whose times are kept
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets; longest name first. Absent: no MFU.
 PEAK = {
@@ -77,6 +83,23 @@ def forget_highest_rss() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def return_freed(threshold: int) -> None:
+    """From now on blocks of so many bytes leave the process when they are freed; no effect without glibc.
+
+    By itself glibc keeps what was freed, and its aligned allocations, which all tensors are, seldom fit into it
+    (sourceware.org bug 14581): a step that needs 350 MiB of tensors has grown the process by 650 (glibc 2.36), more
+    from step to step. With each tensor in a mapping of its own, resident memory is what the tensors need, as CUDA's
+    peak is of what was allocated, not of what the allocator holds. New pages cost time, so few steps run so.
+    """
+    chosen = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+    if any(name in os.environ for name in chosen):  # somebody has decided
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, threshold)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * threshold)
+
+
 class Recorder:
     """Collects the run; every rank has one, rank 0 writes."""
 
@@ -95,7 +118,7 @@ class Recorder:
             "forecast": dict(forecast), "notes": [], "communication": None, "parts": [],
         }  # fmt: skip
         self.flops: float | None = None
-        self.peak = 0  # of the steps, on a CPU
+        self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have told each other
         self._metrics: Any = None
         self._board: Any = None
@@ -123,11 +146,12 @@ class Recorder:
         self, seconds: float, loss: float, tokens: int, profiled: bool, found: Mapping[str, Any] | None = None
     ) -> None:
         """One optimizer step, already over; `found` is what the profiler says once it has ended."""
-        if profiled:  # the profiler's events take memory of their own
+        if profiled:
             self.profiled.add(len(self.seconds))
-            self.forget_peak()
-        elif self.device.type != "cuda":
+        if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
             self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
+            if len(self.seconds) == MEMORY_STEPS - 1:
+                return_freed(FAST_BYTES)
         self.profile(found)
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
@@ -140,9 +164,10 @@ class Recorder:
             self.document["communication"] = found["communication"]
             self.document["parts"] = parts.beside_forecast(found["parts"], self.forecast)
 
-    def forget_peak(self) -> None:
-        """What was done between two steps, a checkpoint say, takes memory that is not a step's."""
+    def watch_memory(self) -> None:
+        """The next steps' memory counts: what loading took is over."""
         if self.device.type != "cuda":
+            return_freed(EXACT_BYTES)
             forget_highest_rss()
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -155,8 +180,9 @@ class Recorder:
                     self._board.add_scalar(name, value, step)
 
     def median_seconds(self) -> float | None:
-        """The typical step, without warm-up and profiled steps."""
-        kept = [s for i, s in enumerate(self.seconds) if i >= WARM_UP and i not in self.profiled]
+        """The typical step, without warm-up, what memory was measured of, and profiled steps."""
+        first = WARM_UP if self.device.type == "cuda" else MEMORY_STEPS
+        kept = [s for i, s in enumerate(self.seconds) if i >= first and i not in self.profiled]
         return statistics.median(kept or self.seconds) if self.seconds else None
 
     def peak_memory(self) -> tuple[int, str]:
@@ -164,7 +190,7 @@ class Recorder:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device), "cuda"
         grown = self.peak or highest_rss_bytes() - self.baseline_rss
-        return max(0, grown), "rss of the steps above the process before the model was built"
+        return max(0, grown), f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
 
     def measured(self) -> dict[str, Any]:
         """The numbers that a forecast can be held against."""
@@ -175,9 +201,10 @@ class Recorder:
         peak = peak_flops(self.device)
         ranks = self.document["layout"]["asked"]["world_size"]
         mfu = rate * self.flops / (peak * ranks) if rate and self.flops and peak else None
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "step_seconds": typical, "tokens_per_second": rate, "mfu": mfu, "memory_bytes": memory,
-            "memory_counts": counts, "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "memory_counts": counts, "rss_peak_bytes": resident, "rss_growth_bytes": resident - self.baseline_rss,
         }  # fmt: skip
 
     def write(self, **members: Any) -> None:

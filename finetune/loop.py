@@ -151,7 +151,7 @@ class Trainer:
         """All steps that are left, and the last checkpoint."""
         config, place = self.config, self.resume()
         profiler = parts.Profiler(config.profile_steps, first=place.step + flight.WARM_UP + 1, layout=self.layout)
-        self.recorder.forget_peak()  # loading is over
+        self.recorder.watch_memory()
         with flight.progress(self.steps, place.step) as bar, contextlib.closing(profiler):
             while place.step < self.steps:
                 first = math.ceil(place.samples / self.loader.global_batch)

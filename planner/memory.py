@@ -26,7 +26,9 @@ class MemoryConstants:
     fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
     reserved_bytes: float = 1.3 * GIB  # cuBLAS workspaces, communication buffers of the framework
     context_bytes: float = 1.2 * GIB  # CUDA context, kernels, NCCL: outside the allocator
-    cpu_bytes: float = 0.2 * GIB  # thread pools, oneDNN and gloo buffers: resident growth over torch itself
+    # What the fine-tune job loads after torch on a CPU, counted with a model of no size; docs/measurements/flights.md.
+    cpu_bytes: float = 0.04 * GIB  # transformers' model code, tokenizer, rows
+    cpu_peft_bytes: float = 0.06 * GIB  # PEFT and what it imports
     safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow
 
 
@@ -58,18 +60,22 @@ class MemoryParts(NamedTuple):
 
 
 def activation_bytes_per_layer(
-    model: ModelSpec, train: TrainSpec, tokens: float, layout: Layout, stack: Stack
+    model: ModelSpec, train: TrainSpec, tokens: float, layout: Layout, stack: Stack, *, on_cpu: bool = False
 ) -> float:
     """Bytes one layer keeps for the backward pass, without recomputation; flash attention stores no scores.
 
     Counted in tensors: residual inputs and outputs of the norms (fp32 copies where not fused), q, k, v and the
-    attention's output, and the MLP's inner tensors.
+    attention's output, and the MLP's inner tensors. On a CPU all is fp32: twice the bytes, and no copies.
     """
     h, q = float(model.hidden), float(model.heads * model.head_dim)
     kv = float(model.kv_heads * model.head_dim)
     ffn = float(model.expert_ffn * model.experts_per_token if model.experts else model.ffn)
     fused = stack.fused or layout.compile
     hidden = 5.0 if fused else 9.0
+    if on_cpu and not fused:
+        # What transformers' Llama layer hands to torch.autograd.graph.saved_tensors_hooks: two residual sums, and of
+        # each norm its output and, where its weight trains, what that is multiplied with.
+        hidden = 6.0 if train.method == "full" else 4.0
     inner = (3.0 if fused else 4.0) if model.gated_mlp else (2.0 if fused else 3.0)
     if train.method == "lora":  # a frozen product keeps its input only where an adapter needs it
         inner -= 0.0 if "down_proj" in train.lora_targets else 1.0
@@ -78,7 +84,8 @@ def activation_bytes_per_layer(
     scores = 0.0
     if train.attention == "eager" or (stack.attention == "unfused" and layout.checkpointing != "selective"):
         scores = 5.0 * model.heads * train.sequence_length / layout.tp  # scores, softmax, dropout mask
-    return tokens * 2.0 * (hidden * h / split + (2.0 * q + 2.0 * kv + inner * ffn) / layout.tp) + tokens * scores
+    wide = 4.0 if on_cpu else 2.0
+    return tokens * wide * (hidden * h / split + (2.0 * q + 2.0 * kv + inner * ffn) / layout.tp) + tokens * scores
 
 
 def _state_bytes(train: TrainSpec, stack: Stack, *, on_cpu: bool) -> tuple[float, float, float]:
@@ -141,17 +148,18 @@ def memory_parts(
     if layout.offload == "all":
         in_weights, gradients = 0.0, 0.0
 
+    element = 4.0 if on_cpu else 2.0  # bytes of what is computed with
     gathered = copies = 0.0  # copies: autocast's, in half precision, of fp32 weights that no FSDP unit casts
     # The fine-tune job replicates beside TP and PP by FSDP units over one rank.
     one_rank_units = stack.name == "topoflight" and layout.dp_replicate > 1 and layout.tp * layout.pp > 1
     if (zero == 3 and by > 1) or one_rank_units:
-        wide = NF4_BYTES if train.method == "qlora" else 2.0  # frozen 4-bit weights travel as they are
-        unit = max(wide * layer, ends) / layout.tp
+        wide = NF4_BYTES if train.method == "qlora" else element  # frozen 4-bit weights travel as they are
+        unit = max(wide * layer, element * ends / 2.0) / layout.tp  # the ends are two units
         # This unit and the one prefetched; the unit's whole gradient and, in FSDP2, its copy in the order of the ranks
         # (in fp32 where gradients are reduced so).
         after = wide * layer / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
-        gathered = unit + after if layout.reshard_after_forward and not kept_whole else 2.0 * local
-        copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" else 1.0
+        gathered = unit + after if layout.reshard_after_forward and not kept_whole else element * local
+        copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" and not on_cpu else 1.0
         gathered += 0.0 if lora else (1.0 + copy) * unit
     elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
         copies = 2.0 * local
@@ -160,8 +168,8 @@ def memory_parts(
             # casts (measured on a CPU: 2.0 bytes per weight less than with the cache).
             copies = 2.0 * max(layer, float(count.head)) / layout.tp
 
-    per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack)
-    boundary = 2.0 * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack, on_cpu=on_cpu)
+    boundary = element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     if layout.checkpointing == "selective" and stack.states not in ("megatron", "deepspeed"):
         per_layer = (per_layer + boundary) / 2.0
     flights = 1.0
@@ -187,6 +195,8 @@ def memory_parts(
         activations = last - logits
     # Gradients appear as the backward pass frees activations, unless a buffer holds them throughout.
     persistent = lora or stack.states in ("megatron", "deepspeed") or layout.gradient_accumulation > 1 or zero in (1, 2)
+    # So do DDP's (torch Reducer, gradient_as_bucket_view). Counted in flights on a CPU only.
+    persistent |= on_cpu and zero == 0 and layout.data_parallel > 1 and not one_rank_units
     head = min(gradients, g * model.vocab * model.hidden / layout.tp / of_gradients)  # the first of them, and largest
     if train.optimizer_in_backward:
         gradients = head
@@ -200,6 +210,7 @@ def memory_parts(
     if in_weights + whole + gathered > held:  # the peak is the load, before the first step
         in_weights, gradients, optimizer, activations, logits = in_weights + whole, 0.0, 0.0, 0.0, 0.0
         held = in_weights + gathered
+    loaded = constants.cpu_bytes + (constants.cpu_peft_bytes if lora else 0.0)
     return MemoryParts(
         weights=in_weights,
         gradients=gradients,
@@ -207,7 +218,8 @@ def memory_parts(
         gathered=gathered,
         activations=activations,
         logits=logits,
-        fragmentation=held * (constants.fragmentation - 1.0),
+        # CUDA's caching allocator; on a CPU the flight counts what is allocated (finetune/flight.py, return_freed)
+        fragmentation=0.0 if on_cpu else held * (constants.fragmentation - 1.0),
         reserved=0.0 if on_cpu else constants.reserved_bytes + stack.bucket_bytes,
-        context=constants.cpu_bytes if on_cpu else constants.context_bytes,
+        context=loaded if on_cpu else constants.context_bytes,
     )

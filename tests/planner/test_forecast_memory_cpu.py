@@ -1,0 +1,118 @@
+"""Memory on a CPU: what a layer keeps as torch counts it, and real flights inside their forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.layout import Layout
+from planner.memory import activation_bytes_per_layer, memory_parts
+from planner.models import model_from_config, model_named
+from planner.recommend import forecast_layout, plan
+from planner.specs import Method, TrainSpec
+from planner.stacks import TOPOFLIGHT
+from planner.weights import weights
+from topology.graph import ClusterTopology, NodeTopology
+
+ROOT = Path(__file__).resolve().parents[2]
+# Five times the embedded model.
+SHAPE = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 512,
+}  # fmt: skip
+ROW_TOKENS = 52  # the longest row of the embedded data set
+MICRO_BATCH = 16
+
+
+def kept_bytes(layers: int, method: Method) -> int:
+    """Bytes that autograd keeps of a forward pass beside the weights; each storage once."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    given = {name: value for name, value in SHAPE.items() if name != "model_type"}
+    config = transformers.LlamaConfig(**{**given, "num_hidden_layers": layers, "use_cache": False})
+    net = transformers.LlamaForCausalLM(config)
+    if method == "lora":
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        net = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=list(TrainSpec().lora_targets)))
+    held = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    kept: dict[int, int] = {}
+
+    def see(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros((MICRO_BATCH, ROW_TOKENS), dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        graph = net(input_ids=tokens).logits.sum()
+    assert graph.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
+    """Two more layers of transformers' Llama keep twice what is forecast for one."""
+    counted = (kept_bytes(3, method) - kept_bytes(1, method)) / 2
+    train = TrainSpec(method=method, sequence_length=ROW_TOKENS, lora_rank=8, precision="fp32")
+    shape = model_from_config({**SHAPE})
+    layout = Layout(world_size=1, micro_batch=MICRO_BATCH, precision="fp32")
+    said = activation_bytes_per_layer(shape, train, MICRO_BATCH * ROW_TOKENS, layout, TOPOFLIGHT, on_cpu=True)
+    assert said == pytest.approx(counted, rel=0.05)
+
+
+def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:
+    """What FSDP gathers doubles; a GPU's forecast does not know of it."""
+    shape, train = model_named("Llama-3.1-8B"), TrainSpec(sequence_length=512, precision="fp32")
+    layout = Layout(world_size=2, dp_shard=2, precision="fp32")
+    gpu, cpu = (memory_parts(shape, train, layout, TOPOFLIGHT, on_cpu=on_cpu) for on_cpu in (False, True))
+    assert cpu.gathered == pytest.approx(2.0 * gpu.gathered)
+    assert (cpu.weights, cpu.fragmentation, cpu.reserved) == (gpu.weights, 0.0, 0.0)
+    whole = memory_parts(shape, dataclasses.replace(train, method="full"), layout, TOPOFLIGHT, on_cpu=True)
+    assert whole.context < cpu.context  # PEFT is not loaded
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("method", "degrees"),
+    [("lora", {"world_size": 1}), ("full", {"world_size": 2, "dp_shard": 2}),
+     ("full", {"world_size": 2, "dp_replicate": 2, "sharding": "ddp"})],
+    ids=["LoRA, one rank", "full, FSDP", "full, DDP"],
+)  # fmt: skip
+def test_a_flight_of_a_larger_model_needs_what_was_forecast(
+    tmp_path: Path, method: Method, degrees: dict[str, Any]
+) -> None:
+    """The peak of the fullest rank lies inside the interval; the model is not the one the constants were counted on."""
+    shape = model_from_config({**SHAPE})
+    assert weights(shape).total > 5 * weights(model_named("tiny-llama")).total
+    layout = Layout(micro_batch=MICRO_BATCH, precision="fp32", **degrees)
+    train = TrainSpec(
+        method=method, sequence_length=ROW_TOKENS, lora_rank=8, global_batch=layout.global_batch, precision="fp32"
+    )
+    host = NodeTopology(hostname="here", gpus=(), nics=(), pairs=(), cpu_count=os.cpu_count())
+    planned = plan(ClusterTopology(nodes=(host,)), (), shape, train, ranks_per_node=layout.world_size)
+    said = forecast_layout(planned, layout).forecast
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"]}))
+    document = {"layout": dataclasses.asdict(layout), "environment": {}, "forecast": dataclasses.asdict(said)}
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    settings = [
+        f"model_name_or_path=random:{tmp_path / 'model'}", f"output_dir={tmp_path / 'out'}", "max_steps=2",
+        "dataset_rows=64", "profile_steps=0", "eval_strategy=no", "save_strategy=no", "lora_r=8",
+        "lora_modules_to_save=[]", f"use_peft={'true' if method == 'lora' else 'false'}",
+    ]  # fmt: skip
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.world_size}",
+            "-m", "finetune.train", "--plan", str(tmp_path / "plan.json"), *settings]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = json.loads((tmp_path / "out" / "flight.json").read_text())["measured"]
+    assert said.memory_bytes.low < measured["memory_bytes"] < said.memory_bytes.high
