@@ -36,12 +36,17 @@ from real_cluster import (
     token,
     within,
 )
+from starlette.testclient import TestClient
 
 from agent.doors import AUDIENCE, Doors
 from agent.kube import ApiError, Client, path_of
 from agent.nodes import API_VERSION, PLURAL, NodeRecord, from_resource
 from agent.problem import ProblemError
 from agent.publish import NFD_VERSION, Publisher
+from agent.server import create
+from agent.state import State
+from probes.recording import load
+from probes.scan import scan
 
 pytestmark = real()
 AGENT, ADMISSION, OTHER = f"{RUN}:topoflight", f"{RUN}:topoflight-admission", f"{RUN}:nobody"
@@ -262,6 +267,33 @@ def test_a_token_is_refused_then_granted(agent_client: Client, caller: str) -> N
         return False
 
     eventually(gone, "the token of a deleted account is refused")
+
+
+def test_the_shipped_role_lets_a_job_leave_its_record_and_open_nothing_else(
+    cluster: list[Document], agent_client: Client, caller: str, tmp_path: Path
+) -> None:
+    """The token is the one that a projected volume holds; the agent names its account beside the record."""
+    role = next(d["metadata"]["name"] for d in cluster if d["metadata"]["name"].startswith("topoflight-flights"))
+    kubectl("create", "clusterrolebinding", f"{RUN}-load", f"--clusterrole={role}", f"--serviceaccount={RUN}:{caller}")
+    bearer = {"Authorization": f"Bearer {token(caller, RUN, audience=AUDIENCE)}"}
+
+    def granted() -> bool:
+        try:
+            return bool(Doors(client=agent_client).check(bearer["Authorization"], path="/flights", verb="post"))
+        except ProblemError:
+            return False
+
+    eventually(granted, "the binding takes effect")
+    (tmp_path / "state").mkdir()
+    snapshot = scan(load(next(MACHINES.glob("hgx-h100*.json"))))
+    state = State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path / "state")
+    state.refresh()
+    http = TestClient(create(state, doors=Doors(client=agent_client)))
+    record = {"schema_version": 1, "status": "complete", "host": "sft-0", "started_at": "2026-11-01T10:00:00Z"}
+    assert http.post("/flights", headers=bearer, json=record).status_code == 201
+    assert http.get("/flights").json() == [{**record, "posted_by": f"system:serviceaccount:{RUN}:{caller}"}]
+    for door in ("/preflight", "/benchmarks"):
+        assert http.post(door, headers=bearer).status_code == 403
 
 
 def free_port() -> int:
