@@ -157,11 +157,11 @@ def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> No
     assert openmetrics.text.endswith("# EOF\n")
 
 
-def test_whatever_makes_load_is_closed_unless_somebody_judges_tokens(client: TestClient) -> None:
+def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: TestClient) -> None:
     """Every door but reading answers 403, with or without a token, and says how to open it."""
     paths = client.get("/openapi.json").json()["paths"]
     doors = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
-    assert doors == {("post", "/preflight"), ("post", "/benchmarks")}
+    assert doors == {("post", "/preflight"), ("post", "/benchmarks"), ("post", "/flights")}
     for method, path in doors:
         for headers in ({}, {"Authorization": "Bearer anything"}):
             response = client.request(method, path, headers=headers)
