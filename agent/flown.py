@@ -76,11 +76,13 @@ def _logged(record: Mapping[str, Any]) -> list[str]:
 
 
 def _interface(record: Mapping[str, Any], networks: str) -> str:
-    """Those that gloo's connections were seen to take; what the environment asked for only where none was seen.
-
-    NCCL's channel lines name no interface: of NET/Socket it is always what was asked for.
-    """
-    seen = [] if networks else [found[1] for name in _logged(record) if (found := _GLOO.match(name))]
+    """Those that gloo's or NCCL's TCP was seen to take; what the environment asked for only where none was seen."""
+    if networks:
+        nccl = record.get("nccl")
+        named = nccl.get("interfaces") if isinstance(nccl, Mapping) else None
+        seen = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    else:
+        seen = [found[1] for name in _logged(record) if (found := _GLOO.match(name))]
     if seen:
         return ", ".join(sorted(set(seen)))[:64]
     given = record.get("environment")

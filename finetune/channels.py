@@ -58,6 +58,7 @@ class Seen(NamedTuple):
     channels: dict[str, int]  # "NET/IB/0/GDRDMA", "P2P/CUMEM": channel lines
     log: str  # its path; empty: there is none
     unknown: str  # why nothing is known of this rank's channels
+    interface: str = ""  # that its TCP goes over, as NCCL names it
 
 
 def settings(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -117,7 +118,8 @@ def look(path: Path | None, plan: Asked, *, hosts: int) -> Seen:
     with path.open("rb") as file:
         found = evidence.read_files([io.BytesIO(file.read(MAX_LOG_BYTES))])
     unknown = "" if found.transports else f"{path} names no channel"
-    return Seen(tuple(differences(found, plan, path, hosts=hosts)), channels(found), str(path), unknown)
+    return Seen(tuple(differences(found, plan, path, hosts=hosts)), channels(found), str(path), unknown,
+                found.socket_interface or "")  # fmt: skip
 
 
 def differences(found: Evidence, plan: Asked, path: Path, *, hosts: int) -> list[str]:
@@ -184,6 +186,7 @@ def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> dict[str, Any]:
     return {
         "verdict": verdict, "planned": "; ".join(word for word in (plan.why, plan.gdrdma) if word) or None,
         "hosts": hosts, "channels": dict(sorted(counts.items())), "unknown": unknown[:8],
+        "interfaces": sorted({seen.interface for seen in ranks if seen.interface})[:8],
         "ranks_unknown": len(unknown), "log": ranks[0].log or None,
     }  # fmt: skip
 

@@ -257,6 +257,13 @@ def test_flights_are_compared_by_the_network_they_logged() -> None:
     assert side_by_side(found[1:3]) == ""
 
 
+def test_the_interface_that_nccl_names_goes_before_the_one_that_was_asked_for() -> None:
+    """By its own log; a record that holds none of it, or nonsense, has what was asked for."""
+    asked = record(["NET/Socket/0"], 1.0, NCCL_SOCKET_IFNAME="net1")
+    seen = [flights([{**asked, "nccl": {"interfaces": found}}])[0].transport for found in (["eth0"], [], None, [7])]
+    assert seen == ["TCP over eth0 (NET/Socket)", *["TCP over net1 (NET/Socket)"] * 3]
+
+
 def test_one_job_over_three_networks_is_three_bars_in_html_and_in_markdown() -> None:
     """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
     found = flights(

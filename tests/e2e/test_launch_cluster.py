@@ -200,7 +200,7 @@ def test_a_job_that_could_not_train_is_refused(left_out: str, more: list[str], t
 
 def test_without_a_gate_a_line_says_so() -> None:
     """On stderr, so that what is printed stays YAML; not where the gate is there or not wanted."""
-    words = [*WORDS, "--api", "job", "--dry-run"]
+    words = [*WORDS, "--api", "job", "--dry-run", "--no-dra"]
     assert "warning: no gate" in CliRunner().invoke(launch, words).stderr
     for more in (["--no-preflight"], ["--preflight-image", "registry.example/topoflight:1"]):
         assert CliRunner().invoke(launch, [*words, *more]).stderr == ""

@@ -135,7 +135,10 @@ def test_sockets_take_the_interface_of_the_plan(tmp_path, named, stops):
     """By NCCL's own rules of NCCL_SOCKET_IFNAME, also on one host."""
     path = tmp_path / "log"
     path.write_text(log("Bootstrap : Using eth1:10.0.0.1<0>", "NET/Socket : Using [0]eth1:10.0.0.1<0>", *LOCAL))
-    wrong = differs(path, {"NCCL_SOCKET_IFNAME": named}, hosts=1)
+    plan = asked({"NCCL_SOCKET_IFNAME": named}, {})
+    seen = look(path, plan, hosts=1)
+    wrong = seen.wrong
+    assert record([seen], plan, hosts=1)["interfaces"] == ["eth1"]
     assert len(wrong) == stops
     if stops:
         assert wrong[0].startswith(f"NCCL_SOCKET_IFNAME={named}: NCCL takes eth1 ({path}:2: ")
