@@ -1,13 +1,17 @@
-"""Started by torchrun: runs a list of layouts one after the other and compares each with one process alone.
+"""Ranks that run a list of layouts one after the other and compare each with one process alone.
 
-Prints one line of JSON per case: name, losses, the largest relative difference of losses and of gradients.
+`equivalence_ranks.py CASES RANKS`: forked from one process, so that what takes longest, importing torch and
+transformers, is done once. Prints one line of JSON per case: name, losses, the largest relative difference of losses
+and of gradients.
 """
 
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -56,11 +60,16 @@ def mesh_of(*degrees):
     return build_mesh(layout, torch.device("cpu"))
 
 
-def run(case, layout, mesh):
-    """Losses, clipped norms, the full gradients of the first step; where asked, the collectives of a step."""
+def run(case, layout, mesh, stored=None):
+    """Losses, clipped norms, the full gradients of the first step; where asked, the collectives of a step.
+
+    `stored`: the precision that the weights are made for, where another computes with the same weights.
+    """
     config = config_for(case)
     examples = examples_of(case["packing"])
-    model = build_model(config, layout.precision)
+    model = build_model(config, stored or layout.precision)
+    if stored not in (None, layout.precision):
+        model.float()
     randomise_lora_b(model)
     engine = Engine(model, layout, torch.device("cpu"), mesh)
     got = observe(engine) if mesh else None
@@ -96,6 +105,14 @@ def run(case, layout, mesh):
     return losses[:STEPS], norms[:STEPS], grads, missing, got, collectives
 
 
+def save_base(folder):
+    """The micro Llama in a folder, of whole 64-weight blocks: random weights have nothing to quantise."""
+    if dist.get_rank() == 0:
+        build_model(config_for({"method": "full", "packing": False}), "fp32").save_pretrained(folder)
+    dist.barrier()
+    return str(folder)
+
+
 def randomise_lora_b(model):
     """LoRA starts with B = 0, where A has no gradient to compare: give B values, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
@@ -109,32 +126,77 @@ def shape_of(layout):
     return layout.family.replace("ZeRO-2", "HSDP" if layout.dp_replicate > 1 else "FSDP")
 
 
-def main(path):
-    """Run the cases of a file."""
+def layout_of(case, world):
+    """What a case asks for; fp32 where it says nothing."""
+    return Layout(world_size=world, **{"precision": "fp32", **case["layout"]})
+
+
+def furthest(grads, others):
+    """The largest relative difference of a gradient, tensor by tensor."""
+    return max((float((grads[n] - others[n]).norm() / others[n].norm().clamp_min(1e-8)) for n in grads), default=0.0)
+
+
+def alone(case, precision, stored):
+    """What rank 0 computes by itself, told to all; the others leave it the cores."""
+    layout = Layout(world_size=1, precision=precision, micro_batch=SEQUENCES, sharding="ddp")
+    told = [run(case, layout, None, stored)[:3] if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    return told[0]
+
+
+def fork(path, world):
+    """Start the ranks; where one fails the others are ended. Returns the exit code."""
     torch.set_num_threads(1)
+    build_model(config_for({"method": "lora", "packing": False}), "fp32")  # imports the rest; starts no thread
+    ranks = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                main(path, rank, world)
+                code = 0
+            except BaseException:  # noqa: BLE001  a child must end here, whatever it was
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # gloo threads of the many meshes may still be leaving; nothing is left to save
+        ranks.append(pid)
+    failed = False
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status and not failed:
+            failed = True
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)
+
+
+def main(path, rank, world):
+    """Run the cases of a file."""
     cases = json.loads(Path(path).read_text())
-    dist.init_process_group("gloo")
-    world = dist.get_world_size()
+    dist.init_process_group("gloo", init_method=f"file://{path}.{world}", rank=rank, world_size=world)
+    if any(case["method"] == "qlora" for case in cases):
+        base = save_base(Path(path).parent / "base")
+        cases = [{**case, "model": base} if case["method"] == "qlora" else case for case in cases]
     references = {}
     for case in cases:
         began = time.monotonic()
-        layout = Layout(world_size=world, precision="fp32", **case["layout"])
-        key = (case["method"], case["packing"], bool(case.get("save_head")), case.get("model"))
-        if key not in references:
-            alone = Layout(world_size=1, precision="fp32", micro_batch=SEQUENCES, sharding="ddp")
-            told = [run(case, alone, None)[:3] if dist.get_rank() == 0 else None]  # the others leave it the cores
-            dist.broadcast_object_list(told)
-            references[key] = told[0]
-        ref_losses, ref_norms, ref_grads = references[key]
+        layout = layout_of(case, world)
+        of = (case["method"], case["packing"], bool(case.get("save_head")), case.get("model"), layout.precision)
+        for precision in dict.fromkeys((layout.precision, "fp32")):
+            if (*of, precision) not in references:
+                references[*of, precision] = alone(case, precision, layout.precision)
+        ref_losses, ref_norms, ref_grads = references[*of, layout.precision]
+        exact_losses, _, exact_grads = references[*of, "fp32"]  # the same weights, computed in fp32
         assert layout.global_batch == SEQUENCES, (case, layout.global_batch)
         mesh = mesh_of(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
         losses, norms, grads, missing, got, collectives = run(case, layout, mesh)
         # What runs is what was asked, and is not taken for any other layout of the list.
-        others = [Layout(world_size=world, precision="fp32", **c["layout"]) for c in cases]
+        others = [layout_of(c, world) for c in cases]
         confused = [o.family for o in others if shape_of(o) != shape_of(layout) and not compare(o, got, {})]
-        worst = max(
-            (float((grads[n] - ref_grads[n]).norm() / ref_grads[n].norm().clamp_min(1e-8)) for n in grads), default=0.0
-        )
+        worst = furthest(grads, ref_grads), furthest(grads, exact_grads)
         graphs = counters["stats"]["unique_graphs"]
         torch._dynamo.reset()  # ten compilations of one function, and it is run as it stands
         names = [None] * world
@@ -144,17 +206,16 @@ def main(path):
             print("CASE " + json.dumps({
                 "name": case["name"], "family": layout.family, "losses": losses, "reference": ref_losses,
                 "norms": norms, "reference_norms": ref_norms,
-                "gradient_difference": max(w for _, w, *_ in names), "all_gradients": seen == sorted(ref_grads),
+                "gradient_difference": max(w[0] for _, w, *_ in names), "all_gradients": seen == sorted(ref_grads),
+                "exact": exact_losses, "exact_difference": max(w[1] for _, w, *_ in names),
+                "rounding": furthest(ref_grads, exact_grads),
                 "missing": sorted({m for _, _, one, _ in names for m in one}),
                 "mismatches": [m for *_, one in names for m in one], "confused_with": confused,
                 "collectives": collectives, "graphs": graphs, "seconds": round(time.monotonic() - began, 2),
             }), flush=True)  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
-    # gloo threads of the many meshes may still be leaving; nothing is left to save
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(fork(sys.argv[1], int(sys.argv[2])))

@@ -7,7 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from test_finetune_equivalence import EIGHT, FOUR, TWO
+from test_finetune_equivalence import EIGHT, FOUR, SIXTEEN, TWO
 
 from finetune.plan import refusals
 from planner import machines
@@ -21,10 +21,7 @@ MODELS = {
     **{name: model_named(name) for name in ("Llama-3.1-8B", "Llama-3.1-70B", "tiny-llama")},
     "Mistral with a window": replace(model_named("Mistral-7B"), sliding_window=4096),
 }
-JOBS = [("lora", False), ("lora", True), ("full", False), ("full", True)]
-# Three ways of cutting over replicas of shards take 16 processes at least: what it adds to each other family is tested
-# without the replicas, and the replicas without TP or without PP.
-TOO_LARGE, INSTEAD = "PP x TP x HSDP", "PP x TP x FSDP"
+JOBS = [(method, packing) for method in ("lora", "qlora", "full") for packing in (False, True)]
 
 
 @cache
@@ -45,9 +42,10 @@ def test_recommended_layouts_are_accepted(machine, nodes, name, method, packing)
     shape = SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
+        quantization_config={} if method == "qlora" else None,
     )  # fmt: skip
     for layout in best(machine, nodes, name, method, packing):
-        assert refusals(layout, shape, lora=method == "lora", packing=packing) == []
+        assert refusals(layout, shape, lora=method != "full", packing=packing) == []
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,6 @@ def combinations(layout, method, packing):
     """The family, whatever its degrees, with the schedule and method, and with each single option."""
     replicas = "HSDP" if layout.dp_replicate > 1 else "FSDP"
     family = re.sub(r"(?<=[TP]P)\d+", "", layout.family).replace("ZeRO-2", replicas)
-    family = INSTEAD if family == TOO_LARGE else family
     keeps = layout.dp_shard > 1 and not (layout.reshard_after_forward and layout.sharding == "zero3")
     yield family, method, layout.schedule if layout.pp > 1 else ""
     for name in ("checkpointing", "offload", "sequence_parallel", "fused_cross_entropy", "compile"):
@@ -89,7 +86,7 @@ def test_recommended_combinations_are_among_those_compared_with_one_process():
     """Each family with each schedule, method and option that the search comes up with is in the equivalence lists."""
     compared = {
         one
-        for world, cases in ((2, TWO), (4, FOUR), (8, EIGHT))
+        for world, cases in ((2, TWO), (4, FOUR), (8, EIGHT), (16, SIXTEEN))
         for case in cases
         for one in combinations(Layout(world_size=world, **case["layout"]), case["method"], case["packing"])
     }

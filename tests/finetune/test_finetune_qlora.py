@@ -1,4 +1,4 @@
-"""QLoRA on the CPU: 4-bit base weights, alone and over ranks; adapters that load; what is refused."""
+"""QLoRA on the CPU: 4-bit base weights; adapters that load; what is refused. Ranks: test_finetune_equivalence."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from test_finetune_equivalence import ROOT, case, hold, run_ranks
+from test_finetune_equivalence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 from finetune import train
@@ -19,14 +19,6 @@ from finetune.plan import refusals
 from planner.layout import Layout
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-LAYOUTS = {
-    "DDP": {"dp_replicate": 2, "sharding": "ddp", "micro_batch": 8},
-    "FSDP": {"dp_shard": 2, "micro_batch": 8},
-    "FSDP accumulating, checkpointing": {
-        "dp_shard": 2, "micro_batch": 4, "gradient_accumulation": 2, "checkpointing": "full"
-    },
-    "PP": {"pp": 2, "micro_batch": 8, "gradient_accumulation": 2},
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,19 +41,6 @@ def base(tmp_path_factory):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def two(base, tmp_path_factory):
-    """The results of two ranks."""
-    cases = [{**case(name, "qlora", **at), "model": str(base)} for name, at in LAYOUTS.items()]
-    return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_with_4_bit_weights_compute_what_one_process_computes(two, name):
-    """Losses, norms and the adapters' gradients; sharded 4-bit weights are gathered as they were."""
-    hold(two, name)
 
 
 def test_base_weights_are_4_bit_and_only_adapters_train(base):
