@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -65,6 +65,10 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
     """One chunk under the layout: TP, activation checkpointing, compile, then FSDP2/HSDP or DDP."""
     if mesh is not None and layout.tp > 1:
         apply_tp(chunk, mesh["tp"], layout.sequence_parallel)
+        if device.type == "cpu":  # what stays whole are views of the mapped file, and one keeps all of it resident
+            for whole in chunk.parameters():
+                if not isinstance(whole, DTensor):
+                    whole.data = whole.data.clone()
     if layout.checkpointing != "none":
         for layer in chunk.layers:
             layer.forward = _checkpointed(layer.forward, layout.checkpointing)
