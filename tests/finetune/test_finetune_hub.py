@@ -104,6 +104,9 @@ def hub(tmp_path_factory):
     made.add("models", "mistral/tiny", model_at(folder / "mistral", MistralConfig, sliding_window=16))
     made.add("models", "qwen/tiny-2", model_at(folder / "qwen2", Qwen2Config))
     made.add("models", "qwen/tiny-3", model_at(folder / "qwen3", Qwen3Config, head_dim=8))
+    moving = {"v1": model_at(folder / "moving", Qwen2Config)}
+    moving["v2"] = model_at(folder / "moved", Qwen2Config, rms_norm_eps=1e-5)
+    made.add("models", "own/moving", moving["v1"], branches=moving)
     (folder / "gpt2").mkdir()
     GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=259).save_pretrained(folder / "gpt2")
     tokenizer_of(folder / "gpt2")
@@ -199,6 +202,7 @@ GOOD = {
     "pairs": ({"model_name_or_path": "qwen/tiny-3", "dataset_name": "own/shapes", "dataset_config": "pairs",
                "tokenizer_name": "mistral/tiny"}, {}),
     "converted": ({"model_name_or_path": "qwen/tiny-3", "dataset_name": "own/csv"}, {}),
+    "moving": ({"model_name_or_path": "own/moving", "dataset_name": "own/talks"}, {}),
 }  # fmt: skip
 QWEN = {"model_name_or_path": "qwen/tiny-2"}
 BAD = {
@@ -317,6 +321,26 @@ def test_two_ranks_take_the_commit_that_the_first_was_told(online, home, hub):
     # whether it is there at all, the model, and the data under the old name and today's: one rank's questions
     asked = [path.removeprefix("GET /api/").removesuffix("/revision/main") for path in named]
     assert sorted(asked) == ["datasets/gsm8k", "datasets/openai/gsm8k", *["models/meta/tiny-llama"] * 2]
+
+
+def test_a_model_that_moved_is_not_mixed_into_a_checkpoint(online, home, hub):
+    """main is another commit than the checkpoint's: refused with both; with the old one named the run goes on."""
+    repository = hub.repositories["models", "own/moving"]
+    settings = {**GOOD["moving"][0], "max_steps": 3}
+    was, now = (repository.at(name)[0] for name in ("v1", "v2"))
+    before = json.loads((home / "out/moving/checkpoint-2/trainer.json").read_text())
+    assert before["identity"]["base"] == f"commit {was}"
+    repository.folder, folder = repository.branches["v2"], repository.folder
+    try:
+        refused = fly(home, hub.url, {"moving": (settings, {})})["moving"]
+        assert refused[0] == 2, refused[1][-3000:]
+        line = refused[1].splitlines()[0]
+        assert [word for word in (was, now, "own/moving", f"model_revision={was}") if word not in line] == [], line
+        code, words, _, flight = fly(home, hub.url, {"moving": ({**settings, "model_revision": was}, {})})["moving"]
+    finally:
+        repository.folder = folder
+    assert code == 0, words[-3000:]
+    assert flight["steps_done"] == 3
 
 
 def test_no_token_is_written_anywhere(hub, tmp_path):
