@@ -158,7 +158,8 @@ def memory_parts(
         # This unit and the one prefetched; the unit's whole gradient and, in FSDP2, its copy in the order of the ranks
         # (in fp32 where gradients are reduced so).
         after = wide * layer / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
-        gathered = unit + after if layout.reshard_after_forward and not kept_whole else element * local
+        whole = wide * layers * layer + element * ends
+        gathered = unit + after if layout.reshard_after_forward and not kept_whole else whole / layout.tp
         copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" and not on_cpu else 1.0
         gathered += 0.0 if lora else (1.0 + copy) * unit
     elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
@@ -206,9 +207,9 @@ def memory_parts(
         else:
             activations, logits = min(activations, per_layer), 0.0
     held = in_weights + gradients + optimizer + gathered + activations + logits
-    whole = 2.0 * local if stack.loads_whole and zero == 3 and by > 1 else 0.0
-    if in_weights + whole + gathered > held:  # the peak is the load, before the first step
-        in_weights, gradients, optimizer, activations, logits = in_weights + whole, 0.0, 0.0, 0.0, 0.0
+    load = 2.0 * local if stack.loads_whole and zero == 3 and by > 1 else 0.0
+    if in_weights + load + gathered > held:  # the peak is the load, before the first step
+        in_weights, gradients, optimizer, activations, logits = in_weights + load, 0.0, 0.0, 0.0, 0.0
         held = in_weights + gathered
     loaded = constants.cpu_bytes + (constants.cpu_peft_bytes if lora else 0.0)
     return MemoryParts(

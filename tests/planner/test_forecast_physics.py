@@ -166,6 +166,15 @@ def test_a_pipeline_of_the_job_keeps_its_units_whole() -> None:
     assert held.gathered > 2 * 0.9 * stage
 
 
+def test_what_stays_gathered_of_four_bit_weights_is_four_bit_weights() -> None:
+    """NF4 layers and two bytes per weight of embedding and head, which are not quantised."""
+    layout = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)
+    stack, count = engine_named("topoflight"), weights(MODEL)
+    kept = memory_parts(MODEL, replace(FULL, method="qlora"), layout, stack).gathered
+    assert kept == pytest.approx(0.53 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
+    assert kept < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, stack).gathered
+
+
 def test_the_plan_of_nccl_for_nvlink() -> None:
     """18 links of an H100 at 20.6 GB/s (NCCL src/graph/topo.h)."""
     assert nvlink_plan_bytes_per_second(18, (9, 0)) == pytest.approx(370.8 * GB)
