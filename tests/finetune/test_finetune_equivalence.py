@@ -173,7 +173,8 @@ EIGHT = [
     fused("TP x HSDP full, sequence parallel", "full", micro_batch=4, sequence_parallel=True, **TP_HSDP),
     fused("PP x HSDP packed", packing=True, micro_batch=2, gradient_accumulation=2, **PP_HSDP),
     fused("PP x HSDP interleaved, kept gathered", micro_batch=2, gradient_accumulation=2, **PP_HSDP, **KEPT, **TWICE),
-    fused("PP x HSDP full interleaved", "full", micro_batch=2, gradient_accumulation=2, **PP_HSDP, **TWICE),
+    fused("PP x HSDP full interleaved, selective checkpointing", "full", micro_batch=2, gradient_accumulation=2,
+          checkpointing="selective", **PP_HSDP, **TWICE),
     fused("PP x HSDP QLoRA", "qlora", micro_batch=2, gradient_accumulation=2, **PP_HSDP),
     fused("PP x HSDP QLoRA interleaved", "qlora", micro_batch=2, gradient_accumulation=2, **PP_HSDP, **TWICE),
 ]  # fmt: skip
