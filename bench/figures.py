@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", ROOT.parent / "shared" / "corpus"))
-NAMED = ("fastapi", "uvicorn", "pydantic", "prometheus-client", "nvidia-ml-py", "torch", "transformers", "trl")
+NAMED = ("fastapi", "uvicorn", "pydantic", "prometheus-client", "nvidia-ml-py", "torch", "transformers")
 LONGEST_SECONDS = 1200
 LINE_LIMIT = 400  # lines of one bench on the page
 
@@ -34,7 +34,7 @@ class Bench:
     title: str
     words: tuple[str, ...]
     short: tuple[str, ...]
-    needs: str = ""  # a module or a path without which it cannot run
+    needs: str = ""  # a path without which it cannot run
 
 
 BENCHES = (
@@ -47,22 +47,15 @@ BENCHES = (
     Bench(title="Cluster view of 5,000 nodes", words=("cluster_view.py",), short=("cluster_view.py", "100")),
     Bench(title="Forecast against published runs", words=("forecast.py",), short=("forecast.py",),
           needs=str(CORPUS / "layouts" / "published.csv")),
-    Bench(title="Fine-tune beside TRL", words=("finetune_vs_trl.py", "--rounds", "1", "--ranks", "1"), short=(),
-          needs="trl"),
+    Bench(title="Fine-tune beside TRL", words=("finetune_vs_trl.py", "--rounds", "1", "--ranks", "1"), short=()),
 )  # fmt: skip
 
 
 def missing(needed: str) -> str:
     """Why a bench cannot run; empty where it can."""
-    if not needed:
+    if not needed or Path(needed).exists():
         return ""
-    if "/" in needed:
-        return "" if Path(needed).exists() else "needs data that this repository does not hold: set TOPOFLIGHT_CORPUS"
-    try:
-        version(needed)
-    except PackageNotFoundError:
-        return f"needs {needed}: pip install {needed}"
-    return ""
+    return "needs data that this repository does not hold: set TOPOFLIGHT_CORPUS"
 
 
 def machine() -> str:
