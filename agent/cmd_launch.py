@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from agent import terminal
-from agent.cmd_preflight import with_model_options
+from agent.cmd_preflight import with_model_options, with_options
 from agent.exits import EXIT_FAILED, EXIT_PASS
 from agent.hosts import host_option, root_option
 from agent.output import Progress, console, render
@@ -53,18 +53,11 @@ cluster_options = (
 )  # fmt: skip
 
 
-def with_cluster_options(command: Any) -> Any:
-    """Add the options of jobs for a cluster."""
-    for option in reversed(cluster_options):
-        command = option(command)
-    return command
-
-
 @click.command()
 @host_option
 @root_option
 @with_model_options
-@with_cluster_options
+@with_options(cluster_options)
 @click.option("--machine", default=None, help="Cluster: a catalogue machine in place of a host.")
 @click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
               type=click.Path(file_okay=False, path_type=Path), help="Local: where the job writes.")  # fmt: skip
@@ -139,6 +132,11 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         raise click.ClickException(str(error)) from None
 
 
+def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
+    """Whether the cluster is asked: by a launch, and by a dry run where one is named."""
+    return bool(asked or given["context"] or os.environ.get("KUBECONFIG"))
+
+
 def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> bool:
     """Whether GPU and NIC are to come by a claim; where nobody said, what the cluster can, and a line on stderr."""
     from agent import cluster_job
@@ -146,7 +144,7 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> bool:
     from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
 
-    if given["dra"] is not None or not (asked or given["context"] or os.environ.get("KUBECONFIG")):
+    if given["dra"] is not None or not _may_ask(given, asked=asked):
         return bool(given["dra"])
     why = cluster_job.against_dra(advice, given)
     try:
@@ -160,13 +158,13 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> bool:
 
 
 def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:
-    """What the nodes have to give away, where the job needs to know it; a dry run asks only a cluster that is named."""
+    """What the nodes have to give away, where the job needs to know it."""
     from agent import cluster_job
     from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
 
     unnamed, fixed = cluster_job.unnamed(advice, given), cluster_job.fixed(advice, given)
-    if not (unnamed or fixed) or not (asked or given["context"] or os.environ.get("KUBECONFIG")):
+    if not (unnamed or fixed) or not _may_ask(given, asked=asked):
         return None
     try:
         offered = cluster_job.offered(Client(find(given["context"])), given)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,12 @@ model_options = (
 )
 
 
-def with_model_options(command: Any) -> Any:
-    """Add the options that name model and run."""
-    for option in reversed(model_options):
-        command = option(command)
-    return command
+def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """A decorator that adds the options, to be shown in their order."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
+with_model_options = with_options(model_options)
 
 
 @click.command()

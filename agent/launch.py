@@ -161,15 +161,18 @@ def planned_job(advice: Recommendation, output: Path) -> Path | None:
 
 def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:
     """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
-    try:
-        if path.stat().st_mtime < began:
-            return None
-        record = read(path)
-    except (FlightError, OSError):
-        return None
-    if ended.exit_code != 0 and record.get("status") in ("running", "complete"):
+    record = _of_this_start(path, began)
+    if record is not None and ended.exit_code != 0 and record.get("status") in ("running", "complete"):
         record = {**record, "status": "failed", "exit_code": ended.exit_code, "reason": ended.fate}
     return record
+
+
+def _of_this_start(path: Path, began: float) -> dict[str, Any] | None:
+    """flight.json, unless it cannot be read or an earlier start left it."""
+    try:
+        return read(path) if path.stat().st_mtime >= began else None
+    except (FlightError, OSError):
+        return None
 
 
 def own_exit_code(record: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
@@ -179,10 +182,7 @@ def own_exit_code(record: Path, exit_code: int, began: float, *, cut_short: bool
     """
     if exit_code == 0:
         return 0
-    try:
-        own = read(record).get("exit_code") if record.stat().st_mtime >= began else None  # of this start, not before
-    except (FlightError, OSError):
-        return exit_code
+    own = (_of_this_start(record, began) or {}).get("exit_code")
     least = 0 if cut_short else 1
     return own if isinstance(own, int) and not isinstance(own, bool) and least <= own < 256 else exit_code
 

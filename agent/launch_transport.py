@@ -12,7 +12,6 @@ from planner.advice import Recommendation
 from probes.api import Snapshot
 from probes.gpu import GpuFacts
 from topology.build import build
-from topology.graph import PathClass
 
 # GPUDirect RDMA is for data center and workstation GPUs (CUDA documentation, GPUDirect RDMA)
 WITHOUT_GPUDIRECT = ("GeForce", "TITAN")
@@ -37,10 +36,7 @@ def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[st
 
 
 def gdrdma(found: Sequence[Snapshot]) -> str:
-    """Why every GPU of these hosts is to use GPUDirect RDMA; empty where one does not, or where it is not known.
-
-    Specification: NCCL src/graph/paths.cc, ncclTopoCheckGdr: up to PXB, or over the link of GPU and CPU, by default.
-    """
+    """Why every GPU of these hosts is to use GPUDirect RDMA; empty where one does not, or where it is not known."""
     if not gdrdma_possible(found):
         return ""
     said = []
@@ -51,8 +47,7 @@ def gdrdma(found: Sequence[Snapshot]) -> str:
         if not able or len(node.nearest_nic) != len(node.gpus) or not node.nearest_nic:
             return ""
         for near in node.nearest_nic:
-            close = near.path is not None and (near.path <= PathClass.PXB or near.path == PathClass.P2C)
-            if not (near.decidable and close and not near.why):
+            if not (near.decidable and near.gdr_by_default and not near.why):
                 return ""
         labels = sorted({near.label for near in node.nearest_nic})
         said.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")

@@ -163,7 +163,7 @@ def plan(
     )
     return Planned(
         job=Job(model=model, train=train, links=links, rates=rates, stack=stack, constants=constants,
-                host_bytes_per_second=links.host.bytes_per_second, host_adam_bytes_per_second=adam),
+                host_adam_bytes_per_second=adam),
         question=Question(
             model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,
             compute_capability=capability,

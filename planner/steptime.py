@@ -14,7 +14,7 @@ from typing import NamedTuple
 from planner.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.layout import Layout
 from planner.lengths import expected_longest, mean_length
-from planner.links import HOST, Links
+from planner.links import Links
 from planner.memory import NF4_BYTES
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack, as_run
@@ -69,7 +69,6 @@ class Job:
     rates: Rates
     stack: Stack
     constants: Constants = DEFAULT
-    host_bytes_per_second: float = HOST.bytes_per_second
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
     _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict)
@@ -276,10 +275,10 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     if layout.offload != "none":
         optimizer = 0.0
         offload = 28.0 * trained_here / job.host_adam_bytes_per_second
-        offload += (2.0 + 4.0) * trained_here / job.host_bytes_per_second
+        offload += (2.0 + 4.0) * trained_here / links.host.bytes_per_second
         if layout.offload == "all":
             shard = local / layout.dp_shard  # weights in for both passes, gradients out, each micro-batch
-            offload += (2.0 * 2.0 + 2.0) * shard * micro_batches / job.host_bytes_per_second
+            offload += (2.0 * 2.0 + 2.0) * shard * micro_batches / links.host.bytes_per_second
     m, layers = micro_batches, per_rank
     return StepParts(
         gemm=m * (layers * cost.gemm * (1.0 + gemm_back) + head_gemm * (2.0 + (1.0 if full else 0.0))),

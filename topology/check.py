@@ -161,7 +161,7 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
                 evidence=(*_pair_evidence(node, near), *relay),
                 remedy=_instead_of_far(node, relayed=bool(relay)),
             )
-        elif near.path is not None and near.path > PathClass.PXB and near.path != PathClass.P2C:
+        elif near.path is not None and not near.gdr_by_default:
             yield Finding(
                 code=GDR_PATH,
                 severity=Severity.WARN,

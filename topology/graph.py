@@ -142,6 +142,14 @@ class NearestNic:
     decidable: bool  # False on a VM where every pair looks the same
     why: str = ""
 
+    @property
+    def gdr_by_default(self) -> bool:
+        """Whether NCCL uses GPUDirect RDMA over this path by itself (src/graph/paths.cc, ncclTopoCheckGdr).
+
+        Up to PXB, or over the link of GPU and CPU.
+        """
+        return self.path is not None and (self.path <= PathClass.PXB or self.path == PathClass.P2C)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rail:
