@@ -30,24 +30,30 @@ def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[st
     seen += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
     efa = any(value.startswith("vpc.amazonaws.com/efa: ") for value in resources)
     planned = {"network": "AWS Libfabric" if efa else "IB", "evidence": next(filter(None, seen), "")}
-    if not efa and (why := gdrdma(found)):
+    chosen = next((s.value for s in advice.settings if s.name == "NCCL_IB_HCA"), "")
+    if not efa and (why := gdrdma(found, chosen)):
         planned["gdrdma"] = why
     return planned
 
 
-def gdrdma(found: Sequence[Snapshot]) -> str:
-    """Why every GPU of these hosts is to use GPUDirect RDMA; empty where one does not, or where it is not known."""
-    if not gdrdma_possible(found):
+def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
+    """Why every GPU of these hosts is to use GPUDirect RDMA; empty where one does not, or where it is not known.
+
+    `chosen` is NCCL_IB_HCA: a GPU whose nearest NICs it leaves out takes one that is farther.
+    """
+    names = {word.partition(":")[0] for word in chosen.lstrip("=").split(",")}
+    if not gdrdma_possible(found) or chosen.startswith("^"):
         return ""
     said = []
     for snapshot in found:
         gpus, node = snapshot.facts(GpuFacts), build(snapshot)
-        names = [gpu.name for gpu in gpus.gpus] if gpus else [None]
-        able = all(name and not any(word in name for word in WITHOUT_GPUDIRECT) for name in names)
+        models = [gpu.name for gpu in gpus.gpus] if gpus else [None]
+        able = all(model and not any(word in model for word in WITHOUT_GPUDIRECT) for model in models)
         if not able or len(node.nearest_nic) != len(node.gpus) or not node.nearest_nic:
             return ""
         for near in node.nearest_nic:
-            if not (near.decidable and near.gdr_by_default and not near.why):
+            taken = not chosen or not names.isdisjoint(near.nics)
+            if not (taken and near.decidable and near.gdr_by_default and not near.why):
                 return ""
         labels = sorted({near.label for near in node.nearest_nic})
         said.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")

@@ -8,8 +8,10 @@ import pytest
 from agent.advise import Request, answer
 from agent.hosts import snapshots
 from agent.launch import plan_document
+from agent.launch_transport import gdrdma
 from finetune import channels
 from finetune.plan import read_plan
+from topology.build import build
 
 MACHINES = Path(__file__).parents[1] / "machines"
 
@@ -48,3 +50,14 @@ def test_a_machine_that_nobody_looked_at_promises_no_gpudirect():
     """A catalogue's machine: whether its modules are loaded is not known."""
     advice = answer(Request(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
     assert "gdrdma" not in plan_document(advice).get("transport", {})
+
+
+def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect():
+    """By NCCL_IB_HCA, for storage say: the next one may be too far."""
+    found = snapshots([MACHINES / "hgx-h100-8xH100-8hca.json"])
+    all_of_them = gdrdma(found)
+    names = [nic for near in build(found[0]).nearest_nic for nic in near.nics]
+    assert all_of_them
+    assert gdrdma(found, "=" + ",".join(f"{name}:1" for name in names)) == all_of_them
+    assert gdrdma(found, "=" + ",".join(names[1:])) == ""
+    assert gdrdma(found, f"^{names[0]}") == ""
