@@ -33,11 +33,11 @@ def test_memory_at_rest(restored: tuple[str, dict[str, str]], tmp_path: Path) ->
 
 
 def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
-    """Into the stand-in for the API server; that it has published is asserted in `published`."""
+    """Into the stand-in for the API server, measured once it has published: its start is spread over some seconds."""
     root, environment = restored
-    with footprint.published(tmp_path) as (words, more):
+    with footprint.published(tmp_path) as (words, more, begun):
         loud, _, _ = footprint.at_rest(tmp_path, "--root", root, *words, environment={**environment, **more}, scans=2,
-                                       settle=1)  # fmt: skip
+                                       settle=1, begun=begun)  # fmt: skip
     assert loud.resident + loud.children <= footprint.AIMS["publishing"]
 
 
