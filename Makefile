@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# in CI what failed runs once more, alone (docs/decisions/0008)
+PYTEST := $(BIN)/python tests/again.py
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -25,11 +27,11 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test-fast: $(READY)
-	$(BIN)/pytest -q -n 2 -m "not ($(HEAVY))"
+	$(PYTEST) -q -n 2 -m "not ($(HEAVY))"
 
 test-heavy: $(READY)
-	$(BIN)/pytest -q -n 2 -m "(browser or prometheus) and not ($(ALONE))"
-	$(BIN)/pytest -q -m "$(ALONE)"
+	$(PYTEST) -q -n 2 -m "(browser or prometheus) and not ($(ALONE))"
+	$(PYTEST) -q -m "$(ALONE)"
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)
