@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from probes.api import Snapshot
+
+if TYPE_CHECKING:
+    from probes.scanner import Scanner
+
+_POLL_SECONDS = 0.05  # a signal's event is looked at this often
 
 host_option = click.option(
     "--host",
@@ -26,36 +34,62 @@ root_option = click.option(
 
 
 def snapshots(
-    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, told: bool = False
-) -> tuple[Snapshot, ...]:
+    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, told: bool = False,
+    stop: threading.Event | None = None,
+) -> tuple[Snapshot, ...]:  # fmt: skip
     """Scan this host in a bounded child process, or replay the recordings in order.
 
-    A person at a terminal sees that it is under way; `told` is for callers that say so themselves.
+    A person at a terminal sees that it is under way; `told` is for callers that say so themselves. Soon after `stop` is
+    set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.
     """
+    stop = stop or threading.Event()
     if told or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none
-        return _snapshots(hosts, root, timeout_seconds)
+        return _snapshots(hosts, root, timeout_seconds, stop)
     from agent.output import waiting
 
     with waiting("scan: asking this host" if not hosts else "scan: replaying"):
-        return _snapshots(hosts, root, timeout_seconds)
+        return _snapshots(hosts, root, timeout_seconds, stop)
 
 
-def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float) -> tuple[Snapshot, ...]:
+def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: threading.Event) -> tuple[Snapshot, ...]:
     if not hosts:
-        from probes.scanner import scan_live
+        from probes.scanner import Scanner
 
-        return (scan_live(root, timeout_seconds),)
+        with Scanner(root, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
+            return (scanner.scan(),)
     from probes.recording import RecordingError, load
     from probes.scan import scan
 
     found = []
     paths = recordings(hosts)
     for path in paths:
+        if stop.is_set():
+            break
         try:
             found.append(scan(load(path)))
         except RecordingError as error:
             raise click.ClickException(str(error)) from None
-    return told_apart(found, paths)
+    return told_apart(found, paths[: len(found)])
+
+
+@contextlib.contextmanager
+def _closed_by(stop: threading.Event, scanner: Scanner) -> Iterator[None]:
+    """Close the scanner as soon as `stop` is set; by a thread, since who scans waits for the answer."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_POLL_SECONDS):
+            if stop.is_set():
+                scanner.close()
+                return
+
+    thread = threading.Thread(target=watch, name="end of the scan", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def told_apart(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:

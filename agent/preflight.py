@@ -13,7 +13,7 @@ from agent import benchmark, flight, keep, launch, measured
 from agent.advise import Request, answer, with_fsdp
 from agent.baseline import Key, regressions
 from agent.baseline import read as read_baseline
-from agent.codes import ALL_CODES
+from agent.codes import ALL_CODES, HOST_CODES
 from agent.flight import Comparison, Flight
 from agent.gate import Check, FailOn, Status, judge, select
 from agent.hosts import snapshots as read_snapshots
@@ -57,17 +57,26 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> Report:
-    """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then, once it is scanned.
-
-    Until the host is scanned there is nothing to leave, and the process dies of the signal.
-    """
+    """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
-    before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
-    progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
-    found = read_snapshots(options.hosts, root=options.root, told=True)
     with launch.sigterm() as stop:
-        report = _judged(options, progress, found, before, stop)
+        before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
+        progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
+        found = read_snapshots(options.hosts, root=options.root, told=True, stop=stop)
+        report = _unscanned(options, progress) if stop.is_set() else _judged(options, progress, found, before, stop)
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
+
+
+def _unscanned(options: Options, progress: Progress) -> Report:
+    """SIGTERM came before the hosts were scanned: every check is unknown, and none is worse than in a baseline."""
+    progress.done()
+    checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
+    checks = select(checks, require=options.require, skip=options.skip)
+    return Report(
+        started_at_seconds=0.0, seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(), checks=checks,
+        verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
+        notes=("stopped by SIGTERM before the scan was done: nothing is known",),
+    )  # fmt: skip
 
 
 def _judged(

@@ -210,6 +210,8 @@ class Scanner:
             except WorkerError as error:
                 self._start_error = f"the probe process does not start: {error}"
                 raise WorkerError(self._start_error) from None
+            if self._closing:  # while it started: there was nothing yet to strike
+                raise WorkerError("the scan was ended")
         return self._worker
 
     def _drop(self, asked: str = "") -> None:
