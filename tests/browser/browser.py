@@ -24,7 +24,7 @@ FLAGS = (
     "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-dev-shm-usage",
     "--no-default-browser-check", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-port=0",
 )  # fmt: skip
-START_SECONDS, ANSWER_SECONDS = 60, 60  # a busy machine is slow, a hanging browser is not waited for
+START_SECONDS, ANSWER_SECONDS = 180, 180  # a busy machine is slow, a hanging browser is not waited for
 
 
 class Browser:
@@ -42,7 +42,7 @@ class Browser:
         file, end = self.profile / "DevToolsActivePort", time.monotonic() + START_SECONDS
         while time.monotonic() < end:
             lines = file.read_text().splitlines() if file.exists() else []
-            if lines and lines[0]:
+            if len(lines) > 1:  # the port, then a path: the first line is whole
                 return int(lines[0])
             if self.process.poll() is not None:
                 raise RuntimeError(f"chromium ended with {self.process.returncode}")
@@ -81,6 +81,9 @@ class Tab:
         self.complaints: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
+        self.ask("Page.setLifecycleEventsEnabled", enabled=True)
+        # A new tab hides the one before it, and a hidden page draws nothing and renews nothing: none shall be hidden.
+        self.ask("Emulation.setFocusEmulationEnabled", enabled=True)
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
@@ -123,20 +126,20 @@ class Tab:
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
-    def loaded(self) -> None:
-        """Wait for the load event of a navigation that was begun after the last wait."""
+    def loaded(self, loader: str | None = None) -> None:
+        """Wait for the load event of that document, by default of a navigation that was begun after the last wait."""
         end = time.monotonic() + ANSWER_SECONDS
-        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+        while not any(_is_load(event, loader) for event in self._events):
             self._receive(max(0.1, end - time.monotonic()))
         self._events.clear()
 
     def go(self, url: str) -> Tab:
-        """Open an address and wait until it is loaded."""
+        """Open an address and wait until it is loaded: itself, as the page before may say only now that it is."""
         self._events.clear()
-        failed = self.ask("Page.navigate", url=url).get("errorText")
-        if failed:
+        begun = self.ask("Page.navigate", url=url)
+        if failed := begun.get("errorText"):
             raise RuntimeError(f"{url}: {failed}")
-        self.loaded()
+        self.loaded(begun["loaderId"])
         return self
 
     def run(self, script: str) -> Any:
@@ -171,3 +174,10 @@ class Tab:
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         answer = self.ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(answer["data"])
+
+
+def _is_load(event: dict[str, Any], loader: str | None) -> bool:
+    if loader is None:
+        return bool(event["method"] == "Page.loadEventFired")
+    params = event["params"]
+    return event["method"] == "Page.lifecycleEvent" and (params["name"], params["loaderId"]) == ("load", loader)
