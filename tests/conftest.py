@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
 GOLDEN = Path(__file__).parent / "golden"
 # hardware, a cluster, data and 290 MB of packages that a CI machine need not have
 MAY_SKIP_IN_CI = {"gpu", "kube", "corpus", "triton"}
+
+# The same examples in every run, however slow the machine: what searches for new ones is bench/fuzz.py.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(hookwrapper=True)
