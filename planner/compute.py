@@ -7,12 +7,13 @@ runs at its own rate (arXiv 2307.08691, 2407.08608). Everything else is passes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.hardware import ASSUMED_CPU_FLOPS_PER_CORE, ASSUMED_CPU_MEMORY_BYTES_PER_SECOND, GIB, Gpu
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack
+from planner.weights import mlp_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,14 @@ def layer_cost(
     *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, constants: Constants = DEFAULT,
 ) -> LayerCost:  # fmt: skip
     """Forward seconds of one layer for `tokens` on this rank, of sequences `sequence` long."""
+    if model.dense_layers:  # the mean over the layers
+        share = model.dense_layers / model.layers
+        sparse, dense = (
+            layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, stack, ep=ep, lora_targets=lora_targets,
+                       compiled=compiled, constants=constants)
+            for kind in (replace(model, dense_layers=0), replace(model, dense_layers=0, experts=0))
+        )  # fmt: skip
+        return LayerCost(*(s + share * (d - s) for s, d in zip(sparse, dense, strict=True)))
     h = float(model.hidden)
     q = model.heads * model.head_dim / tp
     kv = model.kv_heads * model.head_dim / max(1, min(tp, model.kv_heads))
@@ -167,10 +176,13 @@ def layer_cost(
     if model.experts:  # one of the local experts, balanced, and how many there are
         rows = tokens * model.experts_per_token / model.experts * ep
         copies = max(1, model.experts // ep)
-    shapes = (
+    shapes: tuple[tuple[float, float, float, int], ...] = (
         (tokens, qkv, h, 1), (tokens, h, q, 1),
         (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies),
     )  # fmt: skip
+    if model.experts and model.shared_expert_ffn:
+        shared = model.shared_expert_ffn / tp
+        shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))
     gemm = sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
     window = min(sequence, model.sliding_window) if model.sliding_window else sequence
     if model.sliding_window and model.sliding_layers is not None:
@@ -189,9 +201,8 @@ def layer_cost(
     if stack.fused:
         hidden_passes = constants.hidden_passes_fused
     ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
-    active = model.experts_per_token if model.experts else 1
     moved = tokens * rates.element_bytes * (
-        hidden_passes * h / (tp if sequence_parallel else 1) + ffn_passes * width * active
+        hidden_passes * h / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
     kernels = constants.kernels_fused if fused else constants.kernels_eager
     if lora_targets:

@@ -14,7 +14,7 @@ from planner.hardware import GIB
 from planner.layout import Layout
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import Stack, as_run
-from planner.weights import trained_weights, weights
+from planner.weights import mlp_width, trained_weights, weights
 
 NF4_BYTES = 0.53
 
@@ -69,7 +69,7 @@ def activation_bytes_per_layer(
     """
     h, q = float(model.hidden), float(model.heads * model.head_dim)
     kv = float(model.kv_heads * model.head_dim)
-    ffn = float(model.expert_ffn * model.experts_per_token if model.experts else model.ffn)
+    ffn = mlp_width(model)
     fused = stack.fused or layout.compile
     hidden = 5.0 if fused else 9.0
     if on_cpu and not fused:
@@ -120,7 +120,11 @@ def memory_parts(
     if layout.stage_layers:
         layers = float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
     ends = float(count.embedding + count.head) if layout.pp == 1 else float(count.embedding)
-    layer = (count.layer - count.mlp_per_layer) + count.mlp_per_layer / (layout.ep if model.experts else 1)
+    elsewhere = count.routed_per_layer * (1.0 - 1.0 / layout.ep)  # experts of a layer that other ranks hold
+    largest = count.layer - elsewhere
+    if count.dense_layers:
+        largest = max(largest, count.layer - count.mlp_per_layer + count.dense_mlp_per_layer)
+    layer = (count.all_layers - elsewhere * (count.layers - count.dense_layers)) / count.layers  # the mean
     local = (layers * layer + ends) / layout.tp
     trained = local if not lora else trained_weights(model, train) / (layout.tp * layout.pp)
     zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding]
@@ -154,10 +158,10 @@ def memory_parts(
     one_rank_units = stack.name == "topoflight" and layout.dp_replicate > 1 and layout.tp * layout.pp > 1
     if (zero == 3 and by > 1) or one_rank_units:
         wide = NF4_BYTES if train.method == "qlora" else element  # frozen 4-bit weights travel as they are
-        unit = max(wide * layer, element * ends / 2.0) / layout.tp  # the ends are two units
+        unit = max(wide * largest, element * ends / 2.0) / layout.tp  # the ends are two units
         # This unit and the one prefetched; the unit's whole gradient and, in FSDP2, its copy in the order of the ranks
         # (in fp32 where gradients are reduced so).
-        after = wide * layer / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
+        after = wide * largest / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
         whole = wide * layers * layer + element * ends
         gathered = unit + after if layout.reshard_after_forward and not kept_whole else whole / layout.tp
         copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" and not on_cpu else 1.0
@@ -167,7 +171,7 @@ def memory_parts(
         if stack.name == "topoflight" and layout.checkpointing == "full":
             # The fine-tune job runs without autocast's cache, and nothing else keeps them: what one layer, or the head,
             # casts (measured on a CPU: 2.0 bytes per weight less than with the cache).
-            copies = 2.0 * max(layer, float(count.head)) / layout.tp
+            copies = 2.0 * max(largest, float(count.head)) / layout.tp
 
     per_layer = activation_bytes_per_layer(model, train, tokens, layout, stack, on_cpu=on_cpu)
     boundary = element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)

@@ -1,6 +1,7 @@
 """Models: from a Hugging Face config.json or a known name to a `ModelSpec`.
 
-Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma2, GPT-2 and Mixtral classes.
+Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, GPT-2, Phi3, Mixtral,
+Qwen2-MoE and Qwen3-MoE classes.
 Shapes of the known names are those of the config.json files on the Hugging Face hub.
 """
 
@@ -23,18 +24,44 @@ _FAMILIES = {
     "gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "qwen2_moe": "qwen2_moe", "phi3": "phi3",
 }  # fmt: skip
 _MOE = {"mixtral", "qwen3_moe", "qwen2_moe"}
+_MIXED = {"qwen3_moe", "qwen2_moe"}  # some layers may be dense
 # What transformers' classes (5.23) take where config.json does not name a key; a key that is null is another matter.
-_QWEN_DEFAULTS = {
+_QWEN_DEFAULTS: dict[str, int | bool] = {
     "intermediate_size": 22016, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
-_DEFAULTS: dict[str, dict[str, int]] = {
+_DEFAULTS: dict[str, dict[str, int | bool]] = {
     "llama": {"intermediate_size": 11008},
     "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8},
+    "mixtral": {"intermediate_size": 14336, "num_key_value_heads": 8},
     "qwen2": _QWEN_DEFAULTS,
     "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
+    "qwen2_moe": {
+        "intermediate_size": 5632,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3_moe": {
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "sliding_window": 4096,
+    },
+    "phi3": {"intermediate_size": 8192},
+    "gpt2": {"n_positions": 1024},
     "gemma": {"intermediate_size": 24576, "num_key_value_heads": 16, "head_dim": 256},
     "gemma2": {"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+}
+# Keys that other families have and this one's class passes over.
+_PASSED_OVER: dict[str, dict[str, None]] = {
+    "gpt2": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None},
+    "mixtral": {"moe_intermediate_size": None},
 }
 _BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
 _SLIDING = {"mistral", "mixtral", "gemma2", "phi3"}  # by sliding_window alone; Llama never does
@@ -186,7 +213,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     family = _FAMILIES.get(kind)
     if family is None:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_FAMILIES))}")
-    config = {**_DEFAULTS.get(family, {}), **config}
+    config = {**_DEFAULTS.get(family, {}), **config, **_PASSED_OVER.get(family, {})}
     hidden = _whole(config, ("hidden_size", "n_embd"))
     heads = _whole(config, ("num_attention_heads", "n_head"))
     head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
@@ -198,8 +225,9 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     ffn = _whole(config, ("intermediate_size", "n_inner"), default=4 * hidden if family == "gpt2" else None)
-    experts = _whole(config, ("num_local_experts", "num_experts"), default=1) if family in _MOE else 0
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
+    dense = _dense_layers(config, layers) if family in _MIXED else 0
+    experts = _experts(config, family) if family in _MOE and dense < layers else 0
     window, sliding = _window(config, family, layers)
     tied = config.get("tie_word_embeddings")
     return ModelSpec(
@@ -214,10 +242,16 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2"},
         gated_mlp=family != "gpt2",
-        attention_bias=family in _BIASED or (family not in _UNBIASED and bool(config.get("attention_bias"))),
+        attention_bias=family in _BIASED
+        or (family not in _UNBIASED and bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))),
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
         experts=experts,
         experts_per_token=_whole(config, ("num_experts_per_tok",), default=2) if experts else 0,
         expert_ffn=_whole(config, ("moe_intermediate_size",), default=ffn) if experts else 0,
+        shared_expert_ffn=_whole(config, ("shared_expert_intermediate_size",))
+        if experts and family == "qwen2_moe"
+        else 0,
+        dense_layers=dense if experts else 0,
         max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=1 << 20)
         if any(config.get(k) is not None for k in ("max_position_embeddings", "n_positions"))
         else None,
@@ -226,17 +260,32 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     )
 
 
+def _experts(config: Mapping[str, Any], family: str) -> int:
+    names = ("num_experts",) if family == "qwen2_moe" else ("num_local_experts", "num_experts")
+    return _whole(config, names, default=128 if family == "qwen3_moe" else 8)
+
+
+def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Layers without experts: all but every decoder_sparse_step-th, and those of mlp_only_layers."""
+    step, named = _whole(config, ("decoder_sparse_step",), default=1), config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
+        raise ModelError(f"config.json: mlp_only_layers={named!r:.80}: must be a list of whole numbers")
+    return layers - layers // step + len({i for i in named if 0 <= i < layers and (i + 1) % step == 0})
+
+
 def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
     """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
     asked = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
     window = config.get("sliding_window") if asked else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
-    if family in ("mistral", "mixtral", "phi3"):  # transformers passes over layer_types there
+    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers passes over layer_types there
         return window, None
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
         sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
+    elif family == "qwen2_moe" and isinstance(first, int):
+        sliding = (min(first, layers) + 1) // 2  # of the first ones, every other
     elif family in _SLIDING_WHERE_ASKED and isinstance(first, int):
         sliding = max(0, layers - first)
     else:

@@ -48,9 +48,11 @@ def kv_heads_divide(q: Question, at: Layout) -> str | None:
 
 def ffn_divides(q: Question, at: Layout) -> str | None:
     """The MLP's columns are split evenly."""
-    width = q.model.expert_ffn if q.model.experts else q.model.ffn
-    if width % at.tp:
-        return f"MLP width {width} does not divide by TP={at.tp}"
+    widths = [q.model.expert_ffn, q.model.shared_expert_ffn] if q.model.experts else [q.model.ffn]
+    widths += [q.model.ffn] if q.model.dense_layers else []
+    for width in widths:
+        if width % at.tp:
+            return f"MLP width {width} does not divide by TP={at.tp}"
     return None
 
 

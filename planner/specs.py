@@ -13,7 +13,7 @@ class ModelSpec:
     """The shape of a decoder-only transformer, as a Hugging Face config.json gives it."""
 
     name: str
-    family: str  # "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral"
+    family: str  # "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", ...: planner.models
     layers: int
     hidden: int
     heads: int
@@ -24,9 +24,12 @@ class ModelSpec:
     tied_embeddings: bool = False
     gated_mlp: bool = True  # SwiGLU: three matrices
     attention_bias: bool = False
+    mlp_bias: bool = False  # of Llama's three MLP matrices
     experts: int = 0  # MoE; 0 dense
     experts_per_token: int = 0
     expert_ffn: int = 0
+    shared_expert_ffn: int = 0  # of the expert that every token passes through beside the routed ones; 0: none
+    dense_layers: int = 0  # of a mixture's layers, how many have one MLP of `ffn` in place of experts
     max_positions: int | None = None
     sliding_window: int | None = None
     sliding_layers: int | None = None  # how many of the layers slide; None: all, of Gemma 2's every other

@@ -203,7 +203,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     compute_micro = forward + backward
 
     local = (count.total / (layout.tp * layout.pp)) if layout.pp == 1 else (
-        (count.layers * count.layer / layout.pp + max(count.embedding, count.head)) / layout.tp
+        (count.all_layers / layout.pp + max(count.embedding, count.head)) / layout.tp
     )  # fmt: skip
     gradient_bytes = 4.0 if layout.precision == "fp32" else float(stack.gradient_bytes)
     gather = reduce = 0.0

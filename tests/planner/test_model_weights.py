@@ -1,0 +1,120 @@
+"""Weights of every family that is read, of odd configurations, against the models that transformers builds of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.compute import cpu_rates, layer_cost
+from planner.models import ModelError, model_from_config, model_from_file, model_named
+from planner.specs import TrainSpec
+from planner.stacks import TOPOFLIGHT
+from planner.weights import lora_weights, weights
+
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gpt2", "phi3",
+)  # fmt: skip
+# Every key may also be left out, and each family meets keys that only others have.
+CHOICES: dict[str, list[Any]] = {
+    "num_key_value_heads": [4, 16, 32], "head_dim": [8, 16, 24], "intermediate_size": [40, 96], "n_inner": [None, 72],
+    "attention_bias": [True, False], "mlp_bias": [True, False], "qkv_bias": [True, False],
+    "tie_word_embeddings": [True, False], "num_experts": [3, 5], "num_local_experts": [2, 4],
+    "num_experts_per_tok": [1, 2], "moe_intermediate_size": [8, 56], "shared_expert_intermediate_size": [16, 88],
+    "decoder_sparse_step": [1, 2, 3, 7], "mlp_only_layers": [None, [], [0], [1, 2, 2], [0, 1, 2, 3, 4, 99, -1]],
+    "max_position_embeddings": [48, 64], "use_sliding_window": [True, False], "sliding_window": [None, 16],
+    "max_window_layers": [1, 2, 3, 4, 9],
+}  # fmt: skip
+
+
+def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
+    """Small configurations, the same each time: all left out, then options drawn at random."""
+    draw = random.Random(f"weights of {family}")
+    least = {"model_type": family, "hidden_size": 256, "num_attention_heads": 32, "vocab_size": 96, "pad_token_id": 0}
+    # One of each kind of key alone, then mixtures.
+    configs = [{**least, "num_hidden_layers": 4}]
+    configs += [{**least, "num_hidden_layers": 5, key: values[-1]} for key, values in CHOICES.items()]
+    for _ in range(count):
+        said = {key: draw.choice(values) for key, values in CHOICES.items() if draw.random() < 0.5}
+        if {"num_experts", "num_local_experts"} <= said.keys():  # two names of one thing
+            del said["num_local_experts"]
+        configs.append({**least, "num_hidden_layers": draw.randint(1, 5), **said})
+    return configs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(family: str, tmp_path: Path) -> None:
+    """Read from the same config.json, as is; the model is built without memory."""
+    torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for said in odd_configs(family, 12):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        spec, theirs = model_from_file(tmp_path), AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(theirs)
+        by_part = weights(spec)
+        assert by_part.total == sum(p.numel() for p in built.parameters()), said
+        layers = (built.transformer.h if family == "gpt2" else built.model.layers) if spec.layers else ()
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        assert by_part.all_layers == sum(sizes), said
+        with_experts = [size for size, layer in zip(sizes, layers, strict=True) if hasattr(layer.mlp, "experts")]
+        assert spec.layers - spec.dense_layers == (len(with_experts) or spec.layers), said
+        assert by_part.layer == (with_experts or sizes)[0], said
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_mixtures_slide_where_transformers_says(family: str) -> None:
+    """Qwen2-MoE: every other of the first layers; Qwen3-MoE: all of them."""
+    pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from transformers import AutoConfig
+
+    for said in odd_configs(family, 12):
+        spec = model_from_config(said)
+        theirs = AutoConfig.for_model(**said)
+        kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * spec.layers
+        sliding = kinds.count("sliding_attention") if theirs.sliding_window else 0
+        assert bool(spec.sliding_window) is bool(sliding), said
+        assert not sliding or (spec.sliding_layers or spec.layers) == sliding, said
+
+
+def test_qwen3_30b_has_the_published_number_of_weights() -> None:
+    """As its model card on the Hugging Face hub states it, 30.5 B; exact from the sizes of its safetensors."""
+    assert weights(model_named("Qwen3-30B-A3B")).total == 30_532_122_624
+
+
+def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
+    """A shared expert adds its multiplications; the mean over mixed layers lies between the two kinds."""
+    base = model_named("Qwen3-30B-A3B")
+
+    def seconds(**change: int) -> float:
+        model = replace(base, ffn=12288, **change)
+        return layer_cost(model, 8192.0, 4096.0, 1, False, cpu_rates(4.0, None), TOPOFLIGHT).gemm
+
+    assert seconds(shared_expert_ffn=1536) > 1.1 * seconds()
+    dense, sparse = seconds(experts=0), seconds()
+    assert seconds(dense_layers=12) == pytest.approx(0.75 * sparse + 0.25 * dense)
+    assert dense != pytest.approx(sparse, rel=0.05)
+
+
+def test_adapters_go_to_experts_shared_experts_and_dense_layers() -> None:
+    """Counted by hand: r x (in + out) for each matrix; 3 layers with experts, 1 without."""
+    spec = model_from_config({
+        "model_type": "qwen2_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "num_hidden_layers": 4, "vocab_size": 96, "intermediate_size": 100, "num_experts": 5,
+        "moe_intermediate_size": 30, "shared_expert_intermediate_size": 70, "mlp_only_layers": [2],
+    })  # fmt: skip
+    train = TrainSpec(lora_rank=2, lora_targets=("up_proj",))
+    assert lora_weights(spec, train) == 2 * (3 * (5 * (64 + 30) + (64 + 70)) + (64 + 100))
+
+
+@pytest.mark.parametrize("named", ["0", [0.5], [True], {"0": 1}, [None]])
+def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> None:
+    """The message names the key."""
+    config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    with pytest.raises(ModelError, match="mlp_only_layers"):
+        model_from_config({**config, "vocab_size": 96, "mlp_only_layers": named})
