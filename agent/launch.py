@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ from probes.api import Snapshot
 RUN_VARIABLE = processes.RUN_VARIABLE
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
+# torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
+_STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -64,6 +67,8 @@ class Launched:
             told = "the job was done by then"
         elif self.cut_short:
             told = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
+        elif struck := _STRUCK.search("\n".join(self.last_lines)):
+            told = f"rank {struck[1]} was ended by {struck[2]}; " + _AGAIN
         else:
             told = f"the job ended with exit code {self.exit_code}"
         return f"{self.cut_short}: {told}" if self.cut_short else told
@@ -162,9 +167,23 @@ def planned_job(advice: Recommendation, output: Path) -> Path | None:
 def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:
     """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
     record = _of_this_start(path, began)
-    if record is not None and ended.exit_code != 0 and record.get("status") in ("running", "complete"):
-        record = {**record, "status": "failed", "exit_code": ended.exit_code, "reason": ended.fate}
-    return record
+    if record is None or ended.exit_code == 0 or record.get("status") not in ("running", "complete"):
+        return record
+    code = ended.exit_code if ended.exit_code >= 0 else 128 - ended.exit_code  # of a signal, as a shell tells it
+    told = {**record, "status": "failed", "exit_code": code, "reason": ended.fate}
+    if record["status"] == "running":  # else it has told its end, and the agent has it
+        told["ended_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        _tell(path, told)
+    return told
+
+
+def _tell(path: Path, record: dict[str, Any]) -> None:
+    """What the job would have done at its end: write the record, and post it where an agent is named."""
+    try:
+        write_atomic(path, json.dumps(record, indent=1))
+    except OSError:  # the disk may be what ended the job
+        return
+    subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)  # says on stderr what went wrong
 
 
 def _of_this_start(path: Path, began: float) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Tells the agent of this node how the flight went: POST /flights (docs/http.md), by rank 0, at its end.
 
+`python -m finetune.post FLIGHT.JSON` does it for a job that was killed before it could: its launcher's to run.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, a bearer token,
 read at the end because the kubelet renews it. The record stands in the output folder whatever happens here: what goes
 wrong is a line of the log and of the record, and no exit code. The token goes to that URL alone: no proxy, no redirect.
@@ -13,14 +14,18 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from finetune.flight import Recorder
 from probes import bounded
+
+if TYPE_CHECKING:
+    from finetune.flight import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +34,7 @@ ONE_SECONDS = 5.0
 TRIES = 3
 PAUSE_SECONDS = 2.0  # an agent that restarts, or has no scan yet
 AGAIN = (429, 503)
+_MOST_RECORD_BYTES = 16 << 20  # as agent.flight reads
 _MOST_TOKEN_BYTES = 16384
 _MOST_ANSWER_BYTES = 4096
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
@@ -41,13 +47,23 @@ class _UntoldError(Exception):
 
 def tell(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
     """Send the record as it ended, where an agent is named; returns within `seconds`, and raises nothing."""
-    url = os.environ.get("TOPOFLIGHT_AGENT", "")
-    if not (url and recorder.writes):
+    if not recorder.writes:
         return
-    body = json.dumps(recorder.document).encode()
+    if text := send(json.dumps(recorder.document).encode(), seconds):
+        log.warning("the agent does not have this flight's record: %s", text)
+        recorder.note(f"TOPOFLIGHT_AGENT: the agent does not have this record: {text}")
+        with contextlib.suppress(OSError):
+            recorder.write()
+
+
+def send(body: bytes, seconds: float) -> str:
+    """Send a record, where an agent is named. Returns within `seconds` why the agent does not have it, else nothing."""
+    url = os.environ.get("TOPOFLIGHT_AGENT", "")
+    if not url:
+        return ""
     why = [f"no answer within {seconds:.0f} s"]
 
-    def send() -> None:
+    def once() -> None:
         try:
             _send(url, body)
             why.clear()
@@ -55,14 +71,21 @@ def tell(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
             why[:] = [str(error)]
 
     # a thread, because neither looking a name up nor an answer that comes byte by byte has a time limit of its own
-    thread = threading.Thread(target=send, name="tell the agent", daemon=True)
+    thread = threading.Thread(target=once, name="tell the agent", daemon=True)
     thread.start()
     thread.join(seconds)
-    for text in tuple(why):
-        log.warning("the agent does not have this flight's record: %s", text)
-        recorder.note(f"TOPOFLIGHT_AGENT: the agent does not have this record: {text}")
-        with contextlib.suppress(OSError):
-            recorder.write()
+    return "".join(tuple(why))
+
+
+def main(path: str) -> int:
+    """Send the record in this file; 1 and a line on stderr where the agent does not have it then."""
+    try:
+        why = send(bounded.read(path, _MOST_RECORD_BYTES), ONE_SECONDS)  # its launcher may have been told to end too
+    except (OSError, ValueError) as error:
+        why = str(error)
+    if why:
+        print(f"the agent does not have this flight's record: {why}", file=sys.stderr)  # noqa: T201 - the command's own message
+    return int(bool(why))
 
 
 def _send(url: str, body: bytes) -> None:
@@ -124,3 +147,7 @@ def _line(text: str, token: str) -> str:
     """What another said, as a line of a log: cut, printable, and without the token where it gives that back."""
     hidden = text.replace(token, "TOKEN") if token else text
     return "".join(c if c.isprintable() else " " for c in hidden[:400])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

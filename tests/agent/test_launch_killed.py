@@ -1,0 +1,104 @@
+"""A job that was killed before it could tell its end: its launcher writes it, and posts it to the agent."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.launch import Launched, record_of
+from agent.server_flights import read
+
+RECORD: dict[str, Any] = {
+    "schema_version": 1, "status": "running", "exit_code": None, "reason": None, "host": "sft-0", "notes": [],
+    "started_at": "2026-11-01T10:00:00Z", "ended_at": None, "steps_done": 7, "loss": {"first": 5.0, "last": 3.0},
+}  # fmt: skip
+# What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
+STRUCK = """\
+  traceback : Signal 15 (SIGTERM) received by PID 7837
+------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_13:53:06
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 7838)  (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 7838
+======================================================"""
+FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last checkpoint, if it had saved one"
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]]]:
+    """What an agent is sent."""
+    found: list[tuple[str, bytes]] = []
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            found.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(201)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Agent) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("TOPOFLIGHT_AGENT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("TOPOFLIGHT_AGENT_TOKEN_FILE", raising=False)
+        yield found
+        server.shutdown()
+
+
+def ended(folder: Path, **changed: Any) -> dict[str, Any]:
+    """The record after torchrun has ended with 1 because a rank was struck."""
+    path = folder / "flight.json"
+    path.write_text(json.dumps({**RECORD, **changed}))
+    done = Launched(exit_code=1, seconds=9.0, output=folder / "job.log", last_lines=tuple(STRUCK.splitlines()))
+    record = record_of(path, done, path.stat().st_mtime)
+    assert record is not None
+    return record
+
+
+def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[tuple[str, bytes]]) -> None:
+    """In flight.json and to the agent, which takes it; the last step on the record stands."""
+    record = ended(tmp_path)
+    assert record == {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record["ended_at"]}
+    assert record["ended_at"]
+    assert json.loads((tmp_path / "flight.json").read_text()) == record
+    ((where, body),) = posted
+    assert (where, read(body)) == ("/flights", record)
+
+
+@pytest.mark.parametrize("status", ["complete", "failed"])
+def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[tuple[str, bytes]], status: str) -> None:
+    """The agent has it from the job: another record of the same start would be refused."""
+    assert ended(tmp_path, status=status)["status"] == "failed"
+    assert json.loads((tmp_path / "flight.json").read_text())["status"] == status
+    assert posted == []
+
+
+def test_an_agent_that_is_away_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The record is written all the same."""
+    monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
+    assert ended(tmp_path) == json.loads((tmp_path / "flight.json").read_text())
+    assert "does not have this flight's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
+
+
+def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> None:
+    """The agent takes 0 to 255."""
+    path = tmp_path / "flight.json"
+    path.write_text(json.dumps(RECORD))
+    done = Launched(exit_code=-9, seconds=9.0, output=tmp_path / "job.log", last_lines=())
+    record = record_of(path, done, path.stat().st_mtime)
+    assert record is not None and record["exit_code"] == 137
+    assert read(path.read_bytes()) == record
