@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -20,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import Browser
 from rigs.packages import apt_installed, npm_installed
+from rigs.serving import serving
 
 from agent.server import create
 from agent.server_cluster import Cluster
@@ -47,25 +44,6 @@ def axe() -> str:
     return script.read_text(encoding="utf-8")
 
 
-@contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """An application on a free loopback port."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        end = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < end, "the agent did not start"
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port}"
-        server.should_exit = True
-        thread.join(10)
-
-
 @pytest.fixture(scope="session")
 def machines() -> Iterator[dict[str, str]]:
     """The address of an agent on every recording, all behind one port: pages work under a path too."""
@@ -75,8 +53,8 @@ def machines() -> Iterator[dict[str, str]]:
         state = State(lambda snapshot=snapshot: (snapshot,), interval_seconds=3600)  # type: ignore[misc]
         state.refresh()
         mounts.append(Mount(f"/{path.stem}", create(state)))
-    with serving(Starlette(routes=mounts)) as address:
-        yield {path.stem: f"{address}/{path.stem}/" for path in MACHINES}
+    with serving(Starlette(routes=mounts)) as port:
+        yield {path.stem: f"http://127.0.0.1:{port}/{path.stem}/" for path in MACHINES}
 
 
 @pytest.fixture
@@ -90,6 +68,6 @@ def agent() -> Iterator[Callable[..., tuple[str, State]]]:
             state = State(look, interval_seconds=3600, folder=folder)
             state.refresh()
             app = create(state, cluster=Cluster(state, peers=peers))
-            return running.enter_context(serving(app)) + "/", state
+            return f"http://127.0.0.1:{running.enter_context(serving(app))}/", state
 
         yield start

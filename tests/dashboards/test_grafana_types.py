@@ -96,7 +96,7 @@ def check(folder: Path, release: int, boards: dict[str, dict[str, Any]]) -> list
     project = folder / f"tsconfig-{release}.json"
     project.write_text(json.dumps({"compilerOptions": options, "files": [f"boards-{release}.ts"]}))
     compiler = npm_installed(HERE / "grafana", "grafana") / ".bin" / "tsc"
-    done = subprocess.run([compiler, "-p", project], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([compiler, "-p", project], cwd=folder, capture_output=True, text=True, timeout=600)
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     assert (done.returncode == 0) == (not said)
     return said

@@ -11,23 +11,22 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import boards
 import pytest
-import uvicorn
 import yaml
 from panels import Panel
 from rigs.faults import FAULTS, Fault
+from rigs.serving import START_SECONDS, port_of, serving
 
 from agent.server import create
 from agent.state import State
@@ -43,6 +42,7 @@ ROOT = Path(__file__).parent.parent.parent
 MACHINES = ROOT / "tests" / "machines"
 HEALTHY, PCIE, ROCE = "hgx-h100-8xH100-8hca", "l40s-4x-pcie", "r760xa-2xA40-bf3"
 SICK = sorted({machine for _, panel in boards.panels() for machine in panel.shows})
+SCRAPE_SECONDS = 2  # also how long a scrape may take: that of a twelve-fold process, on a busy machine
 AGENTS = tuple(dict.fromkeys((HEALTHY, PCIE, ROCE, *SICK, *(fault.machine for fault in FAULTS))))
 
 
@@ -89,43 +89,41 @@ def flight(machine: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 @dataclasses.dataclass
 class Prometheus:
-    """The running server, and where each machine's agent answers."""
+    """The running server, where each machine's agent answers, and two moments when it knew all of them.
+
+    Every question is about these moments: a scrape that a busy machine misses later changes no answer.
+    """
 
     port: int
     ports: dict[str, int]
+    first: float = 0.0
+    last: float = 0.0
 
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """The instant vector of an expression."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+    def ask(self, path: str, **query: str) -> Any:
+        """The data of an answer of its API."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request("GET", "/api/v1/query?" + urllib.parse.urlencode({"query": expr}))
+            connection.request("GET", f"/api/v1/{path}?{urllib.parse.urlencode(query)}")
             answer = json.loads(connection.getresponse().read())
         finally:
             connection.close()
-        assert answer["status"] == "success", f"{expr}: {answer}"
-        found: list[dict[str, Any]] = answer["data"]["result"]
+        assert answer["status"] == "success", f"{query}: {answer}"
+        return answer["data"]
+
+    def query(self, expr: str, at: float = 0.0) -> list[dict[str, Any]]:
+        """The instant vector of an expression, of the last moment where no other is given."""
+        found: list[dict[str, Any]] = self.ask("query", query=expr, time=f"{at or self.last:.3f}")["result"]
         return found
 
-    def shown(self, expr: str, machine: str) -> dict[tuple[tuple[str, str], ...], str]:
+    def shown(self, expr: str, machine: str, at: float = 0.0) -> dict[tuple[tuple[str, str], ...], str]:
         """What a panel draws of one machine: label sets without the instance, and values."""
         address = f"127\\\\.0\\\\.0\\\\.1:{self.ports[machine]}"
         filled = expr.replace("$__rate_interval", "1m").replace("$job", "topoflight").replace("$instance", address)
         return {
             tuple(sorted((k, v) for k, v in row["metric"].items() if k != "instance")): row["value"][1]
-            for row in self.query(filled)
+            for row in self.query(filled, at)
         }
 
 
@@ -136,57 +134,63 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-@contextmanager
-def serving(machine: str, folder: Path, port: int) -> Iterator[None]:
-    """An agent on a recording, in a thread of this process: a dozen of their own would take a dozen start-ups."""
+def application(machine: str, folder: Path) -> Any:
+    """An agent on a recording, for a thread of this process: a dozen of their own would take a dozen start-ups."""
     snapshot = scan(load(MACHINES / f"{machine}.json"))
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=folder)
     state.refresh()
-    server = uvicorn.Server(uvicorn.Config(create(state), port=port, log_level="error", access_log=False))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    yield
-    server.should_exit = True
-    thread.join(10)
+    return create(state)
+
+
+def port_in_time(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Where it listens; its words are in the error where it does not."""
+    deadline = time.monotonic() + START_SECONDS
+    while (port := port_of(process)) is None:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.1)
+    return port
 
 
 @pytest.fixture(scope="module")
 def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Agents on loopback, each with what benchmark and flight left, and a Prometheus that scrapes them every second.
+    """Agents on loopback, each with what benchmark and flight left, and a Prometheus that scrapes them all the time.
 
     The healthy machine's is `topoflight serve` itself, a process of its own.
     """
     folder = tmp_path_factory.mktemp("prometheus")
-    own, *ports = free_ports(1 + len(AGENTS))
-    where = dict(zip(AGENTS, ports, strict=True))
+    ports: dict[str, int] = {}
     running: dict[str, subprocess.Popen[bytes]] = {}
     with ExitStack() as stack:
         stack.callback(end, running)
-        for machine, port in where.items():
+        for machine in AGENTS:
             state = folder / machine
             (state / "flights").mkdir(parents=True)
             (state / "bench.json").write_text(json.dumps(result_to_json(bench(machine))))
             (state / "flights" / "1.json").write_text(json.dumps(flight(machine)))
-            if machine == HEALTHY:
-                command = [str(Path(sys.executable).with_name("topoflight")), "serve"]
-                command += ["--host", str(MACHINES / f"{machine}.json"), "--port", str(port)]
-                command += ["--interval", "3600", "--state", str(state)]
-                running[machine] = start(command, folder / f"{machine}.log")
-        for machine, port in where.items():
+        command = [str(Path(sys.executable).with_name("topoflight")), "serve", "--port", "0"]
+        command += ["--host", str(MACHINES / f"{HEALTHY}.json"), "--interval", "3600", "--state", str(folder / HEALTHY)]
+        running[HEALTHY] = start(command, folder / f"{HEALTHY}.log")
+        for machine in AGENTS:
             if machine != HEALTHY:
-                stack.enter_context(serving(machine, folder / machine, port))
+                ports[machine] = stack.enter_context(serving(application(machine, folder / machine)))
+        ports[HEALTHY] = port_in_time(running[HEALTHY], folder / f"{HEALTHY}.log")
+        every = f"{SCRAPE_SECONDS}s"
         config = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "dashboards" / "rules.yaml")],
             "scrape_configs": [
-                {"job_name": "topoflight", "static_configs": [{"targets": [f"127.0.0.1:{p}" for p in ports]}]}
+                {
+                    "job_name": "topoflight",
+                    "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports.values()]}],
+                }
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         command = [programs["prometheus"], f"--config.file={folder / 'prometheus.yml'}"]
-        command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{own}"]
+        command += [f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
         running["prometheus"] = start(command, folder / "prometheus.log")
-        server = Prometheus(port=own, ports=where)
+        own = port_in_time(running["prometheus"], folder / "prometheus.log")
+        server = Prometheus(port=own, ports=ports)
         wait_for(server, folder, running)
         yield server
 
@@ -203,19 +207,35 @@ def end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
+# Every agent has answered every scrape of the last rounds, and at least two: a rate needs two samples.
+KNOWN = f"""min_over_time(up[{3 * SCRAPE_SECONDS}s]) == 1
+    and on (instance) count_over_time(topoflight_build_info[1m]) >= 2"""
+
+
 def wait_for(server: Prometheus, folder: Path, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Until every agent was scraped twice (a rate needs two samples) and the rules were evaluated."""
-    deadline = time.monotonic() + 120
+    """Find a moment when every agent was known, and one after every rule was then evaluated."""
+    deadline = time.monotonic() + START_SECONDS
     seen: list[dict[str, Any]] = []
+    evaluated = 0.0  # a moment by which each rule was evaluated on all agents
     while time.monotonic() < deadline:
         for name, process in running.items():
             assert process.poll() is None, (folder / f"{name}.log").read_text()[-2000:]
+        settled = time.time() - SCRAPE_SECONDS - 1  # what is asked of an earlier moment no scrape under way changes
         try:
-            seen = server.query("count_over_time(topoflight_build_info[1m]) >= 2")
-            if len(seen) == len(AGENTS) and server.query('ALERTS{alertname="TopoflightFactTooOld"}'):
+            seen = server.query(KNOWN, settled)
+            if len(seen) < len(AGENTS):
+                server.first = evaluated = 0.0
+            elif not server.first:
+                server.first = settled
+            elif not evaluated:
+                groups = server.ask("rules")["groups"]
+                oldest = min(datetime.fromisoformat(group["lastEvaluation"]).timestamp() for group in groups)
+                evaluated = time.time() if oldest > server.first else 0.0
+            elif settled > evaluated:
+                server.last = settled
                 return
         except (OSError, ValueError):
-            pass  # not listening yet, or "Service Unavailable" in place of JSON while it starts
+            pass  # "Service Unavailable" in place of JSON while it starts
         time.sleep(0.5)
     raise AssertionError(f"{len(seen)} of {len(AGENTS)} agents were scraped: {folder}")
 
@@ -241,11 +261,11 @@ SHOWN = [
 
 @pytest.mark.parametrize(("panel", "machine"), SHOWN)
 def test_sick_machine_differs_from_its_healthy_twin(prometheus: Prometheus, panel: Panel, machine: str) -> None:
-    """What the panel draws is not what it draws of the same machine in health; the healthy one agrees with itself."""
+    """What the panel draws is not what it draws of the same machine in health, which agrees with itself a while ago."""
     healthy = [prometheus.shown(target.expr, twin(machine)) for target in panel.targets]
     sick = [prometheus.shown(target.expr, machine) for target in panel.targets]
     assert sick != healthy
-    assert healthy == [prometheus.shown(target.expr, twin(machine)) for target in panel.targets]
+    assert healthy == [prometheus.shown(target.expr, twin(machine), prometheus.first) for target in panel.targets]
 
 
 @pytest.mark.parametrize(
