@@ -87,7 +87,8 @@ def test_a_target_takes_no_nonsense(line: bytes, told: str) -> None:
 
 
 def test_nobody_there_is_an_error_and_not_a_wait_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert main(["--connect", f"127.0.0.1:{port}", "--timeout", "0.2"]) == 1
+    with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        assert main(["--connect", f"127.0.0.1:{port}", "--timeout", "0.2"]) == 1
     assert f"--connect 127.0.0.1:{port}: [Errno 111]" in capsys.readouterr().err

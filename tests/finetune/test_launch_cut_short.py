@@ -39,7 +39,7 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
         os.kill(os.getpid(), signal.SIGTERM)
 
     if sigterm:
-        threading.Thread(target=stop).start()
+        threading.Thread(target=stop, daemon=True).start()
     began = time.time() - 1
     made = launch.run([sys.executable, "-c", text], dict(os.environ), folder, timeout_seconds, lambda _line: None)
     own = launch.own_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
@@ -65,8 +65,12 @@ def test_sigterm_is_passed_on_and_its_outcome_told(tmp_path, does, code, fate):
 
 def test_a_job_that_runs_out_of_time_is_told_the_same_way(tmp_path):
     """The time limit asks as SIGTERM does: what was saved then is not lost."""
-    done = ended(tmp_path, "saves", timeout_seconds=3.0, sigterm=False)
-    assert (done.exit_code, done.fate.partition(";")[0]) == (75, "not done within 3 s: the job saved and ended")
+    for seconds in (3, 20):  # the second for a machine where the interpreter is not up after three
+        done = ended(tmp_path, "saves", timeout_seconds=seconds, sigterm=False)
+        if (tmp_path / "ready").exists():
+            break
+    fate, _, _ = done.fate.partition(";")
+    assert (done.exit_code, fate) == (75, f"not done within {seconds} s: the job saved and ended")
 
 
 def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
