@@ -32,13 +32,15 @@ Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node,
 
 
 def create(
-    state: State, *, doors: Doors | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None
-) -> FastAPI:
+    state: State, *, doors: Doors | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
+    desk: Desk | None = None,
+) -> FastAPI:  # fmt: skip
     """The application around one state; scanning and publishing start and end with it.
 
-    Without `doors` whatever needs a token is closed; without `cluster` the cluster is what this agent scans.
+    Without `doors` whatever needs a token is closed; without `cluster` the cluster is what this agent scans. Costly
+    questions are asked at `desk`, by default one of their own.
     """
-    doors, cluster, desk = doors or Doors(), cluster or Cluster(state), Desk()
+    doors, cluster, desk = doors or Doors(), cluster or Cluster(state), desk or Desk()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
