@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,17 +100,15 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
 def test_a_hang_crash_or_nonsense_costs_only_the_gpu_probe(
     inject: str, words: str, scanner_of: Callable[..., Scanner]
 ) -> None:
-    """The scan ends in bounded time, says what happened, and the probes after it still answer."""
-    probes = (BY_NAME["gpu"], BY_NAME["hostinfo"])
-    with scanner_of(H100, inject=inject, probes=probes, timeout_seconds=3.0) as scanner:
-        start = time.monotonic()
+    """The scan ends though the call does not, says what happened, and the probes after it still answer."""
+    gpu = BY_NAME["gpu"]
+    gpu = dataclasses.replace(gpu, timeout_seconds=3.0) if "hang" in inject else gpu
+    with scanner_of(H100, inject=inject, probes=(gpu, BY_NAME["hostinfo"])) as scanner:
         snapshot = scanner.scan()
-        took = time.monotonic() - start
     outcome = snapshot.outcomes["gpu"]
     assert isinstance(outcome, Failed)
     assert words in outcome.error
     assert isinstance(snapshot.outcomes["hostinfo"], Ok)
-    assert took < 3.0 + 60.0, "the limit, and at most the start of two child processes on a slow machine"
     assert next(f.code for f in findings(snapshot)) == "gpu.probe.failed"
 
 

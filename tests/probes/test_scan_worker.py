@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _child(scanner: Scanner) -> psutil.Process:
     return psutil.Process(scanner.child_pid or 0)
 
 
-def _gone(process: psutil.Process, seconds: float = 20.0) -> bool:
+def _gone(process: psutil.Process, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
@@ -137,12 +138,13 @@ def test_a_killed_child_costs_at_most_one_probe() -> None:
 
 def test_a_stopped_child_is_replaced() -> None:
     """SIGSTOP stands for a process that hangs without taking a signal's default action."""
-    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"]), timeout_seconds=2.0) as scanner:
+    hurried = replace(BY_NAME["limits"], timeout_seconds=3.0)  # of the one that will hang; the other has its own time
+    with Scanner(probes=(hurried, BY_NAME["hostinfo"])) as scanner:
         child = _child(scanner)
         child.suspend()
         outcomes = scanner.scan().outcomes
         assert isinstance(outcomes["limits"], Failed)
-        assert "no answer after 2" in outcomes["limits"].error
+        assert "no answer after" in outcomes["limits"].error
         assert isinstance(outcomes["hostinfo"], Ok)
         assert _gone(child)
 
