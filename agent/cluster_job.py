@@ -44,6 +44,7 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[
         "preflight_require": tuple(given["require"]),
         "agent": given.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if given["dra"] else None,
+        **({"device_classes": given["device_classes"]} if given.get("device_classes") else {}),
         "tolerate": tuple(given["tolerate"]),
         "node_selector": dict(_pair(word, "--node-selector") for word in given["node_selector"]),
         "limits": dict(_pair(word, "--resource") for word in given["resources"]),
@@ -83,8 +84,8 @@ def against_dra(advice: Recommendation, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> str:
-    """How the cluster can serve this job's claims. CannotError says why not, ApiError what could not be asked."""
+def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> dra.Able:
+    """How the cluster can serve this job's claims, or why not: the exceptions of agent.dra.able."""
     spec = spec_of(advice, {**given, "dra": True})
     nodes = None
     if selector := ",".join(given["node_selector"]):

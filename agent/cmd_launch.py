@@ -104,7 +104,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 
     try:
         cluster_job.refuse_what_cannot_train(advice, given)
-        given = {**given, "dra": _dra(advice, given, asked=form is None)}
+        given = {**given, **_dra(advice, given, asked=form is None)}
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
         made = cluster_job.documents(advice, spec, given["api"], given["config"], found)
         documents = (*cluster_job.storage(given), *made)
@@ -137,24 +137,28 @@ def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
     return bool(asked or given["context"] or os.environ.get("KUBECONFIG"))
 
 
-def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> bool:
-    """Whether GPU and NIC are to come by a claim; where nobody said, what the cluster can, and a line on stderr."""
+def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[str, Any]:
+    """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
     from agent import cluster_job
-    from agent.dra import CannotError
+    from agent.dra_classes import CannotError, UnknownError
     from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
 
-    if given["dra"] is not None or not _may_ask(given, asked=asked):
-        return bool(given["dra"])
-    why = cluster_job.against_dra(advice, given)
+    forced = bool(given["dra"])
+    if given["dra"] is False or not _may_ask(given, asked=asked):
+        return {"dra": forced}
+    why = "" if forced else cluster_job.against_dra(advice, given)
     try:
-        able = "" if why else cluster_job.dra_able(Client(find(given["context"]), tries=2), advice, given)
+        able = None if why else cluster_job.dra_able(Client(find(given["context"]), tries=2), advice, given)
     except CannotError as error:
-        able, why = "", str(error)
-    except (AccessError, ApiError) as error:
-        able, why = "", f"unknown whether the cluster can: {error}"
-    click.echo(f"DRA: used: {able}; --no-dra leaves it" if able else f"DRA: not used: {why}", err=True)
-    return bool(able)
+        able, why = None, str(error)
+    except (AccessError, ApiError, UnknownError) as error:
+        able, why = None, f"unknown whether the cluster can: {error}"
+    if able is not None:
+        click.echo(f"DRA: used: {able.words}; --no-dra leaves it", err=True)
+        return {"dra": True, "device_classes": able.device_classes}
+    click.echo(f"DRA: used, as --dra says: {why}" if forced else f"DRA: not used: {why}", err=True)
+    return {"dra": forced}
 
 
 def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:

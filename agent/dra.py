@@ -1,61 +1,55 @@
 """Whether a cluster can give a job GPU and NIC from one PCIe root by DRA (Dynamic Resource Allocation), and why not.
 
-Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass, ResourceSlice. What the claim
-template of planner.manifests asks for is what is looked for here; nothing is taken from a driver's name.
+Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass (agent.dra_classes), ResourceSlice.
+What the claim template of planner.manifests asks for is what is looked for here.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from agent import units
+from agent.dra_classes import GPU, NIC, CannotError, find
 from agent.kube import ApiError, Client, path_of
 from planner.job import JobSpec
 from planner.manifests import claim_templates
 
 Json = dict[str, Any]
-# What a DeviceClass's CEL expressions say of the driver and, of NVIDIA's, of whole GPUs against slices of one.
-_DRIVER = re.compile(r"device\.driver\s*==\s*[\"']([\w.-]{1,253})[\"']")
-_TYPE = re.compile(r"\.type\s*==\s*[\"'](\w{1,64})[\"']")
 
 
-class CannotError(Exception):
-    """Why the cluster cannot, in a few words."""
+class Able(NamedTuple):
+    """How a cluster can."""
+
+    words: str
+    device_classes: tuple[str, str]  # of GPU and NIC, by their names in this cluster
 
 
-class Kind(NamedTuple):
-    """The devices that a class stands for."""
+def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) -> Able:
+    """How the cluster can serve the claims of this job's pods; `nodes` are those it may run on.
 
-    driver: str
-    type: str  # empty: any
-
-
-def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) -> str:
-    """In a few words how the cluster can serve the claims of this job's pods; `nodes` are those it may run on.
-
-    CannotError says why it cannot, ApiError what could not be asked: that is unknown.
+    CannotError says why it cannot, ApiError what could not be asked, UnknownError what is not understood: those are
+    unknown.
     """
     (template,) = claim_templates(spec)
-    group, _, version = template["apiVersion"].partition("/")
+    api = template["apiVersion"]
+    group, _, version = api.partition("/")
     _serves(client, group, version)
-    devices = template["spec"]["spec"]["devices"]
-    class_of = {request["name"]: request["exactly"]["deviceClassName"] for request in devices["requests"]}
-    kinds = {name: _class(client, template["apiVersion"], name) for name in dict.fromkeys(class_of.values())}
-    attribute = devices["constraints"][0]["matchAttribute"]
-    rooted = {name: Counter[tuple[str, str]]() for name in kinds}  # class: (node, PCIe root): devices
-    for driver in {kind.driver for kind in kinds.values()}:
-        for node, device in _devices(client, template["apiVersion"], driver):
-            told = device.get("attributes") or {}
-            root = (told.get(attribute) or {}).get("string")
-            for name, kind in kinds.items():
-                right = kind.type in ("", (told.get("type") or {}).get("string"))
-                if kind.driver == driver and right and root and (nodes is None or node in nodes):
-                    rooted[name][node, root] += 1
-    if bare := [name for name, found in rooted.items() if not found]:
+    classes = find(client, api, GPU), find(client, api, NIC)
+    constraints = template["spec"]["spec"]["devices"]["constraints"]
+    attribute = constraints[0]["matchAttribute"]
+    rooted = [Counter[tuple[str, str]]() for _ in classes]  # of each class, (node, PCIe root): devices
+    for driver in {one.driver for one in classes}:
+        for node, device in _devices(client, api, driver):
+            root = ((device.get("attributes") or {}).get(attribute) or {}).get("string")
+            for one, found in zip(classes, rooted, strict=True):
+                if one.driver == driver and root and (nodes is None or node in nodes) and one.fits(device):
+                    found[node, root] += 1
+    if bare := [one.name for one, found in zip(classes, rooted, strict=True) if not found]:
         raise CannotError(f"no device of class {' or '.join(bare)} on these nodes has the attribute {attribute}")
-    return _fit(list(rooted.values()), each=len(devices["constraints"]), spec=spec)
+    gpu, nic = classes
+    return Able(_fit(rooted, each=len(constraints), spec=spec), (gpu.name, nic.name))
 
 
 def _fit(rooted: Sequence[Counter[tuple[str, str]]], *, each: int, spec: JobSpec) -> str:
@@ -68,7 +62,7 @@ def _fit(rooted: Sequence[Counter[tuple[str, str]]], *, each: int, spec: JobSpec
     what = f"{each} GPU{'s' if each > 1 else ''} each with a NIC under its PCIe root"
     if pods < spec.nodes:
         raise CannotError(f"the nodes have room for {pods} of {spec.nodes} pods of {what}")
-    return f"{sum(count >= each for count in pairs.values())} nodes have {what}"
+    return f"{units.count(sum(count >= each for count in pairs.values()), 'node')} with {what}"
 
 
 def _serves(client: Client, group: str, version: str) -> None:
@@ -81,19 +75,6 @@ def _serves(client: Client, group: str, version: str) -> None:
     versions = [str(each.get("version")) for each in known.get("versions") or ()]
     if version not in versions:
         raise CannotError(f"{group} {', '.join(versions)} is too old: {version} came with Kubernetes 1.34")
-
-
-def _class(client: Client, api: str, name: str) -> Kind:
-    try:
-        found = client.get(path_of(api, "deviceclasses", name))
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        raise CannotError(f"there is no DeviceClass {name}") from None
-    selectors = (found.get("spec") or {}).get("selectors") or ()
-    text = " ".join(str((each.get("cel") or {}).get("expression", "")) for each in selectors)
-    driver, kind = _DRIVER.search(text), _TYPE.search(text)
-    return Kind(driver[1] if driver else name, kind[1] if kind else "")
 
 
 def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Json]]:

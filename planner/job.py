@@ -58,6 +58,7 @@ class JobSpec:
     preflight_require: tuple[str, ...] = ()
     agent: str | None = None  # URL of the node's agent, which is told how the job flew
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
+    device_classes: tuple[str, str] = ("gpu.nvidia.com", "dranet.net")  # DRA: of GPU and NIC, by their usual names
     active_deadline_seconds: int | None = None
 
     def __post_init__(self) -> None:

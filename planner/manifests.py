@@ -286,10 +286,8 @@ def claim_templates(spec: JobSpec) -> tuple[Document, ...]:
     if not spec.resource_claim_template:
         return ()
     count = spec.processes_per_node
-    requests = [
-        {"name": name, "exactly": {"deviceClassName": device, "count": count}}
-        for name, device in (("gpu", "gpu.nvidia.com"), ("nic", "dranet.net"))
-    ]
+    classes = tuple(zip(("gpu", "nic"), spec.device_classes, strict=True))
+    requests = [{"name": name, "exactly": {"deviceClassName": device, "count": count}} for name, device in classes]
     align = {"requests": ["gpu", "nic"], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
     devices: Document = {"requests": requests}
     if count == 1:  # a constraint holds for all devices of its requests: several GPUs do not share one root
@@ -298,7 +296,7 @@ def claim_templates(spec: JobSpec) -> tuple[Document, ...]:
         devices["requests"] = [
             {"name": f"{name}{i}", "exactly": {"deviceClassName": device, "count": 1}}
             for i in range(count)
-            for name, device in (("gpu", "gpu.nvidia.com"), ("nic", "dranet.net"))
+            for name, device in classes
         ]
         devices["constraints"] = [
             {"requests": [f"gpu{i}", f"nic{i}"], "matchAttribute": "resource.kubernetes.io/pcieRoot"}

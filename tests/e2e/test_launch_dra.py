@@ -77,7 +77,7 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
     for node in ("a", "b"):
         node_of(cluster, node, EIGHT, EIGHT[::-1])
     done = fly()
-    assert done.stderr == ("DRA: used: 2 nodes have 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
+    assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
     assert len(devices["requests"]) == 16
@@ -192,7 +192,7 @@ def test_the_nodes_that_are_selected_are_those_that_count(cluster: ApiServer) ->
         node_of(cluster, node, EIGHT, EIGHT)
         if node != "c":
             cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}})
-    assert "DRA: used: 2 nodes have" in fly("--node-selector", "pool=h100").stderr
+    assert "DRA: used: 2 nodes with" in fly("--node-selector", "pool=h100").stderr
 
 
 def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
