@@ -46,7 +46,9 @@ scanner, made = Scanner(root), 0
 def counted(view):
     global made
     made += 1
-    count.write_text(str(made))
+    part = count.with_suffix(".part")
+    part.write_text(str(made))
+    part.replace(count)  # whoever reads it finds a number
 state = State(lambda: (scanner.scan(),), interval_seconds=0.0, folder=folder)
 state.before.append(counted)
 cmd_serve.listen(cmd_serve.application(state, cmd_serve.ALONE), "127.0.0.1", port)
@@ -134,7 +136,7 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
         warm = max(20, scans // 10)  # caches fill and the allocator finds its size in the first tenth
         for tenth in range(1, 11):
             goal = warm + (scans - warm) * tenth // 10
-            while asked < requests * tenth // 10 or int(count.read_text() or 0) < goal:
+            while asked < requests * tenth // 10 or int(count.read_text()) < goal:
                 if asked < requests * tenth // 10:
                     errors += ask_all(port)
                     asked += len(DOORS) * PER_DOOR

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -51,10 +52,13 @@ def restore(folder: Path, machine: str = MACHINE) -> tuple[str, dict[str, str]]:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port of the loopback that nobody has now, nor is given before it is bound: below those that Linux gives."""
+    below = range(10_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    for port in (*random.SystemRandom().sample(below, min(99, len(below))), 0):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return int(one.getsockname()[1])
+    raise OSError("no port of the loopback is free")
 
 
 @contextlib.contextmanager
@@ -110,7 +114,7 @@ def exporter() -> Iterator[tuple[int, int]]:
         yield one.pid, port
 
 
-def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
+def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
     """Until it answers 200."""
     until, last = time.monotonic() + seconds, (0, b"")
     while time.monotonic() < until:
@@ -124,7 +128,7 @@ def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 60
     raise TimeoutError(f"port {port} {path}: no answer 200 in {seconds:.0f} s; the last is {last}")
 
 
-def get(port: int, path: str, headers: Mapping[str, str] | None = None, timeout: float = 30.0) -> tuple[int, bytes]:
+def get(port: int, path: str, headers: Mapping[str, str] | None = None, timeout: float = 90.0) -> tuple[int, bytes]:
     """One request on a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:

@@ -35,7 +35,7 @@ def node_exporter() -> None:
 def eventually() -> Callable[..., None]:
     """Wait until it holds; a generous bound, as the machine may be busy."""
 
-    def wait(true: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    def wait(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < until, f"never came true: {what}"

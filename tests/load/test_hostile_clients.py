@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import resource
 import select
@@ -170,13 +171,19 @@ def test_half_open_connections_are_let_go(impatient: Served, eventually: Callabl
     impatient.honest()
 
 
-def test_the_one_that_waits_longest_gives_way(impatient: Served) -> None:
+def test_the_one_that_waits_longest_gives_way(impatient: Served, eventually: Callable[..., None]) -> None:
     """All places taken by slow clients: a new honest one is served at once, an old slow one is told 503."""
-    slow = [connect(impatient, b"GET /metrics HTTP/1.1\r\nX: ") for _ in range(PLACES)]
-    impatient.honest()
-    assert status(read(slow[0])) == 503
-    for one in slow:
-        one.close()
+
+    def told() -> int:
+        slow = [connect(impatient, b"GET /metrics HTTP/1.1\r\nX: ") for _ in range(PLACES)]
+        impatient.honest()
+        answer = status(read(slow[0]))
+        for one in slow:
+            one.close()
+        return answer
+
+    # a machine that takes two seconds for all of them to come in has sent the first away as late: 408
+    eventually(lambda: told() == 503, "the first gives way")
 
 
 def test_every_place_busy_answers_503_and_then_goes_on(impatient: Served, eventually: Callable[..., None]) -> None:
@@ -192,7 +199,9 @@ def test_every_place_busy_answers_503_and_then_goes_on(impatient: Served, eventu
         one.close()
 
     def served_again() -> bool:
-        return resident.get(impatient.port, "/healthz")[0] == 200
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return resident.get(impatient.port, "/healthz")[0] == 200
+        return False
 
     eventually(served_again, "places are free again")
     impatient.honest()
@@ -234,26 +243,42 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventual
     """EMFILE at accept(2): the listener pauses, the process keeps quiet, and goes on when there are some again."""
     agent = psutil.Process(served.pid)
     soft, hard = agent.rlimit(psutil.RLIMIT_NOFILE)
-    agent.rlimit(psutil.RLIMIT_NOFILE, (served.lowest_free_descriptor(), hard))
-    try:
-        waiting = connect(served, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        waiting.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            waiting.recv(10)
+    waiting: list[socket.socket] = []
+
+    def is_left_waiting() -> bool:
+        """Not where a connection of before was still to be closed, and has made room since."""
+        agent.rlimit(psutil.RLIMIT_NOFILE, (served.lowest_free_descriptor(), hard))
+        one = connect(served, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        one.settimeout(0.2)
+        try:
+            one.recv(10)
+        except TimeoutError:
+            waiting.append(one)
+        else:
+            one.close()
+        return bool(waiting)
+
+    def share() -> float:
+        """Of a core, in one second."""
         before, began = sum(agent.cpu_times()[:2]), time.monotonic()
-        time.sleep(2)
-        spent = (sum(agent.cpu_times()[:2]) - before) / (time.monotonic() - began)
+        time.sleep(1)
+        return (sum(agent.cpu_times()[:2]) - before) / (time.monotonic() - began)
+
+    try:
+        eventually(is_left_waiting, "a connection that no descriptor is left for")
+        shares = [share() for _ in range(3)]
     finally:
         agent.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
-    assert spent < 0.5, "a loop that spins takes a whole core"
-    waiting.settimeout(60)
-    assert status(read(waiting)) == 200, "who waited is served"
-    waiting.close()
+    assert min(shares) < 0.5, "a loop that spins takes a whole core in each of them"
+    (one,) = waiting
+    one.settimeout(60)
+    assert status(read(one)) == 200, "who waited is served"
+    one.close()
     served.honest()
 
 
 def test_the_log_stays_short(impatient: Served) -> None:
-    """Hundreds of lines of nonsense are a handful in the log."""
+    """Hundreds of lines of nonsense are a handful in the log: ten a minute."""
     assert impatient.log is not None
     before = len(impatient.log.read_text().splitlines())
     for _ in range(300):
