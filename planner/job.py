@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 from planner.advice import Recommendation
 
-# RFC 1123 label, as Kubernetes wants names of objects that become part of host names.
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# RFC 1123 label, as Kubernetes wants the names of namespaces.
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# RFC 1035 label: a job's name becomes a Service's, and TrainJob (Trainer 2.1), PyTorchJob and JobSet refuse a first digit.
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+_NAME_LIMIT = 63  # bytes of a host name's label: the pods' names, too
 # Extended resource: DNS subdomain / name.
 _RESOURCE = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{1,63}|hugepages-[0-9]+[KMG]i")
 _GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # NVIDIA's device plugins name GPUs so, its network operator NICs not
@@ -62,13 +65,19 @@ class JobSpec:
     active_deadline_seconds: int | None = None
 
     def __post_init__(self) -> None:
-        for what in ("name", "namespace"):
-            value = getattr(self, what)
-            if not _NAME.fullmatch(value):
-                raise JobError(f"{what}={value!r}: must be lower-case letters, digits and '-', 63 at most")
+        if not _LABEL.fullmatch(self.namespace):
+            raise JobError(f"namespace={self.namespace!r}: must be lower-case letters, digits and '-', 63 at most")
+        if not _NAME.fullmatch(self.name):
+            raise JobError(
+                f"name={self.name!r}: must be lower-case letters, digits and '-', a letter first, 63 at most"
+            )
         for what in ("nodes", "processes_per_node"):
             if getattr(self, what) < 1:
                 raise JobError(f"{what}={getattr(self, what)}: must be at least 1")
+        last = f"-worker-{self.nodes - 1}"  # what PyTorchJob and JobSet ("-node-0-1") add at most
+        if len(self.name) + len(last) > _NAME_LIMIT:
+            allowed = _NAME_LIMIT - len(last)
+            raise JobError(f"name={self.name!r}: {allowed} characters at most, for its pods are named NAME{last}")
         for name in self.environment:
             if not _ENVIRONMENT.fullmatch(name):
                 raise JobError(f"environment {name!r}: not a variable's name")

@@ -1,7 +1,8 @@
 """Renders one JobSpec for the job APIs in use: TrainJob with its TrainingRuntime, PyTorchJob, plain Indexed Job.
 
-Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.2 and later), kubeflow.org/v1 (Training Operator 1.9),
-batch/v1, resource.k8s.io/v1. Documents are dicts: text is made by the YAML library alone, so hostile names stay data.
+Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3; activeDeadlineSeconds is new in 2.2),
+kubeflow.org/v1 (Training Operator 1.7 to 1.9; resource claims need 1.9), batch/v1, resource.k8s.io/v1. Documents are
+dicts: text is made by the YAML library alone, so hostile names stay data.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from planner.job import MOUNT, JobSpec
 Document = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
+GROUP_ANNOTATION = "kueue.x-k8s.io/podset-group-name"  # of Kueue 0.13: two pod sets placed as one
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
 AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
 AGENT_TOKEN = "/var/run/secrets/topoflight"  # noqa: S105 - a folder
@@ -54,7 +56,11 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     """A namespaced TrainingRuntime that holds what a TrainJob cannot patch (shm, IPC_LOCK, networks), and the job."""
     pod = pod_template(spec, container="node")
     container = pod["spec"]["containers"][0]
-    environment, resources = container.pop("env", []), container.pop("resources", {})
+    # The Trainer carries limits and requests of a TrainJob over to the pod and nothing else of its resources
+    # (pkg/runtime/core/trainingruntime.go, plugins/jobset/builder.go): claims reach it from the runtime alone, and only
+    # where the TrainJob has no resources of its own.
+    resources = {} if spec.resource_claim_template else container.pop("resources", {})
+    environment = container.pop("env", [])
     container.pop("command", None)
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -103,14 +109,14 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
 
 def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
     """PyTorchJob v1: Master 1 and Worker n-1, container `pytorch`, as OpenShift AI 2.19 documents it."""
-    template = pod_template(spec, container="pytorch")
-    replicas: Document = {"Master": {"replicas": 1, "restartPolicy": "OnFailure", "template": template}}
-    if spec.nodes > 1:
-        replicas["Worker"] = {
-            "replicas": spec.nodes - 1,
-            "restartPolicy": "OnFailure",
-            "template": pod_template(spec, container="pytorch"),
-        }
+    counts = {"Master": 1, "Worker": spec.nodes - 1} if spec.nodes > 1 else {"Master": 1}
+    replicas: Document = {}
+    for role, count in counts.items():
+        template = pod_template(spec, container="pytorch")
+        if spec.topology_label and spec.nodes > 1:
+            # Kueue holds each pod set to one domain by itself; in a group Master and Worker share theirs
+            template["metadata"]["annotations"][GROUP_ANNOTATION] = spec.name
+        replicas[role] = {"replicas": count, "restartPolicy": "OnFailure", "template": template}
     policy: Document = {}
     if spec.queue:
         policy["suspend"] = True
