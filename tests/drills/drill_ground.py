@@ -29,7 +29,9 @@ from collectives import lock, processes, scratch
 ROOT = Path(__file__).parents[2]
 MACHINES = ROOT / "tests" / "machines"
 MARK = "TOPOFLIGHT_DRILL"
-GONE_SECONDS = 20.0  # for the kernel and the signals' handlers; a busy machine takes its time
+PATIENCE_SECONDS = 120.0  # for what takes seconds: a busy machine takes its time, and nothing waits longer than it must
+# A kubelet waits 30 s. Of a machine of CI, which may be several times slower, only an end is asked.
+TERM_SECONDS = 25.0 if os.environ.get("TOPOFLIGHT_DRILLS") == "long" else 60.0
 SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
 # The lock of this ground in the place of the machine's, and whatever else a drill wants mounted.
 _ENTER = 'mount --bind "$DRILL_LOCK" /run/lock && eval "$DRILL_MOUNTS" && exec "$@"'
@@ -76,7 +78,7 @@ class Ground:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def run(self, *words: str, seconds: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, seconds: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run `topoflight WORDS` to its end."""
         process = self.start(*words, **environment)
         try:
@@ -115,6 +117,14 @@ class Ground:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         return alive
+
+    def commands(self) -> list[str]:
+        """The command lines of those that still live when they are asked for it."""
+        lines = []
+        for process in self.ours():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                lines.append(" ".join(process.cmdline()))
+        return lines
 
     def orphans(self) -> list[str]:
         """What still lives after a moment of grace; it is killed here, so that one drill does not spoil the next."""
@@ -184,7 +194,7 @@ class Agent:
         return port
 
     def ask(
-        self, path: str, method: str = "GET", body: Any = None, seconds: float = 20.0, **headers: str
+        self, path: str, method: str = "GET", body: Any = None, seconds: float = 60.0, **headers: str
     ) -> tuple[int, Any]:
         """(status, JSON or text)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
@@ -203,8 +213,8 @@ class Agent:
         """Whether /readyz says so within a moment."""
         return bool(eventually(lambda: self.ask("/readyz")[0] == 200 or None))
 
-    def term(self, seconds: float = 25.0) -> float | None:
-        """SIGTERM; how long it took to end, None where it did not within `seconds` (a kubelet waits 30)."""
+    def term(self, seconds: float = TERM_SECONDS) -> float | None:
+        """SIGTERM; how long it took to end, None where it did not within `seconds`."""
         started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -214,7 +224,7 @@ class Agent:
         return time.monotonic() - started
 
 
-def eventually(look: Callable[[], Any], *, wanted: Any = ..., seconds: float = GONE_SECONDS) -> Any:
+def eventually(look: Callable[[], Any], *, wanted: Any = ..., seconds: float = PATIENCE_SECONDS) -> Any:
     """Look until the answer is `wanted` (by default anything but None); the last answer."""
     deadline = time.monotonic() + seconds
     while True:

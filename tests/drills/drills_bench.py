@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,38 +25,39 @@ import json, sys
 from collectives import bench, wire
 spec = bench.BenchSpec(
     sizes_bytes=(1024,), ops=("all_gather",), precision=None, min_iterations=1_000_000, max_iterations=1_000_000,
-    budget_seconds=60, silence_seconds=4, startup_seconds=90, backend="gloo", lock_path=sys.argv[1],
+    budget_seconds=60, silence_seconds=float(sys.argv[2]), startup_seconds=240, backend="gloo", lock_path=sys.argv[1],
 )
 told = lambda event: print(event["event"], flush=True) if event["event"] == "joined" else None
 print(json.dumps(wire.result_to_json(bench.run(spec, told))), flush=True)
 """
 
 
-def _long_run(ground: Ground, **environment: str) -> subprocess.Popen[str]:
+def _long_run(ground: Ground, silence_seconds: float = 30.0, **environment: str) -> subprocess.Popen[str]:
     """A benchmark in a process of its own, back once its ranks have joined."""
     place = ground.folder / "lock" / lock.FILE_NAME
     process = subprocess.Popen(
-        [sys.executable, "-c", _LONG_RUN, str(place)], env=ground.environment(environment), cwd=ROOT,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", _LONG_RUN, str(place), str(silence_seconds)], env=ground.environment(environment),
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     if (first := process.stdout.readline().strip()) != "joined":
-        _, err = process.communicate(timeout=60)
-        raise RuntimeError(f"the ranks do not join: {first[-1000:]} {err[-2000:]}")
+        _, err = process.communicate(timeout=240)
+        raise RuntimeError(f"the ranks do not join: {first} {err[-2000:]}")
     return process
 
 
 def _rank(ground: Ground, number: int) -> psutil.Process:
     """The process of one rank."""
     for process in ground.ours():
-        if "collectives.rank" in process.cmdline() and process.environ().get("RANK") == str(number):
-            return process
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "collectives.rank" in process.cmdline() and process.environ().get("RANK") == str(number):
+                return process
     raise RuntimeError(f"no process of rank {number}")
 
 
 def _result(process: subprocess.Popen[str], *words: str) -> list[str]:
     """What the partial result fails to say."""
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=240)
     try:
         found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -77,7 +79,7 @@ def bench_rank_killed(ground: Ground) -> list[str]:
 @drill("Benchmark: a rank is stopped (SIGSTOP)", short=0, long=5, marks=("ranks",))
 def bench_rank_stopped(ground: Ground) -> list[str]:
     """The result names it; it is killed."""
-    process = _long_run(ground)
+    process = _long_run(ground, silence_seconds=4.0)
     time.sleep(ground.random.uniform(0, 1))
     _rank(ground, 1).suspend()
     return [*_result(process, "rank 1 on", "gave no answer, not even to SIGTERM"), *ground.after()]
@@ -120,7 +122,7 @@ def _at_start_of_ranks(ground: Ground, code: str) -> str:
 def bench_rank_forks(ground: Ground) -> list[str]:
     """A plain child and one that became a daemon: both end with the run."""
     process = _long_run(ground, PYTHONPATH=_at_start_of_ranks(ground, _FORKS))
-    seen = sum("collectives.rank" in one.cmdline() for one in ground.ours())
+    seen = sum("collectives.rank" in line.split() for line in ground.commands())
     process.terminate()
     lost = [] if seen >= 4 else [f"only {seen} processes: the drill did not fork"]
     return [*lost, *_result(process, "stopped by SIGTERM"), *ground.after()]
@@ -187,9 +189,9 @@ def sigterm_of_a_launch(ground: Ground) -> list[str]:
              "--set=eval_strategy=no", "--set=logging_steps=1", "--set=save_steps=5000")  # fmt: skip
     process = ground.start(*words)
     metrics = out / "metrics.jsonl"
-    begun = eventually(lambda: (metrics.exists() and metrics.read_text().count("\n") > 2) or None, seconds=90)
+    begun = eventually(lambda: (metrics.exists() and metrics.read_text().count("\n") > 2) or None, seconds=240)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=240)
     if begun is None:
         return [f"no step: {err[-800:]}", *ground.after(out)]
     record = json.loads((out / "flight.json").read_text())

@@ -178,7 +178,7 @@ def clock_of_a_record(ground: Ground) -> list[str]:
     record = {**FLIGHT, "reason": "the new one", "started_at": "2026-01-01T00:00:00Z"}
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(record)], env=ground.environment(shifted), cwd=ROOT,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     kept = Path(done.stdout.strip())
     lost = [] if kept.is_file() else [f"the new record is gone: {done.stdout} {done.stderr[-300:]}"]

@@ -55,7 +55,7 @@ def state_lost(folder: Path) -> list[str]:
 
 def _stage(ground: Ground) -> str:
     """Which processes there are tells how far a run has come."""
-    lines = [" ".join(process.info["cmdline"] or ()) for process in _listed(ground)]
+    lines = ground.commands()
     for stage, word in (
         ("launcher or ranks", "collectives.rank"), ("launcher or job", "finetune.train"),
         ("calibration", "collectives.calibrate"), ("probe process before that", "probes.worker"),
@@ -63,12 +63,6 @@ def _stage(ground: Ground) -> str:
         if any(word in line for line in lines):
             return stage
     return "start or end"
-
-
-def _listed(ground: Ground) -> list:
-    for process in (found := ground.ours()):
-        process.info = process.as_dict(attrs=["cmdline"])
-    return found
 
 
 def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
@@ -134,10 +128,10 @@ def sigterm_of_a_preflight(ground: Ground) -> list[str]:
     keep_something(ground)
     reports = ground.folder / "reports"
     process = ground.start("preflight", "--fly", "-q", f"--report={reports}", "-o", "json", *SMALL_JOB, "--ranks=1")
-    eventually(lambda: process.poll() is not None or _stage(ground) == "calibration" or None, seconds=90)
+    eventually(lambda: process.poll() is not None or _stage(ground) == "calibration" or None, seconds=240)
     time.sleep(ground.random.uniform(0.0, 1.0))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     lost = [] if process.returncode == EXIT_STOPPED else [f"exit code {process.returncode}: {err[-500:]}"]
     try:
         found = json.loads((reports / "report.json").read_text())
@@ -181,7 +175,7 @@ def sigterm_during_a_scan(ground: Ground) -> list[str]:
     """Of its first, of all probes: it ends in order, its child with it."""
     keep_something(ground)
     with ground.agent("--interval=1") as agent:
-        eventually(lambda: any("probes.worker" in " ".join(one.cmdline()) for one in ground.ours()) or None)
+        eventually(lambda: any("probes.worker" in line for line in ground.commands()) or None)
         time.sleep(ground.random.uniform(0.0, 1.0))
         lost = _ended(agent)
     return [*lost, *ground.after(), *state_lost(ground.state)]
@@ -221,7 +215,7 @@ def _slow_reader(port: int, path: str) -> Iterator[socket.socket]:
     """A client that has asked, and whose kernel holds little for it."""
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.settimeout(20)
+        reader.settimeout(120)
         reader.connect(("127.0.0.1", port))
         reader.sendall(f"GET {path} HTTP/1.1\r\nHost: drill\r\n\r\n".encode())
         yield reader
