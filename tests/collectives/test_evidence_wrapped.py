@@ -56,6 +56,11 @@ def torn(line: str, *cuts: int) -> list[str]:
     return [row for part in parts[:-1] for row in (f"{CRI} stdout P {part}", noise)] + [f"{CRI} stdout F {parts[-1]}"]
 
 
+def pretty(message: str | list[int]) -> str:
+    """As systemd breaks an object over lines, a byte a line."""
+    return json.dumps({"_PID": "1", "MESSAGE": message, "_HOSTNAME": "gpu-a"}, indent="\t", separators=(",", " : "))
+
+
 DRESSES: dict[str, Callable[[int, str], str]] = {
     "grep -n": lambda n, line: f"{n + 1}:{line}",
     "grep -H": lambda n, line: f"logs/{file(n)}.log:{line}",
@@ -82,6 +87,8 @@ DRESSES: dict[str, Callable[[int, str], str]] = {
     "journalctl -o json": lambda _, line: json.dumps({"MESSAGE": line, "_HOSTNAME": "gpu-a", "_PID": "1"}),
     "journalctl -o json, bytes": lambda _, line: json.dumps({"_PID": "1", "MESSAGE": list(f"{line}\r".encode())}),
     "journalctl -o json, bytes, old": lambda _, line: f'{{ "MESSAGE" : {list(f"{chr(27)}[36m{line}".encode())} }}',
+    "journalctl -o json-pretty": lambda _, line: pretty(line),
+    "journalctl -o json-pretty, bytes": lambda _, line: pretty([*f"{line}\r".encode()]),
     "srun --label": lambda n, line: f"{n % 16}: {line}",
     "mpirun --tag-output": lambda n, line: f"[1,{n % 16}]<stdout>:{line}",
     "mpirun --timestamp-output": lambda n, line: f"Sat Nov 21 07:57:16 2026[1,{n % 16}]<stdout>:{line}",
@@ -167,6 +174,20 @@ def test_proof_stands_in_the_line_that_completes_it() -> None:
     numbers = {proof.line for proof in evidence.read(rows).proof}
     assert numbers
     assert all("stdout F" in rows[number - 1] for number in numbers)
+
+
+def test_an_array_over_lines_goes_on_in_the_next_block() -> None:
+    """Wherever a block ends: as many lines as before, and the text once it is whole."""
+    text = pretty([*LOG[0].encode()])
+    for size in (1, 2, 7, 1000):
+        rows, entries = text.split("\n"), Entries()
+        blocks = ["\n".join(rows[start : start + size]).encode() for start in range(0, len(rows), size)]
+        made = [entries.whole(block) for block in blocks]
+        assert [block.count(b"\n") for block in made] == [block.count(b"\n") for block in blocks]
+        assert f'"{LOG[0]}"' in b"".join(made).decode()
+        assert not entries.open
+    cut = Entries()
+    assert cut.whole(rows[2].encode()).strip() == b"" and cut.open and cut.rest() and not cut.open
 
 
 def test_an_array_that_is_no_text_changes_nothing() -> None:
