@@ -180,8 +180,10 @@ def test_an_agent_without_a_folder_says_so(doors: Doors, tmp_path: Path) -> None
 
 def test_records_a_minute_are_capped(http: TestClient) -> None:
     """429 with Retry-After."""
-    answers = [http.post("/flights", headers=HEADERS, content=b"{}") for _ in range(20)]
-    assert {answer.status_code for answer in answers} == {422, 429}
+    answers = [http.post("/flights", headers=HEADERS, content=b"{}")]
+    while answers[-1].status_code == 422 and len(answers) < 200:  # one more is let in each five seconds
+        answers.append(http.post("/flights", headers=HEADERS, content=b"{}"))
+    assert len(answers) > 12 and answers[-1].status_code == 429
     assert answers[-1].headers["retry-after"]
 
 

@@ -14,7 +14,7 @@ from agent.kube_access import Access
 MACHINES = Path(__file__).parent.parent / "machines"
 
 
-def eventually(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def eventually(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     """Wait until it holds; a generous bound, as the machine may be busy."""
     until = time.monotonic() + seconds
     while not true():

@@ -127,7 +127,7 @@ def running(api: ApiServer, policy: Policy | None = None) -> Iterator[Controller
     thread.start()
     yield controller
     controller.stop()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

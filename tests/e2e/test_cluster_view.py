@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_server import ApiServer, write_kubeconfig
@@ -110,7 +111,7 @@ def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) 
     fleet = Fleet()
     watcher = Watcher(client, NODES, fleet, seconds=30)
     watcher.start()
-    assert watcher.wait(10)
+    assert watcher.wait(120)
 
     def verdict() -> str | None:
         return next((r.verdict for r in fleet.records() if r.name == node), None)
@@ -236,7 +237,7 @@ def test_an_expired_watch_lists_again(api: ApiServer) -> None:
     fleet = Fleet()
     watcher = Watcher(client_of(api), NODES, fleet, seconds=30)
     watcher.start()
-    assert watcher.wait(10)
+    assert watcher.wait(120)
     api.expire()
     eventually(lambda: watcher.lists == 2, "a second list")
     publish_in(api, "n2")
@@ -250,7 +251,7 @@ def test_a_watch_resumes_after_the_server_was_away(api: ApiServer) -> None:
     fleet = Fleet()
     watcher = Watcher(client_of(api), NODES, fleet, seconds=30)
     watcher.start()
-    assert watcher.wait(10)
+    assert watcher.wait(120)
     api.down()
     api.put(NODES, "", to_resource(record_of(H100, "n1"))[1])
     api.up()
@@ -285,7 +286,7 @@ def test_a_busy_server_is_asked_again(api: ApiServer, status: int, headers: dict
     assert client_of(api).get(NODES)["items"] == []
     assert len(api.requests) == 3
     if headers:
-        assert time.monotonic() - before >= 2.0
+        assert time.monotonic() - before >= 1.99
 
 
 def test_a_refusal_is_not_asked_again(api: ApiServer) -> None:
@@ -355,7 +356,7 @@ def test_any_agent_answers_for_the_cluster(api: ApiServer) -> None:
 def test_the_watch_rests_when_nobody_asks(api: ApiServer) -> None:
     """Agents that nobody asks cost the API server no watch; a question begins it anew."""
     publish_in(api, "n1")
-    http, cluster = agent(api, own="n1", idle=0.2)
+    http, cluster = agent(api, own="n1", idle=1.0)
     assert len(http.get("/nodes").json()["nodes"]) == 1
     eventually(lambda: cluster._watcher is None, "the watch ends")
     assert len(http.get("/nodes").json()["nodes"]) == 1
@@ -384,12 +385,19 @@ def test_peers_stand_in_for_kubernetes() -> None:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         eventually(lambda: server.started, "the peer is up")
-        cluster = Cluster(state, name="me", peers=(f"http://127.0.0.1:{port}", "http://127.0.0.1:9/"))
-        nodes = {
-            made["name"]: made for made in TestClient(create(state, cluster=cluster)).get("/nodes").json()["nodes"]
-        }
+        nodes: dict[str, Any] = {}
+
+        def heard() -> bool:
+            """Within the five seconds that a peer is given."""
+            cluster = Cluster(state, name="me", peers=(f"http://127.0.0.1:{port}", "http://127.0.0.1:9/"))
+            rows = TestClient(create(state, cluster=cluster)).get("/nodes").json()["nodes"]
+            nodes.clear()
+            nodes.update({made["name"]: made for made in rows})
+            return "peer-1" in nodes
+
+        eventually(heard, "the peer answers")
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
     assert set(nodes) == {"me", "peer-1", "127.0.0.1:9"}
     assert nodes["peer-1"]["gpus"] == 8 and nodes["127.0.0.1:9"]["verdict"] == "unknown"
 

@@ -59,7 +59,7 @@ def running(folder: Path, **policy: Any) -> Iterator[None]:
         yield
     finally:
         made.stop()
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive()
 
 

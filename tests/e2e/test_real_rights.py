@@ -322,7 +322,7 @@ def serving(config: Path, name: str, log: Path) -> Iterator[str]:
         child = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=stream, stderr=stream)
     try:
         url = f"http://127.0.0.1:{port}"
-        eventually(lambda: child.poll() is None and ask(url + "/nodes?scope=node")[0] == 200, log.read_text(), 60)
+        eventually(lambda: child.poll() is None and ask(url + "/nodes?scope=node")[0] == 200, log.read_text())
         yield url
     finally:
         child.terminate()
@@ -352,7 +352,7 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
                     return {r["name"] for r in ask(url + "/nodes")[1]["nodes"] if not r["silent"]}
 
                 for url in (one, two):
-                    eventually(lambda url=url: {published, second} <= seen(url), "each knows of both", 60)
+                    eventually(lambda url=url: {published, second} <= seen(url), "each knows of both")
                 kinds = ask(one + "/topology?scope=cluster")[1]["kinds"]
                 assert any({published, second} <= set(kind["names"]) for kind in kinds), "equal machines are one kind"
                 advice = ask(two + "/recommendations?scope=cluster&model=Llama-3.1-8B&nodes=2")
@@ -363,7 +363,7 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
                 status, problem = ask(one + "/preflight", method="POST", bearer=good)
                 assert status == 403 and "kubectl create clusterrole" in problem["grant"]
                 grant(problem["grant"])
-                eventually(lambda: ask(one + "/preflight", method="POST", bearer=good)[0] == 200, "granted", 60)
+                eventually(lambda: ask(one + "/preflight", method="POST", bearer=good)[0] == 200, "granted")
                 stored = admin().get(path_of(API_VERSION, PLURAL, published))
                 assert from_resource(stored).graph, "published with its graph"
         finally:
