@@ -51,10 +51,24 @@ def test_what_cannot_be_seen_is_no_difference():
 
 
 RANK = """
-import json, os, sys
+import json, os, sys, time
+from datetime import timedelta
+from pathlib import Path
 import torch.distributed as dist
 from finetune import sockets, verify
-dist.init_process_group("gloo")
+rank, number = int(os.environ["RANK"]), Path(sys.argv[1])
+if "MASTER_PORT" in os.environ:
+    dist.init_process_group("gloo")
+else:  # rank 0 holds the store, at a port that is free as it is taken
+    while rank and not number.exists():
+        time.sleep(0.05)
+    port = int(number.read_text()) if rank else 0
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(minutes=5), wait_for_workers=False)
+    if rank == 0:
+        number.with_suffix(".draft").write_text(str(store.port))
+        number.with_suffix(".draft").replace(number)
+    os.environ["MASTER_PORT"] = str(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 seen = verify._everyone(0) and verify._everyone(sockets.look())
 if dist.get_rank() == 0:
     told = [sockets.differences(seen, {"GLOO_SOCKET_IFNAME": name}) for name in ("lo", "absent0")]
@@ -65,20 +79,21 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])
 def test_the_connections_of_real_ranks_are_found(tmp_path, launcher):
     """Two ranks over lo, under torchrun and without it, where rank 0 holds the store itself."""
     (tmp_path / "rank.py").write_text(RANK)
+    words = [str(tmp_path / "rank.py"), str(tmp_path / "port")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     if launcher == "torchrun":
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        started = [subprocess.Popen([*argv, str(tmp_path / "rank.py")], env=env, stdout=subprocess.PIPE)]
+        started = [subprocess.Popen([*argv, *words], env=env, stdout=subprocess.PIPE)]
     else:
-        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
-        argv = [sys.executable, str(tmp_path / "rank.py")]
+        env.pop("MASTER_PORT", None)
+        argv = [sys.executable, *words]
         started = [subprocess.Popen(argv, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE) for r in range(2)]
-    said = [one.communicate(timeout=100)[0] for one in started]
+    said = [one.communicate(timeout=500)[0] for one in started]
     assert [one.returncode for one in started] == [0] * len(started)
     found, (right, wrong) = json.loads(said[0])
     assert found == [[["127.0.0.1", ["lo"]]]] * 2

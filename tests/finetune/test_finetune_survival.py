@@ -1,13 +1,13 @@
 """The job in one process: it stops in order, goes on to the same curve, and what it saves is whole."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from finetune.checkpoint import SaveError, list_checkpoints
 from finetune.config import ConfigError
 from finetune.verify import MismatchError
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # ranks of one: each test is a whole run
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).with_name("jobs")
 JOB = """
@@ -110,26 +110,27 @@ def test_adapter_and_merged_model_load_in_plain_transformers(whole):
     assert (adapted - bare).abs().max() > 0.1
 
 
+class StopsAtStep6(io.StringIO):
+    """Standard error; SIGTERM comes as the run tells of its sixth step, however fast it goes."""
+
+    def write(self, text):
+        """Take it, and stop the run where it is that step's."""
+        if text.startswith("step 6/"):
+            signal.raise_signal(signal.SIGTERM)
+        return super().write(text)
+
+
 def test_sigterm_saves_and_the_next_run_ends_on_the_same_curve(whole, tmp_path):
     """Exit code 75, a checkpoint of the very step, and no difference to the uninterrupted run (dropout is on)."""
     folder = tmp_path / "out"
-
-    def stop_at(step):
-        while not (folder / "metrics.jsonl").exists() or len(curve(folder)) < step:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    watcher = threading.Thread(target=stop_at, args=(6,))
-    watcher.start()
-    code, flight = fly(folder)
-    watcher.join()
+    with contextlib.redirect_stderr(StopsAtStep6()):
+        code, flight = fly(folder)
     assert code == loop.RESUMABLE == 75
     assert (flight["status"], flight["exit_code"]) == ("interrupted", 75)
-    stopped = int(list_checkpoints(folder)[-1].name.removeprefix("checkpoint-"))
-    assert 6 <= stopped < 14
+    assert list_checkpoints(folder)[-1].name == "checkpoint-7", "the ranks agree on it in the step that comes then"
     code, flight = fly(folder)
     assert code == 0
-    assert f"resumed from checkpoint-{stopped}" in "".join(flight["notes"])
+    assert "resumed from checkpoint-7" in "".join(flight["notes"])
     assert curve(folder) == pytest.approx(curve(whole[0]), rel=1e-6)
 
 
@@ -147,20 +148,20 @@ def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, 
     assert {s: v for s, v in curve(folder).items() if s in (5, 6)} == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_path):
     """A process that left with torch's profiler running would die of SIGSEGV."""
     config = tmp_path / "job.yaml"
     config.write_text(JOB)
     argv = [sys.executable, "-m", "finetune.train", "--config", str(config), f"output_dir={tmp_path / 'out'}",
             "max_steps=4", "profile_steps=9", "save_strategy=no"]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     flight = json.loads((tmp_path / "out" / "flight.json").read_text())
     assert flight["exit_code"] == 0
     assert [part["part"] for part in flight["parts"]]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
     disk = tmp_path / "disk"

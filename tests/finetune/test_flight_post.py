@@ -1,5 +1,6 @@
 """The job tells the agent of its node how it flew: a real agent, and agents that are none."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import urllib3
+from rigs.serving import START_SECONDS, port_of
 
 from finetune import post
 from finetune.flight import Recorder
@@ -159,9 +161,9 @@ def test_a_name_or_port_that_cannot_be_is_a_note(told, url):
 
 def test_nobody_there_is_a_note(told):
     """A node without an agent."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    assert "refused" in told(url)
+    with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
+        kept.bind(("127.0.0.1", 0))
+        assert "refused" in told(f"http://127.0.0.1:{kept.getsockname()[1]}")
 
 
 def test_what_is_no_http_is_a_note(told):
@@ -171,8 +173,11 @@ def test_what_is_no_http_is_a_note(told):
         def echo():
             while True:
                 connection, _ = other.accept()
-                with connection:
+                with connection, contextlib.suppress(OSError):
                     connection.sendall(b" ".join(connection.recv(65536).split()) + b"\n")
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):  # closed over what is still unread, it would be reset
+                        pass
 
         threading.Thread(target=echo, daemon=True).start()
         note = told(f"http://127.0.0.1:{other.getsockname()[1]}")
@@ -209,27 +214,30 @@ def test_only_rank_0_tells(told, monkeypatch):
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_a_job_s_record_stands_in_the_agents_flights(tmp_path):
     """A real agent and two real jobs, one with a token that it does not know: that job ends with 0 too."""
     tokens, other = tmp_path / "tokens", tmp_path / "other"
     for path, token in ((tokens, TOKEN), (other, TOKEN[::-1])):
         path.write_text(token + "\n")
         path.chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     (tmp_path / "state").mkdir()
-    words = [sys.executable, "-m", "agent.cli", "serve", f"--host={MACHINE}", f"--port={port}", "--interval=3600",
+    words = [sys.executable, "-m", "agent.cli", "serve", f"--host={MACHINE}", "--port=0", "--interval=3600",
              f"--token-file={tokens}", f"--state={tmp_path / 'state'}"]  # fmt: skip
     agent = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
     try:
+        end = time.monotonic() + START_SECONDS
+        while (port := port_of(agent)) is None:  # the jobs ask three times, whether they or the agent are slower
+            assert time.monotonic() < end, "the agent did not start"
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
         jobs = {path: job_of(tmp_path / f"run-{path.name}", url, path) for path in (tokens, other)}
-        said = {path: job.communicate(timeout=240)[0] for path, job in jobs.items()}
+        said = {path: job.communicate(timeout=500)[0] for path, job in jobs.items()}
         assert [job.returncode for job in jobs.values()] == [0, 0], said
         kept = urllib3.request("GET", f"{url}/flights").json()
     finally:
         agent.terminate()
-        agent.wait(20)
+        agent.wait(60)
     written = {path: json.loads((tmp_path / f"run-{path.name}/flight.json").read_text()) for path in jobs}
     assert kept == [{**written[tokens], "posted_by": "token-file"}]
     assert (kept[0]["status"], kept[0]["steps_done"]) == ("complete", 2)
