@@ -108,6 +108,17 @@ def network(found: Sequence[Snapshot], namespace: str) -> tuple[Document, ...]:
     return network_manifests.network(network_manifests.from_snapshots(found, namespace=namespace))
 
 
+def misnamed(found: Sequence[Snapshot]) -> str:
+    """What is wrong with the interfaces' names in the network resources; empty: they are the nodes' own."""
+    names = network_manifests.seen_from_a_pod(found)
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: so a pod calls it, not the node; put the node's own name in its place in "
+        "NicClusterPolicy, MacvlanNetwork and NetworkAttachmentDefinition, or capture with the overlay host-network"
+    )
+
+
 def claim_of(given: Mapping[str, Any]) -> str | None:
     """The claim's name; one that is made without a name is called "shared"."""
     return given["claim"] or ("shared" if given.get("storage_class") else None)
@@ -139,17 +150,8 @@ def settings(advice: Recommendation, given: Mapping[str, Any]) -> tuple[str, ...
 def refuse_what_cannot_train(advice: Recommendation, given: Mapping[str, Any]) -> None:
     """JobError where the pods would start and train nothing, or train nothing that lasts; it says what to give."""
     said, nodes = _said(given), given["nodes"] or 1
-    if given["model"] and "dataset_name" not in said:
-        raise JobError(
-            "dataset_name: no data set is named, so the job would train on made-up sums; give --set dataset_name=NAME, "
-            "a hub id such as openai/gsm8k (with --set dataset_config=main), or --config FILE that names one"
-        )
-    name = advice.model.name if advice.model else ""
-    if given["model"] and "model_name_or_path" not in said and not models.hub_id(name) and name != "tiny-llama":
-        raise JobError(
-            f"--model {given['model']}: where its weights are is not known; give --set model_name_or_path=OWNER/NAME, "
-            "or a folder that the pods see"
-        )
+    if given["model"] and (why := job_settings.untrainable(advice, said)):
+        raise JobError(why)
     if nodes > 1 and not claim_of(given):
         raise JobError(
             f"--claim: {nodes} nodes write one run, so they need one folder; give --claim NAME of a ReadWriteMany "

@@ -71,8 +71,9 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     done: the same command goes on from there.
     """
     from agent.advise import RequestError, advise, with_fsdp
-    from agent.benchmark import EMBEDDED_MODEL, flight_request
+    from agent.benchmark import flight_request
     from agent.hosts import snapshots
+    from agent.job_settings import EMBEDDED_MODEL
 
     if form and not dry_run:
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
@@ -112,6 +113,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
             documents = (*cluster_job.network(found, spec.namespace), *documents)
     except (JobError, ExportError) as error:
         raise click.UsageError(str(error)) from None
+    if given["with_network"] and (wrong := cluster_job.misnamed(found)):
+        click.echo(f"warning: {wrong}", err=True)
     if not (given["preflight_image"] or given["no_preflight"]):
         click.echo("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
@@ -187,7 +190,7 @@ def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> t
 
 def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:
     from agent import launch as launcher
-    from agent.benchmark import EMBEDDED_MODEL
+    from agent.job_settings import EMBEDDED_MODEL
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     ranks, config = advice.chosen.layout.world_size, given["config"]

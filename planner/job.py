@@ -10,7 +10,7 @@ from planner.advice import Recommendation
 
 # RFC 1123 label, as Kubernetes wants the names of namespaces.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-# RFC 1035 label: a job's name becomes a Service's, and TrainJob (Trainer 2.1), PyTorchJob and JobSet refuse a first digit.
+# RFC 1035 label: a job's name becomes a Service's; TrainJob (Trainer 2.1), PyTorchJob and JobSet refuse a first digit.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _NAME_LIMIT = 63  # bytes of a host name's label: the pods' names, too
 # Extended resource: DNS subdomain / name.

@@ -33,6 +33,7 @@ class NetworkSpec:
 
     interfaces: tuple[str, ...]  # RoCE or IB netdevs of the nodes: ("ens8f0np0",)
     mtu_bytes: int
+    ports: tuple[str, ...] = ()  # netdevs of the PCI functions below them: a bond's members. Default: the interfaces
     name: str = "rdmashared-net"
     namespace: str = "default"
     resource_name: str = "rdma_shared_device_eth"
@@ -42,7 +43,7 @@ class NetworkSpec:
     def __post_init__(self) -> None:
         if not self.interfaces:
             raise JobError("interfaces: none; the network needs the name of at least one RDMA netdev of the nodes")
-        for name in self.interfaces:
+        for name in (*self.interfaces, *self.ports):
             if not _INTERFACE.fullmatch(name):
                 raise JobError(f"interface {name!r}: not the name of a Linux interface")
         try:
@@ -68,8 +69,32 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
         raise JobError(
             "no active RoCE port with a netdev is on every one of these nodes; scan them on the host network"
         )
-    given = {"interfaces": tuple(sorted(common)), "mtu_bytes": min(common.values()), **settings}
+    ports = {port for snapshot in snapshots for name in common for port in _ports(snapshot, name)}
+    given = {
+        "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
+        **settings,
+    }  # fmt: skip
     return NetworkSpec(**given)
+
+
+def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
+    """RoCE netdevs that bear a name of a pod, not of the node: what is rendered for them fits no node as it stands."""
+    names = set()
+    for snapshot in snapshots:
+        links = snapshot.facts(InterfacesFacts)
+        known = links.interfaces if links else ()
+        inside = {link.name for link in known if link.role == "secondary" or link.parent_elsewhere}
+        names |= inside & _roce(snapshot).keys()
+    return tuple(sorted(names))
+
+
+def _ports(snapshot: Snapshot, name: str) -> tuple[str, ...]:
+    """The netdevs that the device plugin looks up, by PCI device: those below a bond or a VLAN, else the one itself."""
+    links = snapshot.facts(InterfacesFacts)
+    known = links.interfaces if links else ()
+    if members := tuple(link.name for link in known if link.master == name):
+        return members
+    return tuple(link.parent for link in known if link.name == name and link.kind == "vlan" and link.parent) or (name,)
 
 
 def _roce(snapshot: Snapshot) -> dict[str, int]:
@@ -79,18 +104,23 @@ def _roce(snapshot: Snapshot) -> dict[str, int]:
     for device in rdma.devices if rdma else ():
         for port in device.ports:
             if port.state == "ACTIVE" and port.link_layer == "Ethernet" and port.netdev:
-                found[port.netdev] = port.netdev_mtu_bytes or mtus.get(port.netdev) or 1500
+                name = device.bond or port.netdev  # no macvlan stands on a bond's member
+                known = port.netdev_mtu_bytes if name == port.netdev else None
+                found[name] = known or mtus.get(name) or 1500
     return found
 
 
 def nic_cluster_policy(spec: NetworkSpec) -> Document:
-    """NVIDIA network operator: driver, IPAM, and the shared RDMA device plugin for the probed interfaces."""
+    """NVIDIA network operator: the shared RDMA device plugin for the probed interfaces, and nothing besides.
+
+    The image is that of the operator's releases 24.10 and 25.1; later releases start it by the same command.
+    """
     config = {
         "configList": [
             {
                 "resourceName": spec.resource_name,
                 "rdmaHcaMax": _RDMA_SHARES,
-                "selectors": {"ifNames": list(spec.interfaces)},
+                "selectors": {"ifNames": list(spec.ports or spec.interfaces)},
             }
         ]
     }
@@ -99,12 +129,6 @@ def nic_cluster_policy(spec: NetworkSpec) -> Document:
         "kind": "NicClusterPolicy",
         "metadata": {"name": "nic-cluster-policy"},  # the operator accepts this name alone
         "spec": {
-            "nicFeatureDiscovery": {
-                "image": "nic-feature-discovery",
-                "repository": "ghcr.io/mellanox",
-                "version": "v0.0.1",
-            },
-            "nvIpam": {"image": "nvidia-k8s-ipam", "repository": "ghcr.io/mellanox", "version": "v0.2.0"},
             "rdmaSharedDevicePlugin": {
                 "image": "k8s-rdma-shared-dev-plugin",
                 "repository": "ghcr.io/mellanox",
@@ -151,12 +175,16 @@ def network_attachment(spec: NetworkSpec) -> Document:
 
 
 def cluster_policy_rdma() -> Document:
-    """The one setting of the GPU operator's ClusterPolicy that lets NICs reach GPU memory; a patch, to be merged."""
+    """The GPU operator's ClusterPolicy: its driver loads nvidia_peermem; a patch, to be merged.
+
+    The GPU driver waits for the network operator's driver container unless it is told that the host brings the NIC's
+    driver (gpu-operator, validator/main.go, USE_HOST_MOFED); `nic_cluster_policy` makes no such container.
+    """
     return {
         "apiVersion": "nvidia.com/v1",
         "kind": "ClusterPolicy",
         "metadata": {"name": "gpu-cluster-policy"},
-        "spec": {"driver": {"rdma": {"enabled": True}}},
+        "spec": {"driver": {"rdma": {"enabled": True, "useHostMofed": True}}},
     }
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from nccl_env_hosts import host
 
-from planner import manifests
+from agent.cmd_launch import launch
+from agent.hosts import snapshots
+from planner import manifests, network_manifests
 from planner.job import JobError, JobSpec
+from probes.api import Snapshot
+from probes.interfaces import Interface
+from probes.rdma import RdmaDevice, RdmaPort
+
+MACHINES = Path(__file__).parents[1] / "machines"
 
 SPEC = JobSpec(
     name="sft", namespace="training", image="registry.example/finetune:1", nodes=3, processes_per_node=2,
@@ -75,3 +86,80 @@ def test_a_jobs_name_leaves_room_for_its_pods_names(nodes: int, allowed: int) ->
     assert replace(SPEC, nodes=nodes, name="x" * allowed).nodes == nodes
     with pytest.raises(JobError, match=f"{allowed} characters at most"):
         replace(SPEC, nodes=nodes, name="x" * (allowed + 1))
+
+
+def roce(*links: Interface, netdev: str, bond: str | None = None) -> Snapshot:
+    """A node with one active RoCE port, whose interfaces are `links`."""
+    port = RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev=netdev, netdev_mtu_bytes=9000)
+    return host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", bond=bond, ports=(port,))], interfaces=links)
+
+
+def selected(documents: tuple[dict[str, Any], ...]) -> tuple[list[str], str]:
+    """What the device plugin looks for, and on what the macvlan stands."""
+    kinds = {document["kind"]: document["spec"] for document in documents}
+    config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
+    return config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]
+
+
+MEMBERS = (
+    Interface(name="bond0", role="host", kind="bond", mtu_bytes=4200),
+    Interface(name="ens8f1np1", role="host", master="bond0"),
+    Interface(name="ens8f0np0", role="host", master="bond0"),
+)
+VLAN = (
+    Interface(name="ens8f0np0.7", role="host", kind="vlan", parent="ens8f0np0"),
+    Interface(name="ens8f0np0", role="host"),
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "ports", "master"),
+    [
+        (roce(Interface(name="ens8f0np0", role="host"), netdev="ens8f0np0"), ["ens8f0np0"], "ens8f0np0"),
+        (roce(*MEMBERS, netdev="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0"),
+        (roce(*MEMBERS, netdev="ens8f0np0", bond="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0"),
+        (roce(*VLAN, netdev="ens8f0np0.7"), ["ens8f0np0"], "ens8f0np0.7"),
+    ],
+    ids=["port", "bond", "member of a bond", "vlan"],
+)
+def test_the_device_plugin_looks_for_pci_netdevs(found: Snapshot, ports: list[str], master: str) -> None:
+    """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
+    documents = network_manifests.network(network_manifests.from_snapshots([found]))
+    assert selected(documents) == (ports, master)
+    assert network_manifests.seen_from_a_pod([found]) == ()
+
+
+def test_a_bonds_mtu_is_its_own() -> None:
+    """Not its member's, which the kernel keeps equal but a recording may not."""
+    found = [roce(*MEMBERS, netdev="ens8f0np0", bond="bond0")]
+    assert network_manifests.from_snapshots(found).mtu_bytes == 4200
+
+
+def test_a_name_from_inside_a_pod_is_told() -> None:
+    """No node has an interface net1: what is printed for it wants another name."""
+    inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"])
+    assert network_manifests.seen_from_a_pod(inside) == ("net1",)
+    assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"])) == ()
+    words = [
+        "--host", str(MACHINES / "r760xa-2xA40-bf3.json"), "--api", "job", "--network", "--dry-run", "--no-preflight",
+        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=a/b",
+        "--resource", "rdma/rdma_shared_device_eth=1",
+    ]  # fmt: skip
+    done = CliRunner().invoke(launch, words)
+    assert done.exit_code == 0, done.output
+    assert "warning: net1: so a pod calls it, not the node" in done.stderr
+
+
+def test_the_gpu_driver_waits_for_no_driver_container_that_nobody_makes() -> None:
+    """rdma.enabled alone holds the GPU driver back until the network operator's ofedDriver is ready."""
+    spec = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
+    kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}
+    assert "ofedDriver" not in kinds["NicClusterPolicy"]
+    assert kinds["ClusterPolicy"]["driver"]["rdma"] == {"enabled": True, "useHostMofed": True}
+
+
+def test_the_network_operator_is_asked_for_nothing_that_the_network_does_not_use() -> None:
+    """The macvlan's addresses are whereabouts'; each further part would be another image of one release."""
+    spec = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
+    assert set(network_manifests.nic_cluster_policy(spec)["spec"]) == {"rdmaSharedDevicePlugin"}
+    assert json.loads(network_manifests.macvlan_network(spec)["spec"]["ipam"])["type"] == "whereabouts"

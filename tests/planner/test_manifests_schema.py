@@ -195,7 +195,7 @@ def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) ->
 def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     """deploy/network holds what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
     path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
-    found = snapshots([ROOT / "tests" / "machines" / "r760xa-2xA40-bf3.json"])
+    found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"])
     documents = (
         *network_manifests.network(network_manifests.from_snapshots(found)),
         network_manifests.shared_claim(storage_class="CLASS"),
