@@ -86,7 +86,7 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     if part == "tensor_parallel":
         rounds = 6.0 if layout.checkpointing == "full" else 4.0
         tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp * layout.gradient_accumulation
-        each = 2.0 * 2.0 * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
+        each = 2.0 * wide * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
         return rounds * each * job.model.layers / layout.pp
     return None
 

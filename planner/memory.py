@@ -59,20 +59,26 @@ class MemoryParts(NamedTuple):
         return self.total - self.fragmentation - self.reserved - self.context
 
 
+def computes_in_fp32(layout: Layout, *, on_cpu: bool) -> bool:
+    """Whether everything is four bytes wide: asked for, or on a CPU."""
+    return on_cpu or layout.precision == "fp32"
+
+
 def activation_bytes_per_layer(
     model: ModelSpec, train: TrainSpec, tokens: float, layout: Layout, stack: Stack, *, on_cpu: bool = False
 ) -> float:
     """Bytes one layer keeps for the backward pass, without recomputation; flash attention stores no scores.
 
     Counted in tensors: residual inputs and outputs of the norms (fp32 copies where not fused), q, k, v and the
-    attention's output, and the MLP's inner tensors. On a CPU all is fp32: twice the bytes, and no copies.
+    attention's output, and the MLP's inner tensors. In fp32 they are twice the bytes, and there are no copies.
     """
     h, q = float(model.hidden), float(model.heads * model.head_dim)
     kv = float(model.kv_heads * model.head_dim)
     ffn = mlp_width(model)
     fused = stack.fused or layout.compile
     hidden = 5.0 if fused else 9.0
-    if on_cpu and not fused:
+    in_fp32 = computes_in_fp32(layout, on_cpu=on_cpu)
+    if in_fp32 and not fused:
         # What transformers' Llama layer hands to torch.autograd.graph.saved_tensors_hooks: two residual sums, and of
         # each norm its output and, where its weight trains, what that is multiplied with.
         hidden = 6.0 if train.method == "full" else 4.0
@@ -83,14 +89,17 @@ def activation_bytes_per_layer(
     split = layout.tp if layout.sequence_parallel else 1
     scores = 0.0
     if train.attention == "eager" or (stack.attention == "unfused" and layout.checkpointing != "selective"):
-        scores = 5.0 * model.heads * train.sequence_length / layout.tp  # scores, softmax, dropout mask
-    wide = 4.0 if on_cpu else 2.0
+        # Softmax's result, what dropout makes of it, and the mask of a byte.
+        scores = (9.0 if in_fp32 else 5.0) * model.heads * train.sequence_length / layout.tp
+    wide = 4.0 if in_fp32 else 2.0
     return tokens * wide * (hidden * h / split + (2.0 * q + 2.0 * kv + inner * ffn) / layout.tp) + tokens * scores
 
 
-def _state_bytes(train: TrainSpec, stack: Stack, *, on_cpu: bool) -> tuple[float, float, float]:
+def _state_bytes(train: TrainSpec, stack: Stack, *, in_fp32: bool) -> tuple[float, float, float]:
     """Bytes per trained weight: weights, gradients, optimizer."""
-    if train.precision == "fp32" or on_cpu or stack.states == "fsdp_fp32":
+    # The optimizer of half-precision weights has their fp32 copy.
+    copy = 4.0 if stack.states in ("megatron", "deepspeed") and not in_fp32 else 0.0
+    if in_fp32 or stack.states == "fsdp_fp32":
         state = (4.0, 4.0, 8.0)
     elif stack.states == "pure":
         state = (2.0, 2.0, 4.0)
@@ -101,9 +110,9 @@ def _state_bytes(train: TrainSpec, stack: Stack, *, on_cpu: bool) -> tuple[float
     if train.optimizer == "paged_adamw8bit":  # states live in host memory
         return state[0], state[1], 0.0
     if "8bit" in train.optimizer:
-        return state[0], state[1], 2.0 + (4.0 if stack.states in ("megatron", "deepspeed") else 0.0)
+        return state[0], state[1], 2.0 + copy
     if train.optimizer in ("sgd", "adafactor"):
-        return state[0], state[1], 4.0 if stack.states in ("megatron", "deepspeed") else 0.0
+        return state[0], state[1], copy
     return state
 
 
@@ -136,12 +145,14 @@ def memory_parts(
     if kept_whole or (stack.name == "topoflight" and lora and layout.gradient_accumulation > 1):
         of_gradients = 1.0
 
-    w, g, o = _state_bytes(train, stack, on_cpu=on_cpu)
+    in_fp32 = computes_in_fp32(layout, on_cpu=on_cpu)
+    element = 4.0 if in_fp32 else 2.0  # bytes of what is computed with
+    w, g, o = _state_bytes(train, stack, in_fp32=in_fp32)
     if lora:
-        base = (4.0 if on_cpu or train.precision == "fp32" else 2.0) * local
+        base = element * local
         if train.method == "qlora":
-            base = (NF4_BYTES * layers * layer + 2.0 * ends) / layout.tp
-        adapter = 2.0 if stack.states == "pure" and train.precision != "fp32" and not on_cpu else 4.0
+            base = (NF4_BYTES * layers * layer + element * ends) / layout.tp
+        adapter = 2.0 if stack.states == "pure" and not in_fp32 else 4.0
         in_weights = (base + adapter * trained) / of_weights
         gradients, optimizer = adapter * trained / of_gradients, 2.0 * adapter * trained / of_optimizer
     else:
@@ -152,7 +163,6 @@ def memory_parts(
     if layout.offload == "all":
         in_weights, gradients = 0.0, 0.0
 
-    element = 4.0 if on_cpu else 2.0  # bytes of what is computed with
     gathered = copies = 0.0  # copies: autocast's, in half precision, of fp32 weights that no FSDP unit casts
     # The fine-tune job replicates beside TP and PP by FSDP units over one rank.
     one_rank_units = stack.name == "topoflight" and layout.dp_replicate > 1 and layout.tp * layout.pp > 1
@@ -164,9 +174,9 @@ def memory_parts(
         after = wide * largest / layout.tp if stack.ends_apart else unit  # the head's neighbour is a layer
         whole = wide * layers * layer + element * ends
         gathered = unit + after if layout.reshard_after_forward and not kept_whole else whole / layout.tp
-        copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" and not on_cpu else 1.0
+        copy = 0.0 if not stack.ends_apart else 2.0 if stack.states == "fsdp_fp32" and not in_fp32 else 1.0
         gathered += 0.0 if lora else (1.0 + copy) * unit
-    elif stack.states == "fsdp_fp32" and not lora and not on_cpu and train.precision != "fp32":
+    elif stack.states == "fsdp_fp32" and not lora and not in_fp32:
         copies = 2.0 * local
         if stack.name == "topoflight" and layout.checkpointing == "full":
             # The fine-tune job runs without autocast's cache, and nothing else keeps them: what one layer, or the head,
@@ -200,8 +210,10 @@ def memory_parts(
         activations = last - logits
     # Gradients appear as the backward pass frees activations, unless a buffer holds them throughout.
     persistent = lora or stack.states in ("megatron", "deepspeed") or layout.gradient_accumulation > 1 or zero in (1, 2)
-    # So do DDP's (torch Reducer, gradient_as_bucket_view). Counted in flights on a CPU only.
-    persistent |= on_cpu and zero == 0 and layout.data_parallel > 1 and not one_rank_units
+    # So do DDP's: torch's Reducer keeps its buckets, which together hold all gradients, from step to step.
+    ddp = zero == 0 and layout.data_parallel > 1 and not one_rank_units
+    buckets = gradients if ddp and stack.ddp_bucket_copies else 0.0
+    persistent |= ddp and not buckets
     head = min(gradients, g * model.vocab * model.hidden / layout.tp / of_gradients)  # the first of them, and largest
     if train.optimizer_in_backward:
         gradients = head
@@ -210,6 +222,7 @@ def memory_parts(
             gradients = head
         else:
             activations, logits = min(activations, per_layer), 0.0
+    gradients += buckets
     held = in_weights + gradients + optimizer + gathered + activations + logits
     load = 2.0 * local if stack.loads_whole and zero == 3 and by > 1 else 0.0
     if in_weights + load + gathered > held:  # the peak is the load, before the first step

@@ -44,6 +44,7 @@ class Stack:
     loads_whole: bool = False  # every rank holds all weights on its GPU while a sharded model is loaded
     ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts
+    ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
     default_sharding: Sharding = "zero3"
     default_checkpointing: Checkpointing = "none"
     sequence_parallel: bool = True  # used with TP where nothing else is said
@@ -64,7 +65,8 @@ STACKS: tuple[Stack, ...] = (
     TOPOFLIGHT,
     Stack(name="trl", pattern=r"trl|accelerate|hf peft|transformers|axolotl|llama.?factory|swift", states="fsdp_fp32",
           can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}), together=frozenset({"tp+dp"}),
-          checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0, offloads=("all",)),
+          checkpointing=("none", "full"), interleaved=False, logits_bytes=20.0, offloads=("all",),
+          ddp_bucket_copies=True),  # accelerate leaves gradient_as_bucket_view at torch's default, which is off
     Stack(name="deepspeed", pattern=r"deepspeed", states="deepspeed", reduce_every_micro_batch=True,
           can=frozenset({"ddp", "zero1", "zero2", "zero3"}), together=frozenset(), checkpointing=("none", "full"),
           offloads=("optimizer", "all"), interleaved=False, reshard=False, logits_bytes=20.0,

@@ -239,7 +239,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         one_way = links.ring_seconds(gradient_bytes * trained, group, stride, per_rank)
         back_way = one_way
         if layout.sharding in ("zero1", "zero2"):
-            back_way = links.ring_seconds(2.0 * trained, group, stride, per_rank)  # updated half-precision weights
+            back_way = links.ring_seconds(wide * trained, group, stride, per_rank)  # updated weights, as computed with
         if stack.dp_overlap:
             # gloo's threads and the compute share the cores of one host; what waits for a network is hidden
             loss = 1.0 if on_cpu and links.network is None else k.overlap_loss
@@ -275,10 +275,10 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     if layout.offload != "none":
         optimizer = 0.0
         offload = 28.0 * trained_here / job.host_adam_bytes_per_second
-        offload += (2.0 + 4.0) * trained_here / links.host.bytes_per_second
+        offload += (wide + 4.0) * trained_here / links.host.bytes_per_second
         if layout.offload == "all":
             shard = local / layout.dp_shard  # weights in for both passes, gradients out, each micro-batch
-            offload += (2.0 * 2.0 + 2.0) * shard * micro_batches / links.host.bytes_per_second
+            offload += (2.0 * wide + wide) * shard * micro_batches / links.host.bytes_per_second
     m, layers = micro_batches, per_rank
     return StepParts(
         gemm=m * (layers * cost.gemm * (1.0 + gemm_back) + head_gemm * (2.0 + (1.0 if full else 0.0))),

@@ -69,17 +69,20 @@ def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
 
 
 def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:
-    """What FSDP gathers doubles; a GPU's forecast does not know of it."""
+    """What FSDP gathers is twice as wide as in bf16, and no wider than on a GPU in fp32."""
     shape, train = model_named("Llama-3.1-8B"), TrainSpec(sequence_length=512, precision="fp32")
     layout = Layout(world_size=2, dp_shard=2, precision="fp32")
     gpu, cpu = (memory_parts(shape, train, layout, TOPOFLIGHT, on_cpu=on_cpu) for on_cpu in (False, True))
-    assert cpu.gathered == pytest.approx(2.0 * gpu.gathered)
+    half = memory_parts(shape, train, dataclasses.replace(layout, precision="bf16"), TOPOFLIGHT)
+    assert cpu.gathered == pytest.approx(2.0 * half.gathered)
+    assert (cpu.weights, cpu.gathered, cpu.activations) == (gpu.weights, gpu.gathered, gpu.activations)
     assert (cpu.weights, cpu.fragmentation, cpu.reserved) == (gpu.weights, 0.0, 0.0)
     whole = memory_parts(shape, dataclasses.replace(train, method="full"), layout, TOPOFLIGHT, on_cpu=True)
     assert whole.context < cpu.context  # PEFT is not loaded
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("method", "degrees"),
     [("lora", {"world_size": 1}), ("full", {"world_size": 2, "dp_shard": 2})],
@@ -111,7 +114,7 @@ def test_a_flight_of_a_larger_model_needs_what_was_forecast(
             "-m", "finetune.train", "--plan", str(tmp_path / "plan.json"), *settings]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads((tmp_path / "out" / "flight.json").read_text())["measured"]
     assert said.memory_bytes.low < measured["memory_bytes"] < said.memory_bytes.high

@@ -212,19 +212,19 @@ def test_published_runs_are_forecast_within_the_promise() -> None:
 
 
 def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
-    """Full training in bf16 without sharding holds 2 bytes per weight more than in fp32; adapters do not."""
+    """Full training in bf16 without sharding keeps 2 bytes per weight more than with FSDP; adapters do not."""
     alone = Layout(world_size=1, micro_batch=1)
     stack = engine_named("topoflight")
-    half = memory_parts(MODEL, FULL, alone, stack)
-    single = memory_parts(MODEL, replace(FULL, precision="fp32"), alone, stack)
-    weights_in_half = half.weights / 2
-    assert half.tensors - single.tensors == pytest.approx(weights_in_half, rel=0.01)
-    saved = replace(alone, checkpointing="full")  # nothing keeps a copy beyond its layer
-    half, single = (memory_parts(MODEL, replace(FULL, precision=p), saved, stack) for p in ("bf16", "fp32"))
-    assert 0 <= half.tensors - single.tensors < 0.1 * weights_in_half
+    sharded = replace(alone, world_size=2, dp_shard=2)
+    kept, cast = (memory_parts(MODEL, FULL, at, stack) for at in (alone, sharded))
+    weights_in_half = kept.weights / 2
+    assert kept.activations - cast.activations == pytest.approx(weights_in_half, rel=0.01)
+    saved, cast = (memory_parts(MODEL, FULL, replace(at, checkpointing="full"), stack) for at in (alone, sharded))
+    # Nothing keeps a copy beyond its layer.
+    assert 0 <= saved.activations - cast.activations < 0.1 * weights_in_half
     lora = TrainSpec(sequence_length=4096)
     frozen = memory_parts(MODEL, lora, alone, stack)
-    assert frozen.activations == memory_parts(MODEL, replace(lora, precision="fp32"), alone, stack).activations
+    assert frozen.activations == memory_parts(MODEL, lora, sharded, stack).activations
 
 
 def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
