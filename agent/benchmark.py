@@ -10,7 +10,7 @@ from typing import Any
 
 from agent import units
 from agent.advise import Request
-from agent.job_settings import planned_for, said
+from agent.job_settings import EMBEDDED_MODEL, planned_for, said
 from agent.output import Progress
 from collectives.calibrate import CalibrationRequest, calibrate
 from collectives.plan import SearchPlan
@@ -24,9 +24,7 @@ from probes.gpu import GpuFacts
 from topology.build import build
 from topology.cluster import join
 
-# The job's own default (finetune/default.yaml): a Llama small enough for any host, on data that the job makes, whose
-# rows of about 51 tokens are padded to the longest of a micro-batch.
-EMBEDDED_MODEL = "tiny-llama"
+# What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
 EMBEDDED_REQUEST: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
     "method": "lora",

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import Request, RequestError
+from planner.advice import Recommendation
+from planner.models import hub_id
 from probes import bounded
 from probes.yaml_text import load_all
+
+# The job's own default (finetune/default.yaml): a Llama small enough for any host, on data that the job makes.
+EMBEDDED_MODEL = "tiny-llama"
 
 _MOST_BYTES = 1 << 20
 _MOST_ALIASES = 16
@@ -41,7 +46,7 @@ def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
 def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
     """The question as the job's settings put it: method, adapters, row length, and the model where none is named."""
     name = settings.get("model_name_or_path")
-    if request.model is None and (not isinstance(name, str) or name == "random:tiny-llama"):
+    if request.model is None and (not isinstance(name, str) or name == f"{_RANDOM}{EMBEDDED_MODEL}"):
         return request
     found: dict[str, Any] = {} if request.model is not None else {"model": str(name).removeprefix(_RANDOM)}
     length = str(settings.get("max_length", settings.get("max_seq_length", "")))
@@ -60,6 +65,24 @@ def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
     if isinstance(saved, list | tuple):
         found["saved_modules"] = tuple(str(one) for one in saved)
     return replace(request, **found)
+
+
+def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
+    """Why the job's own defaults would train another model, or sums, in place of what was planned; else nothing."""
+    if advice.model is None or advice.model.name == EMBEDDED_MODEL:
+        return ""
+    if "dataset_name" not in settings:
+        return (
+            "dataset_name: no data set is named, so the job would train on made-up sums; give --set dataset_name=NAME, "
+            "a hub id such as openai/gsm8k (with --set dataset_config=main) or a file that the job sees, or --config "
+            "FILE that names one"
+        )
+    if "model_name_or_path" not in settings and hub_id(advice.model.name) is None:
+        return (
+            f"model {advice.model.name}: where its weights are is not known; give --set model_name_or_path=OWNER/NAME, "
+            "a folder that the job sees, or --config FILE"
+        )
+    return ""
 
 
 def _true(settings: Mapping[str, Any], name: str) -> bool:

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import RequestError, export
-from agent.benchmark import EMBEDDED_MODEL
 from agent.flight import FlightError, read
+from agent.job_settings import EMBEDDED_MODEL, said, untrainable
 from agent.launch_transport import transport
 from agent.report import document, write_atomic
 from collectives import processes, scratch
 from planner.advice import Recommendation
-from planner.models import hub_id
 from probes.api import Snapshot
 
 RUN_VARIABLE = processes.RUN_VARIABLE
@@ -138,20 +137,13 @@ def fly(
 
 
 def refuse_unplanned(advice: Recommendation, overrides: Sequence[str]) -> None:
-    """LaunchError where the job's own default would train another model, or sums, in place of what was planned."""
-    if advice.model is None or advice.model.name == EMBEDDED_MODEL:
-        return
-    said = {word.partition("=")[0] for word in overrides}
-    if "dataset_name" not in said:
-        raise LaunchError(
-            "dataset_name: no data set is named, so the job would train on made-up sums; give --set dataset_name=NAME "
-            "(a hub id or a file), or --config FILE that names one"
-        )
-    if "model_name_or_path" not in said and hub_id(advice.model.name) is None:
-        raise LaunchError(
-            f"model {advice.model.name}: where its weights are is not known; give --set model_name_or_path=OWNER/NAME, "
-            "a folder, or --config FILE"
-        )
+    """LaunchError where the job's own defaults would train something else than was planned."""
+    try:
+        why = untrainable(advice, said(None, overrides))
+    except RequestError as error:
+        why = str(error)
+    if why:
+        raise LaunchError(why)
 
 
 def planned_job(advice: Recommendation, output: Path) -> Path | None:

@@ -17,6 +17,7 @@ from agent.codes import ALL_CODES, HOST_CODES
 from agent.flight import Comparison, Flight
 from agent.gate import Check, FailOn, Status, judge, select
 from agent.hosts import snapshots as read_snapshots
+from agent.job_settings import EMBEDDED_MODEL
 from agent.nodes import NodeRecord
 from agent.output import Progress
 from agent.report import Report
@@ -200,7 +201,7 @@ def _measure(
     if not options.fly or result.stopped_by:
         return result, None
     request = _request(options)
-    model = request.model or benchmark.EMBEDDED_MODEL
+    model = request.model or EMBEDDED_MODEL
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
         tokens = request.sequence_length * max(1, (request.global_batch or ranks) // ranks)
@@ -227,7 +228,7 @@ def _recommend(
     request = _request(options)
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
     advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
-    embedded = options.request.model is None and request.model == benchmark.EMBEDDED_MODEL
+    embedded = options.request.model is None and request.model == EMBEDDED_MODEL
     return with_fsdp(advice) if options.fly and embedded else advice
 
 
