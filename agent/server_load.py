@@ -151,6 +151,8 @@ class Bencher:
                         processes.tethered([*self._command, "bench", *words, f"--save={saved}", "--output=json"]),
                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
                     )  # fmt: skip
+                if self._stopping:  # told while the child was being started: `stop` has not seen it
+                    self._child.terminate()
                 code = self._wait(self._child)
                 done |= {
                     "status": "done" if code == 0 else "failed", "exit_code": code, "ended_at_seconds": time.time(),

@@ -41,12 +41,12 @@ CHILD = """
 import pathlib, signal, sys, time
 saved = next(word.partition("=")[2] for word in sys.argv if word.startswith("--save="))
 def stop(*_):
-    time.sleep(0.5)
+    time.sleep(0.2)
     pathlib.Path(saved).write_text(pathlib.Path(sys.argv[1]).read_text())
     sys.exit(3)
 signal.signal(signal.SIGTERM, stop)
 pathlib.Path(sys.argv[1]).with_name("ready").touch()
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -78,7 +78,7 @@ def test_the_record_of_a_failed_job_is_its_own(
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; /flights serves what the folder holds."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))

@@ -241,7 +241,8 @@ def on_a_terminal(*words: str, **environment: str) -> str:
     child, terminal_file = pty.fork()
     if child == 0:
         here = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
-        here.pop("CI", None)
+        for name in {"CI", "NO_COLOR", "FORCE_COLOR"} - set(environment):  # of whoever runs the tests
+            here.pop(name, None)
         os.execve(sys.executable, [sys.executable, "-m", "agent.cli", *words], here)  # noqa: S606
     seen = b""
     with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed

@@ -19,6 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
+
+import resident
+
 from agent import keep
 from agent.report import write_atomic
 from agent.server import create
@@ -198,8 +202,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(SECRET + "\n")
     tokens.chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = resident.free_port()
     said = tmp_path / "said"
     with said.open("wb") as stream:
         agent = subprocess.Popen(
@@ -211,12 +214,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     try:
         url, wrong = f"http://127.0.0.1:{port}", SECRET[::-1]
         pool = urllib3.PoolManager(retries=False)
-        for _ in range(600):
-            try:
-                if pool.request("GET", f"{url}/readyz").status == 200:
-                    break
-            except urllib3.exceptions.HTTPError:
-                time.sleep(0.05)
+        resident.wait(port, "/readyz", agent)
         for token in (SECRET, wrong):
             for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
                 for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
@@ -244,7 +242,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
         assert opened.status == 200  # so that the right token was looked for
     finally:
         agent.terminate()
-        agent.wait(20)
+        agent.wait(120)
     output = said.read_bytes()
     assert b"by token-file" in output  # so that there was something to search
     for token in (SECRET.encode(), wrong.encode()):
