@@ -15,7 +15,7 @@ from planner.compute import DEFAULT, Constants, Rates, layer_cost
 from planner.hardware import gpu_named
 from planner.links import Links
 from planner.models import model_from_config
-from planner.specs import ModelSpec, TrainSpec
+from planner.specs import ModelSpec
 from planner.stacks import Stack
 from probes import bounded
 from probes.plain import PlainError
@@ -186,9 +186,7 @@ def with_links(calibration: Calibration, links: Links) -> Links:
     return links
 
 
-def apply_calibration(
-    calibration: Calibration, rates: Rates, train: TrainSpec, stack: Stack, constants: Constants = DEFAULT
-) -> Rates:
+def apply_calibration(calibration: Calibration, rates: Rates, stack: Stack, constants: Constants = DEFAULT) -> Rates:
     """Rates with the measured ones in place of the derived; a layer's timing scales every rate alike."""
     inputs: list[str] = []
     if calibration.gemm_flops_per_second:
@@ -217,5 +215,4 @@ def apply_calibration(
             f"layer forward {timing.forward_seconds:.4g} s, backward {timing.backward_seconds:.4g} s for "
             f"{timing.tokens} tokens: measured"
         )
-    _ = train
     return replace(rates, inputs=tuple(inputs) or rates.inputs)

@@ -136,9 +136,7 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     return f"{_WORDS[largest]}: {by_name[largest] / total:.0%} of the step"
 
 
-def forecast_of(
-    job: Job, candidate: Candidate, capacity: float | None, *, calibrated: bool, scale: float, memory_scale: float = 1.0
-) -> Forecast:
+def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calibrated: bool, scale: float) -> Forecast:
     """The forecast with every part spelled out."""
     layout, parts, memory = candidate.layout, candidate.parts, candidate.memory
     time_parts = []
@@ -155,7 +153,7 @@ def forecast_of(
             detail += f"; over {job.links.host}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
-        Part(name=name, value=value * memory_scale, detail=f"{value * memory_scale / GIB:.2f} GiB")
+        Part(name=name, value=value, detail=f"{value / GIB:.2f} GiB")
         for name, value in memory._asdict().items()
         if value > 0
     )
@@ -168,7 +166,7 @@ def forecast_of(
         used.add(str(job.links.host))
     return Forecast(
         step_seconds=interval(candidate.seconds, sigma),
-        memory_bytes=interval(memory.total * memory_scale, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),
+        memory_bytes=interval(memory.total, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,
         dominant=dominant_words(parts, job.links, layout),

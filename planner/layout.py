@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def family(self) -> str:
-        """Short name: "FSDP", "HSDP", "DDP", "TP8", "PP4 x FSDP"."""
+        """Short name: "FSDP", "HSDP", "DDP", "TP8", "PP4 x FSDP"; a model's family is another thing."""
         parts = []
         if self.pp > 1:
             parts.append(f"PP{self.pp}")

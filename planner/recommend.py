@@ -137,7 +137,7 @@ def plan(
     if calibration is not None:
         check_device(calibration, rates.device, precision)
         links = with_links(calibration, links)
-        rates = apply_calibration(calibration, rates, train, stack, constants)
+        rates = apply_calibration(calibration, rates, stack, constants)
         calibrated = rates.how == "measured"
         if calibration.step_scale and calibration.engine == train.engine:
             scale, calibrated = calibration.step_scale, True

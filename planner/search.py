@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from planner.advice import Rejected
 from planner.hardware import GIB
 from planner.layout import Checkpointing, Layout, Precision, Sharding
-from planner.memory import DEFAULT_MEMORY, MemoryConstants, MemoryParts, memory_parts
+from planner.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
 from planner.rules import Question, first_broken
 from planner.steptime import Job, StepParts, step_parts
 
@@ -31,11 +31,6 @@ class Candidate:
     parts: StepParts
     memory: MemoryParts
     seconds: float  # of the step
-
-    @property
-    def tokens_per_second_per_sequence(self) -> float:
-        """Sequences per second: what ranks layouts whose batches differ."""
-        return self.layout.global_batch / self.seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,19 +162,19 @@ def _key(layout: Layout) -> str:
 
 def search(
     question: Question, job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
-    memory_constants: MemoryConstants = DEFAULT_MEMORY, scale: float = 1.0, memory_scale: float = 1.0,
-    sigma: float = 0.18,
+    scale: float = 1.0, sigma: float = 0.18,
 ) -> Found:  # fmt: skip
     """Forecast every allowed layout; `scale` is the calibration's factor on time."""
     found = Found()
     tie = 1.0 + TIE_SHARE * sigma
     best: dict[str, Candidate] = {}
     fastest: dict[str, float] = {}
-    over: dict[str, float] = {}
+    over: dict[str, float] = {}  # by how many bytes the lightest layout of a family misses the memory
+    uneven: dict[int, None] = {}  # data-parallel degrees that do not divide the batch, in the order met
     forbidden: dict[str, Rejected] = {}
     train, stack = question.train, question.stack
     fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else stack.fused_cross_entropy
-    budget = capacity * memory_constants.safe_share if capacity else None
+    budget = capacity * DEFAULT_MEMORY.safe_share if capacity else None
     on_cpu = not question.has_gpu
     # The fine-tune job's adapters need whole sequences, as do its packed rows.
     splits_sequence = "sp" in stack.can and not (
@@ -188,7 +183,7 @@ def search(
     for tp, pp, cp, ep in _degrees(question, world, found):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
-            over.setdefault(f"batch {dp}", 0.0)
+            uneven[dp] = None
             continue
         per_rank = global_batch // dp
         in_node = max(1, question.links.ranks_per_node // (tp * cp))
@@ -214,7 +209,7 @@ def search(
                         forbidden.setdefault(broken[0], Rejected(what=_key(base), rule=broken[0], reason=broken[1]))
                         continue
                     found.tried += 1
-                    picked = _fitting(question, base, budget, memory_constants, memory_scale, on_cpu=on_cpu)
+                    picked = _fitting(question, base, budget, on_cpu=on_cpu)
                     key = _key(base)
                     if isinstance(picked, float):
                         over[key] = min(over.get(key, picked), picked)
@@ -236,11 +231,11 @@ def search(
         )
     named = {row.rule for row in found.rejected}
     found.rejected += [row for rule, row in forbidden.items() if rule not in named]
+    for dp in uneven:
+        reason = f"global batch {global_batch} does not divide by {dp}"
+        found.rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
     for key, excess in over.items():
-        if key.startswith("batch "):
-            reason = f"global batch {global_batch} does not divide by {key[6:]}"
-            found.rejected.append(Rejected(what=f"{key[6:]} data-parallel ranks", rule="batch-divides", reason=reason))
-        elif key not in best:
+        if key not in best:
             found.rejected.append(Rejected(what=key, rule="memory-fits", reason=f"{excess / GIB:.1f} GiB over"))
     found.best = sorted(best.values(), key=lambda c: c.seconds)
     if found.best:
@@ -252,9 +247,8 @@ def search(
 
 
 def _fitting(
-    question: Question, base: Layout, budget: float | None, constants: MemoryConstants, memory_scale: float,
-    *, on_cpu: bool,
-) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
+    question: Question, base: Layout, budget: float | None, *, on_cpu: bool
+) -> tuple[Layout, MemoryParts] | float:
     """The lightest checkpointing that fits, else offloading, or by how many bytes even full checkpointing misses."""
     least = float("inf")
     choices: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -262,16 +256,15 @@ def _fitting(
         if choice not in question.stack.checkpointing:
             continue
         layout = base if choice == "none" else replace(base, checkpointing=choice)
-        memory = memory_parts(question.model, question.train, layout, question.stack, constants, on_cpu=on_cpu)
-        total = memory.total * memory_scale
-        if budget is None or total <= budget:
+        memory = memory_parts(question.model, question.train, layout, question.stack, on_cpu=on_cpu)
+        if budget is None or memory.total <= budget:
             return layout, memory
-        least = min(least, total - budget)
+        least = min(least, memory.total - budget)
     for where in question.stack.offloads:  # slow, so only where nothing else fits
         layout = replace(base, checkpointing="full", offload=where)
         if first_broken(question, layout) is not None:
             continue
-        memory = memory_parts(question.model, question.train, layout, question.stack, constants, on_cpu=on_cpu)
-        if budget is None or memory.total * memory_scale <= budget:
+        memory = memory_parts(question.model, question.train, layout, question.stack, on_cpu=on_cpu)
+        if budget is None or memory.total <= budget:
             return layout, memory
     return least

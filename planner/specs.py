@@ -43,7 +43,7 @@ class TrainSpec:
     sequence_length: int = 2048  # tokens per sequence, padded or packed
     mean_tokens: float | None = None  # real tokens per sequence where padding is to the longest; None: all
     global_batch: int | None = None  # sequences per optimizer step; None: the planner chooses
-    precision: str = "bf16"
+    precision: str = "bf16"  # asked for; Layout.precision is what runs, and what forecasts go by: fp32 on any CPU
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False  # each gradient is used as soon as it is there, and freed
     lora_rank: int = 16

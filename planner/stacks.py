@@ -55,7 +55,6 @@ TOPOFLIGHT = Stack(
     attention="flash2",
     ends_apart=True,
     states="fsdp_fp32",
-    reduce_every_micro_batch=False,
     can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
     fused_cross_entropy=True,
     offloads=("all",),

@@ -61,7 +61,10 @@ ADAM_RANK_BYTES_PER_SECOND = 20e9
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One model, run and cluster; layer costs are cached over the layouts tried."""
+    """What a step's time follows from; layer costs are cached over the layouts tried.
+
+    `rules.Question` holds what the rules ask of the same run; a job on Kubernetes is `planner.job.JobSpec`.
+    """
 
     model: ModelSpec
     train: TrainSpec
