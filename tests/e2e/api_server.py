@@ -7,6 +7,7 @@ NodeTopology by its own CRD, judges tokens, and fails on demand: 410, 429, 500, 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections import deque
@@ -71,6 +72,7 @@ class ApiServer:
         self.page = 0  # a forced page size, where not 0
         self.port = 0
         self._server: ThreadingHTTPServer | None = None
+        self._place: socket.socket | None = None  # holds the port while nobody listens: others look for free ones
 
     @property
     def url(self) -> str:
@@ -83,13 +85,19 @@ class ApiServer:
 
     def __exit__(self, *_: object) -> None:
         self.down()
+        if self._place is not None:
+            self._place.close()
 
     def up(self) -> None:
         """Listen, on the same port as before."""
+        if self._place is None:
+            self._place = socket.socket()
+            self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # shared with who listens
+            self._place.bind(("127.0.0.1", 0))
+            self.port = self._place.getsockname()[1]
         handler = type("Handler", (_Handler,), {"api": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def down(self) -> None:
