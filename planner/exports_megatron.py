@@ -9,7 +9,7 @@ from planner.exports import Request, refuse
 
 
 def _refusals(request: Request) -> list[str]:
-    layout, train = request.layout, request.train
+    layout, train, model = request.layout, request.train, request.model
     reasons = []
     if train.method != "full":
         reasons.append(f"{train.method}: it has no adapters (Megatron-Bridge has)")
@@ -21,8 +21,14 @@ def _refusals(request: Request) -> list[str]:
         reasons.append("offload=all: weights stay on the GPU")
     if layout.schedule == "gpipe" and layout.pp > 1:
         reasons.append("GPipe: its schedules are 1F1B and interleaved 1F1B")
-    if request.model.family == "gemma2":
+    if model.family == "gemma2":
         reasons.append("gemma2: alternating windows and soft-capped logits are not arguments of pretrain_gpt.py")
+    if model.family == "gemma":
+        reasons.append("gemma: its MLPs are GeGLU, and what is exported is SwiGLU")
+    if model.mlp_bias or (model.attention_bias and model.family not in ("gpt2", "qwen2", "qwen2_moe")):
+        reasons.append("biases of single matrices: Megatron has them in all, in none, or in queries, keys and values")
+    if model.shared_expert_ffn or model.dense_layers:
+        reasons.append("a gated shared expert, or experts in some of the layers only, are not exported")
     if len(set(layout.stage_layers[1:-1])) > 1:
         reasons.append(f"stages of {layout.stage_layers}: only the first and the last may differ")
     return reasons
@@ -57,6 +63,8 @@ def megatron_arguments(request: Request) -> str:
         words += ["--position-embedding-type rope", "--normalization RMSNorm", "--swiglu", "--disable-bias-linear"]
         if model.attention_bias:
             words.append("--add-qkv-bias")
+    if model.family in ("qwen3", "qwen3_moe"):
+        words.append("--qk-layernorm")
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
     if layout.sequence_parallel:
@@ -75,7 +83,8 @@ def megatron_arguments(request: Request) -> str:
         words.append("--overlap-grad-reduce")
     if model.experts:
         words += [f"--num-experts {model.experts}", f"--moe-router-topk {model.experts_per_token}",
-                  f"--expert-model-parallel-size {layout.ep}", "--moe-grouped-gemm"]  # fmt: skip
+                  f"--moe-ffn-hidden-size {model.expert_ffn}", f"--expert-model-parallel-size {layout.ep}",
+                  "--moe-grouped-gemm"]  # fmt: skip
     if layout.checkpointing == "full":
         words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     elif layout.checkpointing == "selective":
