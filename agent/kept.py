@@ -1,6 +1,6 @@
-"""Answers kept as long as the view they were made from: a scan is read more often than it is made.
+"""HTTP answers kept as long as the view they were made from: a scan is read more often than it is made.
 
-A door that answers from one view alone says so with `keep(request, view)`. The answer is then given again, without
+A door that answers from one view alone says so with `repeatable(request, view)`. The answer is then given again, without
 asking the application, to whoever asks the same with the same Accept headers. Compressed once for those who take
 gzip (RFC 9110, section 12.5.3).
 """
@@ -27,7 +27,7 @@ _MARK = "topoflight.view"
 Key = tuple[bytes, bytes, bytes, bool]
 
 
-def keep(request: Request, view: View) -> None:
+def repeatable(request: Request, view: View) -> None:
     """This answer follows from `view` and the question alone."""
     request.scope[_MARK] = view
 

@@ -12,10 +12,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import RequestResponseEndpoint
 
 from agent import advise, answers, metrics, page_routes, problem, server_cluster, server_flights, server_load, tallies
+from agent.codes import ALL_CODES
 from agent.desk import Desk
 from agent.doors import Doors
 from agent.gate import FailOn, GateError, judge, select, worst_first
-from agent.kept import Kept, keep, takes_gzip
+from agent.kept import Kept, repeatable, takes_gzip
 from agent.problem import ProblemError
 from agent.publish import Publisher
 from agent.report import render
@@ -128,7 +129,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
         view, zipped = _current(state), takes_gzip(request.headers.get("accept-encoding", "").encode("latin-1"))
         body, content_type = rendered(view, request.headers.get("accept", ""), zipped=zipped)
-        keep(request, view)
+        repeatable(request, view)
         encoding = {"Content-Encoding": "gzip"} if zipped else {}
         return Response(body, headers={"Content-Type": content_type, **encoding})
 
@@ -138,7 +139,7 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
     def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
         view = _current(state)
-        keep(request, view)
+        repeatable(request, view)
         return _answer(request, _one_or_all(view.snapshots), form)
 
     @app.get("/topology", tags=["facts"], operation_id="topology")
@@ -148,7 +149,7 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
             fleet = await run_in_threadpool(cluster.fleet)
             return await desk.ask(request, lambda: _answer(request, topology_document(fleet), form))
         view = _current(state)
-        keep(request, view)
+        repeatable(request, view)
         return await run_in_threadpool(
             lambda: _answer(request, _one_or_all([json_document(n) for n in view.topologies]), form)
         )
@@ -157,7 +158,7 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
     def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
         view = _current(state)
-        keep(request, view)
+        repeatable(request, view)
         return _answer(request, [c for c in worst_first(view.checks) if c.status != "pass"], form)
 
     @app.get("/measurements", tags=["facts"], operation_id="measurements")
@@ -227,7 +228,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
         except advise.RequestError as error:
             raise ProblemError(400, str(error)) from None
         if not whole:
-            keep(request, view)
+            repeatable(request, view)
         return response
 
     @app.get("/preflight", tags=["gate"], operation_id="preflight")
@@ -242,19 +243,12 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
         view = _current(state)
         checked: FailOn = fail_on  # type: ignore[assignment]
         try:
-            checks = select(view.checks, require=require or (), skip=skip or (), known=known_codes())
+            checks = select(view.checks, require=require or (), skip=skip or (), known=ALL_CODES)
         except GateError as error:
             raise ProblemError(400, str(error)) from None
         verdict = judge(checks, fail_on=checked)
-        keep(request, view)
+        repeatable(request, view)
         return _answer(request, {"verdict": verdict, "checks": worst_first(checks)}, form)
-
-
-def known_codes() -> tuple[str, ...]:
-    """Every check the gate knows."""
-    from agent.codes import ALL_CODES
-
-    return ALL_CODES
 
 
 def _one_or_all(values: Any) -> Any:
