@@ -1,8 +1,8 @@
 """HTTP answers kept as long as the view they were made from: a scan is read more often than it is made.
 
-A door that answers from one view alone says so with `repeatable(request, view)`. The answer is then given again, without
-asking the application, to whoever asks the same with the same Accept headers. Compressed once for those who take
-gzip (RFC 9110, section 12.5.3).
+A door that answers from one view alone says so with `repeatable(request, view)`. The answer is then given again,
+without asking the application, to whoever asks the same with the same Accept headers. Compressed once for those who
+take gzip (RFC 9110, section 12.5.3). What stays on disk is agent.keep's.
 """
 
 from __future__ import annotations
