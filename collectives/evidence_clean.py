@@ -17,12 +17,14 @@ BLOCK_BYTES: Final = 1 << 20
 MAX_LINE_BYTES = 16_384
 
 # The escape character itself, as caret notation, as JSON and Python write it, or lost altogether.
-_COLOUR = re.compile(rb"(?:\x1b|\^\[|\\u001[bB]|\\x1[bB]|\\033|\\e)?\[(?:[0-9]{1,3}(?:;[0-9]{1,3})*)?m")
-_COLOUR_MARKS = (b"[0m", b"^[[", b"\\u001", b"\\x1", b"\\033")
+_COLOUR = re.compile(
+    rb"(?:\x1b|ESC|\xe2\x90\x9b|\^\[|\\u001[bB]|\\x1[bB]|\\033|\\e)?\[(?:[0-9]{1,3}(?:;[0-9]{1,3})*)?m"
+)
+_COLOUR_MARKS = (b"[0m", b"ESC[", b"\xe2\x90\x9b[", b"^[[", b"\\u001", b"\\x1", b"\\033")
 _OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 # A block without any of these needs no cleaning.
-NEEDS_CLEANING = (b"\x1b", b"\r", b"&", b"\\", b"\x00", b"[0m", b"^[[")
+NEEDS_CLEANING = (b"\x1b", b"\r", b"&", b"\\", b"\x00", b"[0m", b"^[[", b"ESC[", b"\xe2\x90\x9b[")
 
 # One of these stands in every line that can matter, also in lines that lost their prefix.
 MARKERS = (
@@ -41,6 +43,18 @@ MARKERS = (
     b"nNodes",
     b"fi_getinfo",
     b"no socket interface",
+    # Causes that PyTorch repeats below "Last error:", where nothing of NCCL's stands before them.
+    b"Cuda failure",
+    b"ocketStartConnect",
+    b"ocketPollConnect",
+    b"ocketProgress",
+    b"Call to connect",
+    b"is neither AF_INET",
+    b"MNNVL",
+    b"system not yet initialized",
+    b"NVRM: Xid",
+    b" Pid ",
+    b"nccl==",
 )
 
 

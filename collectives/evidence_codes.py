@@ -120,6 +120,10 @@ CODES: dict[str, Meaning] = {
         "an expected RDMA port is not among the ports NCCL uses: NCCL lists active ports only",
         "check the port's state, cable and switch; then the device in the container",
     ),
+    "sharp_init_failed": _warn(
+        "SHARP was asked for and could not start: collectives go without it",
+        "check the SHARP aggregation manager of the fabric, or unset NCCL_COLLNET_ENABLE",
+    ),
     "pxn_disabled_plugin": _info("the network plugin is too old for PXN", "update the plugin"),
     # --- environment
     "hand_tuned_env": _warn(
@@ -161,6 +165,11 @@ CODES: dict[str, Meaning] = {
         "aws-ofi-nccl could not register memory with EFA",
         "check the EFA kernel module's GPU support; with EFA installers before 1.29.1 set "
         "FI_EFA_SET_CUDA_SYNC_MEMOPS=0",
+    ),
+    "efa_request_failed": _fail(
+        "a transfer over EFA failed: the peer did not answer, or could not be reached",
+        "let the security group of all nodes pass all traffic to itself, in and out; then look for the node whose "
+        "process or EFA device died first",
     ),
     "network_not_found": _fail(
         "the network that NCCL_NET asks for did not load", "unset NCCL_NET or install the plugin it names"
@@ -204,6 +213,11 @@ CODES: dict[str, Meaning] = {
     "ib_modify_qp_failed": _fail(
         "a queue pair could not be connected", "check GID index, subnet and route between the named ends"
     ),
+    "gid_unreadable": _fail(
+        "the GID table of an RDMA port could not be read",
+        "look at /sys/class/infiniband/*/ports/*/gid_attrs in the container; NCCL 2.26 or later skips empty entries",
+    ),
+    "ib_call_failed": _fail("a verbs call failed", "check ibv_devinfo -v on that host, in the container"),
     "ib_port_error": _fail("an RDMA port went down while running", "check the cable, transceiver and switch port"),
     "ib_async_event": _warn("the RDMA device reported an event", "check the device and the kernel log"),
     # --- start of the job
@@ -211,10 +225,26 @@ CODES: dict[str, Meaning] = {
         "the shared memory file system (/dev/shm) is too small",
         "docker --shm-size=1g; in Kubernetes an emptyDir with medium: Memory at /dev/shm",
     ),
+    "shm_attach_failed": _fail(
+        "shared memory of another rank could not be opened: the ranks do not share /dev/shm, or the other one failed",
+        "look for the first failure; give containers of one node one IPC namespace, or set NCCL_HOSTID apart",
+    ),
     "duplicate_gpu": _fail(
         "two ranks use the same GPU", "use LOCAL_RANK for the device, one process per GPU; check CUDA_VISIBLE_DEVICES"
     ),
     "nccl_version_mismatch": _fail("ranks run different NCCL builds", "use one image for all ranks"),
+    "bootstrap_mismatch": _fail(
+        "processes that do not belong together met while starting",
+        "check ranks and world size of every process, and end processes that an earlier run left",
+    ),
+    "rendezvous_timeout": _fail(
+        "a rank waited in vain for the address of the first one",
+        "find why rank 0 did not come so far; check that all ranks enter the same collective",
+    ),
+    "collective_mismatch": _fail(
+        "ranks sent other sizes than their peers expected",
+        "check that all ranks call the same collectives in the same order, with the same sizes",
+    ),
     "bootstrap_no_interface": _fail(
         "no usable network interface for the bootstrap", "correct NCCL_SOCKET_IFNAME or NCCL_COMM_ID"
     ),
@@ -231,17 +261,30 @@ CODES: dict[str, Meaning] = {
         "multi-node NVLink is present and does not work", "check IMEX: nvidia-imex-ctl -N, and the IMEX channel device"
     ),
     "nvls_bind_failed": _fail(
-        "NVLink SHARP memory could not be bound", "check the fabric manager (nvidia-smi: Fabric State Completed)"
+        "NVLink SHARP (NVLS) memory could not be set up",
+        "check the fabric manager (nvidia-smi: Fabric State Completed)",
     ),
     "no_transport_found": _fail(
         "NCCL found no transport between two ranks", "allow P2P, SHM or a network again; see the disabled ones"
     ),
     "cuda_failure": _fail("a CUDA call failed inside NCCL", "read the CUDA error; often memory, device or driver"),
+    "fabric_manager_not_ready": _fail(
+        "CUDA is not ready (802): on NVSwitch systems the fabric manager is not running",
+        "systemctl status nvidia-fabricmanager; its version must be the driver's",
+    ),
+    "driver_mismatch": _fail(
+        "the GPU driver's libraries do not fit: NVML failed, or the driver is too old for this CUDA",
+        "run nvidia-smi in the container; after a driver update restart the host",
+    ),
+    "gpu_xid": _fail("the GPU driver reported an error (Xid)", "look the number up in NVIDIA's list of Xid errors"),
+    "call_failed": _fail("an NCCL call failed, and the log names no cause", "collect the logs of all ranks"),
     "watchdog_timeout": _fail(
         "PyTorch's watchdog ended a collective that did not finish", "find the rank that did not enter it"
     ),
     "numa_balancing_enabled": _warn("automatic NUMA balancing is on", "sysctl kernel.numa_balancing=0"),
-    "iommu_not_passthrough": _warn("the IOMMU is not in pass-through mode", "boot with iommu=pt"),
+    "iommu_not_passthrough": _warn(
+        "the IOMMU is not in pass-through mode", "boot with iommu=pt (on AMD hosts amd_iommu=on iommu=pt)"
+    ),
     "benign_teardown_warnings": _info("warnings of NCCL's shutdown, not a fault", "nothing"),
     "other_warnings": _info("warnings without an entry here", "read them"),
 }

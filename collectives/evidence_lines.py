@@ -196,6 +196,9 @@ class LineReader:
             host = self._host(line[marks[index - 1].end() if index else 0 : mark.start()], first=index == 0)
             warn = mark[1] == b"WARN"
             self._message(message, warn=warn, host=host, shown=line)
+            # What failed stands in the message, and for what only in the name of the source.
+            if warn and b"Cuda failure" in message and b"nvls.cc" in line[: mark.start()]:
+                self.ledger.blame("nvls_bind_failed", line)
             if last and (warn or message.startswith((b"comm ", b"NET/"))):
                 self._half = (message, host)
 

@@ -28,6 +28,7 @@ TUNING = frozenset(
 _SET_BY_OFI = frozenset(
     {"NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLSTREE_MAX_CHUNKSIZE", "NCCL_PROTO"}
 )
+_OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_warnings")
 _BRIDGES = ("docker", "virbr")
 
@@ -100,6 +101,9 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
         _demote(found, "efa_plugin_init_failed", notes)
         _demote(found, "no_efa_provider", notes)
     _demote(found, "pxn_disabled_plugin", notes)
+    _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
+    if any(problem.severity == "fail" and code != "call_failed" for code, problem in found.found.items()):
+        _demote(found, "call_failed", notes)
     if evidence.inter_node_transport is None:
         # One node needs no RDMA library.
         _demote(found, "libibverbs_missing", notes)
@@ -122,8 +126,9 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
     suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name == "lo" or name.startswith(_BRIDGES)]
     first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
-    several = inter is not None
-    if several and any(name in suspects for name in first):
+    # Within a node the loopback interface does.
+    apart = (facts.nodes or ledger.hosts.count()) > 1 or inter != "unknown"
+    if inter is not None and any(name in suspects and (apart or name != "lo") for name in first):
         found.add("docker_interface_used", detail=", ".join(dict.fromkeys(suspects)), lines=found.proof("socket inter"))
 
 
@@ -216,7 +221,8 @@ def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> N
 def _tuned(evidence: Evidence) -> Iterator[str]:
     ofi = "Libfabric" in (evidence.inter_node_transport or "")
     for name, value in evidence.environment.items():
-        if name in TUNING and not (ofi and name in _SET_BY_OFI):
+        off = value == "0" and name in _OFF_BY_DEFAULT
+        if name in TUNING and not off and not (ofi and name in _SET_BY_OFI):
             yield f"{name}={value}"
 
 

@@ -81,7 +81,9 @@ def single_node(ledger: Ledger) -> bool | None:
     """Whether all ranks sit in one node; None where the log does not say."""
     if ledger.facts.nodes:
         return ledger.facts.nodes == 1 and not ledger.facts.mnnvl
-    return False if ledger.hosts.count() > 1 else None
+    if ledger.hosts.count() > 1:
+        return False
+    return True if ledger.facts.test_on_one_host else None
 
 
 def selected_network(ledger: Ledger) -> str | None:

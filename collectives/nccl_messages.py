@@ -16,6 +16,7 @@ MAX_VALUES = 512
 _BUILD = rb"(?:\+(?:(?:cuda|hip|rocm)[\d.]*\d|cudaCUDA_MAJOR\.CUDA_MINOR))?"
 _VERSION = re.compile(rb"\bNCCL version (?:: )?v?(\d+\.\d+(?:\.\d+)?(?:[a-z]+\d*)?(?:-\d+)?" + _BUILD + rb")")
 _RCCL_VERSION = re.compile(rb"RCCL version ?:? ?v?(\d+\.\d+(?:\.\d+)?" + _BUILD + rb")")
+_VLLM_VERSION = re.compile(rb"vLLM is using nccl==(\d+\.\d+\.\d+)")
 # What may stand behind a message: the wrapping of a log collector, a table, a page, or Ray's count of repetitions.
 _END = rb"(?=\s*(?:$|[\"'`|<\\]|\[repeated ))"
 _NETWORK = re.compile(rb"Using (?:internal N|n)etwork ([A-Za-z][\w .+-]{0,40}?)" + _END)
@@ -33,9 +34,13 @@ _SOCKETS = re.compile(rb"\[\d+\]([^\s:\[\]]+):")
 _GDR_HCA = re.compile(rb"NET/([\w ]+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA (\d+) '?([^\s']*)")
 _GDR_HCA_24 = re.compile(rb"GPU Direct RDMA (Disabled) for HCA (\d+)")
 _GDR_PATH = re.compile(rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)")
-_BOOTSTRAP = re.compile(rb"Bootstrap ?: Using (?:\[0\])?([^\s:\[\]]+):")
+_BOOTSTRAP = re.compile(rb"(?:Bootstrap ?|^NET ): Using (?:interface |\[0\])?([^\s:\[\]]+):")
 _PROVIDER = re.compile(rb"Selected [Pp]rovider is ([\w;-]+)")
-_MNNVL = re.compile(rb"MNNVL 1 cliqueId")
+_MNNVL = re.compile(rb"MNNVL 1 cliqueId|localRank \d+ MNNVL 1\b")
+
+
+# nccl-tests' own list: "#  Rank  0 Group  0 Pid   4068 on   node-1 device  0 [0x0f] NVIDIA H100".
+_TEST_RANK = re.compile(rb"Rank +(\d{1,6}) +(?:Group +\d+ +)?Pid +\d+ on +(\S{1,128}) device ")
 
 
 class Facts:
@@ -62,17 +67,31 @@ class Facts:
         self.provider: str | None = None
         self.nvls: bool | None = None
         self.mnnvl = False
+        self.test_ranks: dict[int, bytes] = {}  # rank of nccl-tests: host
+
+    @property
+    def test_on_one_host(self) -> bool:
+        """Whether nccl-tests lists every rank, all on one host."""
+        count = len(self.test_ranks)
+        whole = count > 0 and max(self.test_ranks) + 1 == count and self.ranks in (0, count)
+        return whole and len(set(self.test_ranks.values())) == 1
 
     def take(self, message: bytes, host: bytes) -> list[str]:
         """Facts that the message states, in words; an empty list if none."""
         said: list[str] = []
-        if b"CCL version" in message:
+        if b"CCL version" in message or b"nccl==" in message:
             self._version(message, said)
+        if b" Pid " in message and (match := _TEST_RANK.search(message)) and len(self.test_ranks) < MAX_VALUES * 8:
+            self.test_ranks[int(match[1])] = match[2]
         if b" set " in message:
             self._environment(message)
-        if b"NET" in message or b"network" in message:
+        if b"NET" in message or b"etwork " in message:
             self._network(message, host, said)
-        if b"Bootstrap" in message and (match := _BOOTSTRAP.search(message)) and len(self.bootstrap) < 64:
+        if (
+            (b"Bootstrap" in message or message.startswith(b"NET : "))
+            and (match := _BOOTSTRAP.search(message))
+            and len(self.bootstrap) < 64
+        ):
             self.bootstrap[match[1].decode("utf-8", "replace")] = None
         if b"anks " in message:
             self._ranks(message, said)
@@ -88,7 +107,7 @@ class Facts:
         """A message joined with the line after it: only what cannot be told from half of it."""
         if _NODES.search(message):
             self._ranks(message, [])
-        elif b"NET/" in message and (match := _IB_USING.search(message)):
+        elif b"NET/" in message and (match := _IB_USING.search(message)) and _PORT.search(match[1]):
             self._ports(match, host)
         elif (match := _VERSION.search(message)) and b"+" in match[1]:
             self.versions[match[1].decode()] += 1
@@ -97,7 +116,7 @@ class Facts:
         if match := _RCCL_VERSION.search(message):
             self.rccl_version = self.rccl_version or match[1].decode()
             said.append("RCCL version")
-        elif (match := _VERSION.search(message)) and len(self.versions) < 64:
+        elif (match := _VERSION.search(message) or _VLLM_VERSION.search(message)) and len(self.versions) < 64:
             self.versions[match[1].decode()] += 1
             said.append("NCCL version")
 

@@ -1,0 +1,180 @@
+# ruff: noqa: E501 - messages are quoted as they are printed
+"""Failures in the forms that releases, plugins and PyTorch give them: none passes, and each is named for what it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import evidence
+
+HEAD = "node-1:100:120 [0] "
+INFO = f"{HEAD}NCCL INFO "
+CHANNEL = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
+
+
+def codes(*lines: str) -> list[str]:
+    return sorted(problem.code for problem in evidence.read(list(lines)).problems)
+
+
+FAILURES = [
+    # src/misc/shmutils.cc: to open another rank's memory is not to make one's own.
+    (f"{HEAD}misc/shmutils.cc:129 NCCL WARN Error while attaching to shared memory segment /dev/shm/nccl-Ab12 (size 100), error: No such file or directory (2)", "shm_attach_failed"),
+    (f"{HEAD}misc/shmutils.cc:112 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-Ab12 (size 100)", "shm_too_small"),
+    (f"{HEAD}include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device", "shm_too_small"),
+    # src/misc/socket.cc, 2.10 to 2.29
+    (f"{HEAD}include/socket.h:409 NCCL WARN Net : Connect to 10.0.0.2<40> failed : No route to host", "socket_connect_failed"),
+    (f"{HEAD}misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.0.2<40> failed : Software caused connection abort", "socket_connect_failed"),
+    (f"{HEAD}misc/socket.cc:468 NCCL WARN socketStartConnect: exceeded retries (20000)", "socket_connect_failed"),
+    (f"{HEAD}misc/socket.cc:578 NCCL WARN socketPollConnect: connect to 10.0.0.2<40> returned Connection refused, exceeded error retry count after 35 attempts", "socket_connect_failed"),
+    (f"{HEAD}os/linux.cc:288 NCCL WARN ncclOsSocketPollConnect: connect to 10.0.0.2<40> returned No route to host, exceeded error retry count after 35 attempts", "socket_connect_failed"),
+    (f"{HEAD}misc/socket.cc:441 NCCL WARN socketFinalizeAccept: wrong type 4 != 3", "bootstrap_mismatch"),
+    (f"{HEAD}bootstrap.cc:150 NCCL WARN Bootstrap Root : mismatch in rank count from procs 8 : 16", "bootstrap_mismatch"),
+    (f"{HEAD}bootstrap.cc:160 NCCL WARN Bootstrap Root : rank 3 of 8 ranks has already checked in", "bootstrap_mismatch"),
+    ("[node-1|0]:ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)", "bootstrap_no_interface"),
+    # src/misc/ibvwrap.cc, src/transport/net_ib*
+    (f"{HEAD}misc/ibvwrap.cc:120 NCCL WARN Call to ibv_query_gid failed with error Invalid argument errno 22", "gid_unreadable"),
+    (f"{HEAD}transport/net_ib.cc:283 NCCL WARN NET/IB: read failed in ncclIbRoceGetVersionNum: Invalid argument", "gid_unreadable"),
+    (f"{HEAD}misc/ibvwrap.cc:100 NCCL WARN Call to ibv_query_port failed with error Unknown error -19", "ib_call_failed"),
+    (f"{HEAD}transport/net_ib.cc:200 NCCL WARN NET/IB : Unable to query device mlx5_0", "ib_call_failed"),
+    (f"{HEAD}include/ibvwrap.h:80 NCCL WARN ibv_post_send() failed with error Cannot allocate memory, Bad WR 0x7f, First WR 0x7f", "ib_call_failed"),
+    (f"{HEAD}transport/net_ib.cc:171 NCCL WARN NET/IB : mlx5_3:1 Got async error event: port error", "ib_port_error"),
+    (f"{HEAD}transport/net_ib.cc:900 NCCL WARN NET/IB : req 0/1 tag 5 peer 10.0.0.2<40> collective mismatch error, local size 4 remote size 8", "collective_mismatch"),
+    (f"{HEAD}transport/net_socket.cc:400 NCCL WARN NET/Socket : peer 10.0.0.2<40> message truncated : receiving 512 bytes instead of 256", "collective_mismatch"),
+    # aws-ofi-nccl: the name of the function in full stands before it
+    (f"{HEAD}int handle_error_entry(ctx_t*, fid_cq*, uint16_t):46 NCCL WARN NET/OFI Request 0x7f45 completed with error. RC: 103. Error: 4126 (Unresponsive receiver). Completed length: 0", "efa_request_failed"),
+    (f"{HEAD}ofi_process_cq:1035 NCCL WARN NET/OFI Request 0x7f45 completed with error. RC: 21. Error: unknown error", "efa_request_failed"),
+    # GPUs and their driver
+    (f"{HEAD}misc/cudawrap.cc:180 NCCL WARN Cuda failure 802 'system not yet initialized'", "fabric_manager_not_ready"),
+    ("node-1: Test CUDA failure common.cu:941 'system not yet initialized'", "fabric_manager_not_ready"),
+    (f"{HEAD}misc/nvmlwrap.cc:100 NCCL WARN Failed to open libnvidia-ml.so.1", "driver_mismatch"),
+    (f"{HEAD}misc/nvmlwrap.cc:179 NCCL WARN nvmlInit_v2() failed: Driver/library version mismatch", "driver_mismatch"),
+    (f"{HEAD}include/alloc.h:100 NCCL WARN Failed to CUDA calloc async 4 bytes", "cuda_failure"),
+    ("[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", "gpu_xid"),
+    (f"{HEAD}transport.cc:30 NCCL WARN No transport found !", "no_transport_found"),
+    # PyTorch
+    ("[rank0]:[F1 18:44:12.7 ProcessGroupNCCL.cpp:1306] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be terminated", "watchdog_timeout"),
+    ("[E ProcessGroupNCCL.cpp:325] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels", "watchdog_timeout"),
+    ("[rank1]: DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout", "rendezvous_timeout"),
+    # Calls that gave up, without a cause
+    (f"{INFO}group.cc:65 -> 3 [Async thread]", "call_failed"),
+    (f"{HEAD}proxy.cc:1031 NCCL WARN [Proxy Service 0] Failed to execute operation Setup from rank 1, retcode 3", "call_failed"),
+    (f"{HEAD}proxy.cc:1485 NCCL WARN [Service thread] Error encountered progressing operation=Connect, res=2, closing connection", "call_failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "code"), FAILURES, ids=lambda value: value[-50:])
+def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
+    """Channels were made before it came: the log is failed, and the line is the proof."""
+    verdict = evidence.read([CHANNEL, "loss 1.0", line])
+    assert [problem.code for problem in verdict.problems] == [code]
+    assert [row.line for row in verdict.problems[0].lines] == [3]
+    assert evidence.exit_code(verdict) == evidence.FAILED
+
+
+HARMLESS = [
+    f"{INFO}misc/socket.cc:583 socketPollConnect: connect to 10.0.0.2<40> returned Connection refused, retrying (1/34) after sleep for 100 msec",
+    f"{INFO}Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1, retrying 1/2 after 500 msec of sleep",
+    f"{INFO}init.cc:990 -> 2",
+    f"{HEAD}proxy.cc:1521 NCCL WARN [Proxy Service 2] Failed to execute operation Close from rank 2, retcode 3",
+    "[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 45, pid=1234, Ch 00000008",
+    f"{INFO}NCCL_IB_DISABLE set by environment to 0.",
+]
+
+
+@pytest.mark.parametrize("line", HARMLESS, ids=lambda value: value[-50:])
+def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
+    """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""
+    verdict = evidence.read([CHANNEL, line])
+    assert evidence.exit_code(verdict, fail_on="warn") == evidence.PASS
+    assert [note.code for note in verdict.notes] == []
+
+
+def test_a_failed_call_is_a_note_where_the_cause_is_known() -> None:
+    """The trace of a failure is not one more failure."""
+    trace = f"{INFO}group.cc:65 -> 2 [Async thread]"
+    verdict = evidence.read([f"{HEAD}misc/ibvwrap.cc:187 NCCL WARN Call to ibv_modify_qp failed with error 113", trace])
+    assert [problem.code for problem in verdict.problems] == ["ib_modify_qp_failed"]
+    assert "call_failed" in [note.code for note in verdict.notes]
+    # TCP between the nodes is slow, and no reason to fail.
+    assert codes(f"{INFO}Channel 00/0 : 0[0] -> 2[0] [send] via NET/Socket/0", trace) == [
+        "call_failed",
+        "socket_fallback",
+    ]
+
+
+def test_the_source_tells_what_a_cuda_failure_was_for() -> None:
+    """src/transport/nvls.cc prints the CUDA error alone."""
+    line = "transport/nvls.cc:254 NCCL WARN Cuda failure 1 'invalid argument'"
+    assert codes(HEAD + line) == codes(line) == ["cuda_failure", "nvls_bind_failed"]
+    assert codes(HEAD + line.replace("nvls", "p2p")) == ["cuda_failure"]
+
+
+def test_the_cause_below_last_error() -> None:
+    """PyTorch repeats NCCL's last warning without its prefix, and a launcher puts the rank before it."""
+    front = [
+        "10: RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1331, unhandled system error, NCCL version 2.18.5",
+        "10: Last error:",
+    ]
+    assert codes(*front, "10: socketStartConnect: Connect to 127.0.0.1<45> failed : Connection refused") == [
+        "socket_connect_failed"
+    ]
+    assert codes(*front, "Cuda failure 'out of memory'") == ["cuda_failure"]
+
+
+def test_sharp_that_cannot_start_is_a_note() -> None:
+    """NCCL goes on without it: seen in runs whose every channel is right."""
+    line = f"{HEAD}sharp_plugin.c:288 NCCL WARN NET/IB :SHARP coll init error: Cannot create SHArP job(-11)"
+    verdict = evidence.read([CHANNEL, line])
+    assert (verdict.problems, [note.code for note in verdict.notes]) == ((), ["sharp_init_failed"])
+
+
+def test_a_socket_list_before_a_bare_line_is_no_rdma() -> None:
+    """The version has no prefix: what comes before it is not one line with it."""
+    lines = [f"{INFO}NET/Socket : Using [0]eth0:10.0.0.1<0>", "NCCL version 2.5.6+cuda10.0"]
+    verdict = evidence.read(lines)
+    assert verdict.inter_node_transport == "unknown"
+    assert verdict.nccl_version == "2.5.6+cuda10.0"
+
+
+def test_the_forms_of_2_3() -> None:
+    """ "Network" with a capital, and the interface without a number."""
+    verdict = evidence.read([f"{INFO}NET : Using interface ib0:10.0.0.1<0>", f"{INFO}Using internal Network Socket"])
+    assert verdict.inter_node_transport == "Socket"
+    assert verdict.socket_interface == "ib0"
+
+
+def rank(number: int, host: str) -> str:
+    return f"#  Rank {number:2} Group  0 Pid   40{number} on {host:>10} device  {number} [0x1a] NVIDIA H100"
+
+
+def test_the_ranks_of_nccl_tests_tell_one_host_from_two() -> None:
+    """TCP between nodes is a fault where there are nodes; a list that was cut tells nothing."""
+    socket = f"{INFO}Using network Socket"
+    assert codes(rank(0, "node-1"), rank(1, "node-1"), socket) == ["no_transport_evidence"]
+    assert codes(rank(0, "node-1"), rank(1, "node-2"), socket) == ["socket_fallback"]
+    assert codes(rank(1, "node-1"), socket) == ["socket_fallback"]
+    assert codes(
+        rank(0, "node-1"), rank(1, "node-1"), socket, f"{INFO}comm 0x1 rank 0 nranks 4 cudaDev 0 - Init START"
+    ) == ["socket_fallback"]
+
+
+def test_the_version_that_vllm_names() -> None:
+    """It stands in for NCCL's own line."""
+    line = "(Worker pid=1) INFO 09-12 23:40:47 pynccl.py:63] vLLM is using nccl==2.20.5"
+    assert evidence.read([line]).nccl_version == "2.20.5"
+    assert evidence.read([line, "NCCL version 2.20.5+cuda12.4"]).nccl_version == "2.20.5+cuda12.4"
+
+
+@pytest.mark.parametrize("colour", ["ESC[32m", "\x1b[32m", "^[[32m", "\u241b[32m"])
+def test_a_colour_behind_a_channel(colour: str) -> None:
+    """Escapes that a pager or an editor wrote out are no part of the tags."""
+    line = f"{INFO}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0{colour} [repeated 4x across cluster]"
+    verdict = evidence.read([line])
+    assert (verdict.send.total, verdict.send.gdrdma, verdict.torn_lines) == (1, 0, 0)
+
+
+def test_the_loopback_interface_serves_one_node() -> None:
+    """It is a fault only where another node must be reached."""
+    line = f"{INFO}Bootstrap : Using lo:127.0.0.1<0>"
+    assert "docker_interface_used" not in codes(line)
+    assert "docker_interface_used" in codes(line, line.replace("node-1", "node-2"))
