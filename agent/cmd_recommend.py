@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agent import given, terminal
+from agent import inputs, terminal
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, render, waiting
 
@@ -96,7 +96,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if kind == "process" or (kind == "auto" and source.isdigit() and not Path(source).exists()):
         text, kind = process_environment(source), "process"
     else:
-        raw = given.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
+        raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
         text = raw.decode("utf-8", errors="replace")
     recorded = snapshots(hosts)[0] if hosts else None
     checks, exit_code = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded)

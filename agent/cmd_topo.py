@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from agent import given, terminal
+from agent import inputs, terminal
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, format_option
 from topology.graph import NodeTopology
@@ -59,7 +59,7 @@ def build_node(snapshot: object) -> NodeTopology:
 
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
-    name, raw = given.name_of(source), given.read(source, _LIMIT_BYTES, hint=", which no topology is")
+    name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
     from topology.text import TopologyTextError, parse
     from topology.xml import TopologyXmlError
     from topology.xml import parse as parse_xml

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from agent import bench_history, charts, drawing, units
-from agent import fleet as fleets
+from agent import bench_history, charts, drawing, page_nodes, units
 from agent.advise import EXPORTS
-from agent.fleet import glance
 from agent.flown import by_network, flights, side_by_side
 from agent.gate import judge, worst_first
 from agent.prose import CLASSES, explained, headline, inline, sentence, told
@@ -67,7 +65,7 @@ def _environment(*, html: bool) -> Environment:
         columns=columns,
         classes=CLASSES,
         about=told,
-        glance=glance,
+        glance=page_nodes.glance,
         charts=charts,
         layouts=_layouts,
         flown=flights,
@@ -96,19 +94,19 @@ def node_page(
 def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
     return _page(
-        "cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=fleets.rows(view)
+        "cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=page_nodes.rows(view)
     )
 
 
 def fleet_page(fleet: Fleet, *, source: str, behind: str | None, links: Mapping[str, str]) -> str:
     """The page of every node that publishes, from the records alone; `links` lead to the agents that are known."""
     now, records = time.time(), fleet.records()
-    checks = fleets.checks_of_records(fleet, now)
+    checks = page_nodes.checks_of_records(fleet, now)
     template = _environment(html=True).get_template("fleet.html.j2")
     return template.render(
-        rows=fleets.rows_of_records(records, checks, now, links), checks=checks, verdict=judge(checks), source=source,
-        behind=behind, kinds=fleets.kinds(records), shown=fleets.SHOWN_ROWS, made_at=now, style=_file("style.css"),
-        script=_file("page.js"),
+        rows=page_nodes.rows_of_records(records, checks, now, links), checks=checks, verdict=judge(checks),
+        source=source, behind=behind, kinds=page_nodes.kinds(records), shown=page_nodes.SHOWN_ROWS, made_at=now,
+        style=_file("style.css"), script=_file("page.js"),
     )  # fmt: skip
 
 
@@ -132,7 +130,7 @@ def doors_page(document: Mapping[str, Any]) -> str:
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
     template = _environment(html=True).get_template("report.html.j2")
-    rows = fleets.rows_of_records(report.nodes, report.checks, report.started_at_seconds, {})
+    rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds, {})
     return template.render(report=report, rows=rows, style=_file("style.css"), style_hash=_hash("style.css"))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent import fleet, pages, units
+from agent import page_nodes, pages, units
 from agent.hosts import snapshots
 from agent.nodes import Fleet, NodeRecord, records_of, to_resource
 from agent.view import look
@@ -63,7 +63,7 @@ def test_classes_of_gpu_pairs_are_counted_in_words() -> None:
 
 def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
     """Graphs are compared to the last link: memlock and heat do not make another kind."""
-    found = fleet.kinds(published(*map(record, NAMES)).records())
+    found = page_nodes.kinds(published(*map(record, NAMES)).records())
     assert [kind.names for kind in found] == [
         ("hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"), ("hgx-h100-sick-nvlink",),
     ]  # fmt: skip
@@ -71,16 +71,16 @@ def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record(NAMES[0])] * fleet.SHOWN_ROWS
+    many = [record(NAMES[0])] * page_nodes.SHOWN_ROWS
     held = published(
         *(replace(one, name=f"node-{n:04}") for n, one in enumerate(many)), record(NAMES[2], name="zz-sick")
     )
     html = page(held)
     rows = names_in(html)
     assert rows[0] == "zz-sick"
-    assert len(rows) == fleet.SHOWN_ROWS
+    assert len(rows) == page_nodes.SHOWN_ROWS
     assert "And 1 more, none sicker than these" in html
-    assert f"{fleet.SHOWN_ROWS + 1} nodes" in html
+    assert f"{page_nodes.SHOWN_ROWS + 1} nodes" in html
     assert len(html) < 2_000_000
 
 

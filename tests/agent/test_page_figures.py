@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from agent import charts, drawing, fleet, pages, terminal
+from agent import charts, drawing, page_nodes, pages, terminal
 from agent.flown import by_network, flights, side_by_side
 from agent.page_routes import question
 from agent.report import Report
@@ -176,7 +176,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
 def test_one_lost_gpu_does_not_hide_where_the_others_nics_are() -> None:
     """Seven GPUs have their NIC at one switch; of the eighth it cannot be told."""
     view = seen("sick-h100-gpu-lost")
-    shown = dict(fleet.glance(view.topologies[0], view.snapshots[0], None))
+    shown = dict(page_nodes.glance(view.topologies[0], view.snapshots[0], None))
     assert shown["Nearest NIC"] == "PIX for 7 of 8 GPUs, undecidable for 1 of 8 GPUs"
     html = pages.node_page(view, None, "", digest="", trouble=None)
     assert "Nearest NIC of each GPU (undecidable for GPU5)" in html

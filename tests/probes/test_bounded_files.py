@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent import baseline, flight, given, keep
+from agent import baseline, flight, inputs, keep
 from agent.kube_access import from_kubeconfig
 from planner.models import load_model
 from probes import bounded
@@ -53,7 +53,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "kubeconfig": from_kubeconfig,
     "config.json": lambda path: load_model(str(path)),
     "recording": load,
-    "verb": lambda path: given.read(str(path), 1000, hint=""),
+    "verb": lambda path: inputs.read(str(path), 1000, hint=""),
 }
 
 

@@ -1,4 +1,4 @@
-"""A node in a few words: the strip over its page, and its row among others."""
+"""Nodes as the page shows them, in a few words each: the strip over its page, and its row among others."""
 
 from __future__ import annotations
 
