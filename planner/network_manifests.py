@@ -29,19 +29,21 @@ _RDMA_SHARES = 63  # pods that may share one HCA: the network operator's own exa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
-    """The secondary network to make."""
+    """The devices to share, and the secondary network to make over them."""
 
-    interfaces: tuple[str, ...]  # RoCE or IB netdevs of the nodes: ("ens8f0np0",)
-    mtu_bytes: int
+    interfaces: tuple[str, ...]  # RoCE netdevs of the nodes: ("ens8f0np0",)
+    mtu_bytes: int = 1500  # of the interfaces: Ethernet's own
+    infiniband: bool = False  # the nodes have active InfiniBand ports: verbs need no second network in the pod
     ports: tuple[str, ...] = ()  # netdevs of the PCI functions below them: a bond's members. Default: the interfaces
     name: str = "rdmashared-net"
     namespace: str = "default"
     resource_name: str = "rdma_shared_device_eth"
+    infiniband_name: str = "rdma_shared_device_ib"
     range: str = "192.168.2.0/24"  # addresses that whereabouts hands out
     gateway: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.interfaces:
+        if not (self.interfaces or self.infiniband):
             raise JobError("interfaces: none; the network needs the name of at least one RDMA netdev of the nodes")
         for name in (*self.interfaces, *self.ports):
             if not _INTERFACE.fullmatch(name):
@@ -55,9 +57,9 @@ class NetworkSpec:
 
 
 def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpec:
-    """Interfaces and MTU of the active RoCE ports that every one of these nodes has.
+    """Interfaces and MTU of the active RoCE ports that every one of these nodes has, and whether each has InfiniBand.
 
-    Must be scanned where the nodes' own interfaces are visible (host network): a pod sees only its macvlan.
+    RoCE must be scanned where the nodes' own interfaces are visible (host network): a pod sees only its macvlan.
     """
     common: dict[str, int] | None = None
     for snapshot in snapshots:
@@ -65,16 +67,19 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
         common = (
             here if common is None else {name: min(mtu, here[name]) for name, mtu in common.items() if name in here}
         )
-    if not common:
+    infiniband = bool(snapshots) and all(_infiniband(snapshot) for snapshot in snapshots)
+    if not (common or infiniband):
         raise JobError(
-            "no active RoCE port with a netdev is on every one of these nodes; scan them on the host network"
+            "no active InfiniBand port, and no active RoCE port with a netdev, is on every one of these nodes; scan "
+            "them on the host network (EFA needs none of these resources: AWS' device plugin is all)"
         )
-    ports = {port for snapshot in snapshots for name in common for port in _ports(snapshot, name)}
-    given = {
-        "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
-        **settings,
-    }  # fmt: skip
-    return NetworkSpec(**given)
+    given: dict[str, Any] = {"interfaces": (), "infiniband": infiniband}
+    if common:
+        ports = {port for snapshot in snapshots for name in common for port in _ports(snapshot, name)}
+        given |= {
+            "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
+        }  # fmt: skip
+    return NetworkSpec(**{**given, **settings})
 
 
 def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
@@ -110,18 +115,25 @@ def _roce(snapshot: Snapshot) -> dict[str, int]:
     return found
 
 
+def _infiniband(snapshot: Snapshot) -> bool:
+    rdma = snapshot.facts(RdmaFacts)
+    ports = [port for device in (rdma.devices if rdma else ()) for port in device.ports]
+    return any(port.state == "ACTIVE" and port.link_layer == "InfiniBand" for port in ports)
+
+
 def nic_cluster_policy(spec: NetworkSpec) -> Document:
     """NVIDIA network operator: the shared RDMA device plugin for the probed interfaces, and nothing besides.
 
     The image is that of the operator's releases 24.10 and 25.1; later releases start it by the same command.
     """
+    shared: list[tuple[str, Document]] = []
+    if spec.interfaces:
+        shared.append((spec.resource_name, {"ifNames": list(spec.ports or spec.interfaces)}))
+    if spec.infiniband:  # whatever a node calls its ports; they are found by their IPoIB netdevs (module ib_ipoib)
+        shared.append((spec.infiniband_name, {"linkTypes": ["infiniband"]}))
     config = {
         "configList": [
-            {
-                "resourceName": spec.resource_name,
-                "rdmaHcaMax": _RDMA_SHARES,
-                "selectors": {"ifNames": list(spec.ports or spec.interfaces)},
-            }
+            {"resourceName": name, "rdmaHcaMax": _RDMA_SHARES, "selectors": selectors} for name, selectors in shared
         ]
     }
     return {
@@ -228,13 +240,8 @@ def shared_claim(
 
 def network(spec: NetworkSpec) -> tuple[Document, ...]:
     """Everything that a cluster needs for RDMA in pods, in the order to apply it."""
-    return (
-        memlock_machine_config(),
-        nic_cluster_policy(spec),
-        cluster_policy_rdma(),
-        macvlan_network(spec),
-        network_attachment(spec),
-    )
+    second = (macvlan_network(spec), network_attachment(spec)) if spec.interfaces else ()
+    return (memlock_machine_config(), nic_cluster_policy(spec), cluster_policy_rdma(), *second)
 
 
 def _ipam(spec: NetworkSpec) -> dict[str, str]:

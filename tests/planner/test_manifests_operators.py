@@ -135,6 +135,39 @@ def test_a_bonds_mtu_is_its_own() -> None:
     assert network_manifests.from_snapshots(found).mtu_bytes == 4200
 
 
+@pytest.mark.parametrize("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
+def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
+    """Verbs go by the device alone, and a port's netdev need not be known: the link type finds it on every node."""
+    found = snapshots([MACHINES / f"{machine}.json"])
+    documents = network_manifests.network(network_manifests.from_snapshots(found))
+    assert [d["kind"] for d in documents] == ["MachineConfig", "NicClusterPolicy", "ClusterPolicy"]
+    (shared,) = json.loads(documents[1]["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
+    assert shared["resourceName"] == "rdma_shared_device_ib"
+    assert shared["selectors"] == {"linkTypes": ["infiniband"]}
+
+
+def test_a_node_with_both_shares_both() -> None:
+    """Storage over RoCE and compute over InfiniBand are two resources; the pod asks for one by name."""
+    ports = (
+        RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev="ens8f0np0"),
+        RdmaPort(port=2, state="ACTIVE", link_layer="InfiniBand"),
+    )
+    both = host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", ports=ports)])
+    documents = network_manifests.network(network_manifests.from_snapshots([both]))
+    config = json.loads(documents[1]["spec"]["rdmaSharedDevicePlugin"]["config"])
+    assert [each["selectors"] for each in config["configList"]] == [
+        {"ifNames": ["ens8f0np0"]},
+        {"linkTypes": ["infiniband"]},
+    ]
+    assert "MacvlanNetwork" in [d["kind"] for d in documents]
+
+
+def test_efa_needs_none_of_it() -> None:
+    """And the error says so."""
+    with pytest.raises(JobError, match="EFA needs none"):
+        network_manifests.from_snapshots(snapshots([MACHINES / "aws-p4d-8xA100-4efa.json"]))
+
+
 def test_a_name_from_inside_a_pod_is_told() -> None:
     """No node has an interface net1: what is printed for it wants another name."""
     inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"])
