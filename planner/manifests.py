@@ -1,8 +1,8 @@
 """Renders one JobSpec for the job APIs in use: TrainJob with its TrainingRuntime, PyTorchJob, plain Indexed Job.
 
-Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3; activeDeadlineSeconds is new in 2.2),
-kubeflow.org/v1 (Training Operator 1.7 to 1.9; resource claims need 1.9), batch/v1, resource.k8s.io/v1. Documents are
-dicts: text is made by the YAML library alone, so hostile names stay data.
+Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3), kubeflow.org/v1 (Training Operator 1.7 to
+1.9; resource claims need 1.9), batch/v1, resource.k8s.io/v1. Documents are dicts: text is made by the YAML library
+alone, so hostile names stay data.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     resources = {} if spec.resource_claim_template else container.pop("resources", {})
     environment = container.pop("env", [])
     container.pop("command", None)
+    body: Document = {"template": pod}
+    if spec.active_deadline_seconds:  # of the batch/v1 Job below: a TrainJob has a deadline of its own from 2.2 only
+        body["activeDeadlineSeconds"] = spec.active_deadline_seconds
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -75,7 +78,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
                             "name": "node",
                             "template": {
                                 "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-                                "spec": {"template": pod},
+                                "spec": body,
                             },
                         }
                     ]
@@ -102,8 +105,6 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     }
     if spec.queue:
         job["spec"]["suspend"] = True  # Kueue admits it
-    if spec.active_deadline_seconds:
-        job["spec"]["activeDeadlineSeconds"] = spec.active_deadline_seconds
     return (*claim_templates(spec), runtime, job)
 
 

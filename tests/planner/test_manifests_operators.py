@@ -52,6 +52,14 @@ def test_without_claims_the_trainjob_says_what_a_node_takes() -> None:
     assert "resources" not in containers(runtime)[0]
 
 
+def test_a_trainjobs_deadline_is_one_that_every_trainer_knows() -> None:
+    """TrainJob has the field from 2.2; an earlier API server would drop it without a word."""
+    runtime, job = manifests.trainjob(replace(SPEC, active_deadline_seconds=3600))
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["activeDeadlineSeconds"] == 3600
+    assert "activeDeadlineSeconds" not in job["spec"]
+
+
 def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain() -> None:
     """Two pod sets of the same required level may still land in two domains, unless they are a group."""
     (job,) = manifests.pytorchjob(replace(SPEC, queue="team", topology_label="cloud.example/rack"))
