@@ -17,7 +17,7 @@ from agent.view import look
 @host_option
 @root_option
 @format_option
-@click.option("--timeout", default=30.0, show_default=True, help="Seconds for the whole scan.")
+@click.option("--timeout", default=30.0, show_default=True, help="Seconds for each probe.")
 @click.option("--all", "everything", is_flag=True, help="List passed checks too.")
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool) -> None:
     """Probe this host and print what was found: reads only, makes no load."""

@@ -37,7 +37,7 @@ def snapshots(
     hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, told: bool = False,
     stop: threading.Event | None = None,
 ) -> tuple[Snapshot, ...]:  # fmt: skip
-    """Scan this host in a bounded child process, or replay the recordings in order.
+    """Scan this host in a child process, `timeout_seconds` for each probe, or replay the recordings in order.
 
     A person at a terminal sees that it is under way; `told` is for callers that say so themselves. Soon after `stop` is
     set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.

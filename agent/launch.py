@@ -56,6 +56,11 @@ class Launched:
     record: dict[str, Any] | None = None  # flight.json of this start, where the job came to write it
 
     @property
+    def told_its_end(self) -> bool:
+        """Whether the job itself wrote how it ended; else `record_of` has told it, by `fate`."""
+        return self.record is not None and self.record.get("reason") != self.fate
+
+    @property
     def fate(self) -> str:
         """What became of the job, in one sentence."""
         if self.exit_code == RESUMABLE:

@@ -248,9 +248,7 @@ def _fly(
         ended = f"{done.fate}: {tail} (whole log: {done.output})"
         if done.record is not None:
             keep.keep_flight(done.record)
-        if done.record is None or (done.cut_short and done.exit_code != 0):
-            return None, (), ended
-        if done.exit_code != 0 and done.record.get("reason") == done.fate:  # it could not write its own end
+        if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.told_its_end)):
             return None, (), ended
         flown = flight.parse(done.record)
     except (launch.LaunchError, flight.FlightError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,11 @@ def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> N
     record = record_of(path, done, path.stat().st_mtime)
     assert record is not None and record["exit_code"] == 137
     assert read(path.read_bytes()) == record
+
+
+def test_who_told_the_end_is_known() -> None:
+    """By the launcher's own words; a job that wrote no record told nothing."""
+    done = Launched(exit_code=3, seconds=9.0, output=Path("job.log"), last_lines=())
+    assert not done.told_its_end
+    assert not replace(done, record={**RECORD, "reason": done.fate}).told_its_end
+    assert replace(done, record={**RECORD, "reason": "the loss is not finite"}).told_its_end
