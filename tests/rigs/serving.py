@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import uvicorn
 
-START_SECONDS = 180.0  # a busy machine is slow
+START_SECONDS = 300.0  # a busy machine is slow
 
 
 @contextmanager
