@@ -62,7 +62,8 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     resources = {} if spec.resource_claim_template else container.pop("resources", {})
     environment = container.pop("env", [])
     container.pop("command", None)
-    body: Document = {"template": pod}
+    # Said once more than the Trainer needs: Kueue 0.15.0 counts a TrainJob's pods by its runtime's Job, not by numNodes
+    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, "template": pod}
     if spec.active_deadline_seconds:  # of the batch/v1 Job below: a TrainJob has a deadline of its own from 2.2 only
         body["activeDeadlineSeconds"] = spec.active_deadline_seconds
     runtime = {

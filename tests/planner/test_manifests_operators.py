@@ -60,6 +60,14 @@ def test_a_trainjobs_deadline_is_one_that_every_trainer_knows() -> None:
     assert "activeDeadlineSeconds" not in job["spec"]
 
 
+def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
+    """Kueue 0.15.0 takes the quota of the runtime's Job, which without these two is one pod's."""
+    runtime, job = manifests.trainjob(replace(SPEC, queue="team"))
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    said = replicated["template"]["spec"]
+    assert said["parallelism"] == said["completions"] == job["spec"]["trainer"]["numNodes"] == 3
+
+
 def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain() -> None:
     """Two pod sets of the same required level may still land in two domains, unless they are a group."""
     (job,) = manifests.pytorchjob(replace(SPEC, queue="team", topology_label="cloud.example/rack"))
