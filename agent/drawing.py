@@ -89,7 +89,7 @@ def summary(node: NodeTopology) -> str:
     for island in node.islands:
         links = " or ".join(island.nvlinks_per_pair)
         parts.append(f"{len(island.gpus)} GPUs joined by NVLink ({links})")
-    for near in node.nearest_nic:
+    for near in (near for near in node.nearest_nic if near.nics):
         parts.append(f"{near.gpu} is nearest to {' and '.join(near.nics)} ({near.label})")
     return "; ".join(parts) + ". The table below says the same."
 

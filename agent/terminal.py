@@ -28,7 +28,7 @@ from probes.limits import LimitsFacts
 from probes.rdma import RdmaFacts
 from topology.derive import Pairs
 from topology.graph import NodeTopology
-from topology.labels import level, nvlinks
+from topology.labels import UNKNOWN, level, nvlinks
 from topology.matrix import columns
 from topology.reference import departures
 
@@ -248,8 +248,10 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
         blocks(out, topology)
     else:
         matrix(out, topology)
+    links = Pairs(topology.pairs)
     for island in topology.islands:
-        kind = "every pair" if island.all_to_all else "not every pair"
+        known = all(links.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
+        kind = "every pair" if island.all_to_all else "not every pair" if known else "not every pair is known"
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
     nearest_nics(out, topology)
     for expected in topology.expectations:
@@ -265,7 +267,8 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
         doubt = "" if nearest.decidable else f"; undecidable: {nearest.why}"
-        shared.setdefault((_some(nearest.nics, "nearest NIC "), nearest.label, doubt), []).append(nearest.gpu)
+        nics = _some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
+        shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
     for (nics, label, doubt), gpus in shared.items():
         out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
 

@@ -8,7 +8,7 @@ from probes.api import Finding, Severity
 from topology.derive import Pairs
 from topology.expect import gigabytes
 from topology.graph import NearestNic, NicNode, NodeTopology, PathClass
-from topology.labels import nvlinks
+from topology.labels import UNKNOWN, nvlinks
 from topology.reference import departures, reference_of
 
 MISSING = "topology.nvlink.missing"
@@ -65,6 +65,7 @@ def _switched(node: NodeTopology) -> int:
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
     pairs = _gpu_labels(node)
+    pairs = [pair for pair in pairs if pair[2] != UNKNOWN]
     if not any(nvlinks(label) for _, _, label in pairs) or not (_switched(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
@@ -151,12 +152,13 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
         if near.why or not _rdma_nics(node, near):
             continue
         if not near.local:
-            relay = _relay(node, near)
+            relay, beside = _relay(node, near), _same_numa_but_near(node, near)
+            where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
             yield Finding(
                 code=FAR,
                 severity=Severity.WARN,
                 subject=near.gpu,
-                message=f"{near.gpu} has no NIC on its own NUMA node: {', '.join(near.nics[:4])} "
+                message=f"{near.gpu} has no NIC {where}: {', '.join(near.nics[:4])} "
                 f"{'is' if len(near.nics) == 1 else 'are'} {near.label}",
                 evidence=(*_pair_evidence(node, near), *relay),
                 remedy=_instead_of_far(node, relayed=bool(relay)),
@@ -172,6 +174,13 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
                 remedy="Put NIC and GPU behind one PCIe switch; where that cannot be, measure with "
                 "NCCL_NET_GDR_LEVEL=PHB before keeping it." + _NODE_IS_PHB * (near.label == "NODE"),
             )
+
+
+def _same_numa_but_near(node: NodeTopology, near: NearestNic) -> str:
+    """A GPU of the same NUMA node that is near to one of these NICs: then they do stand on it, whatever SYS says."""
+    numa = {gpu.name: gpu.numa_node for gpu in node.gpus}
+    alike = (other for other in node.nearest_nic if numa[other.gpu] is not None and numa[other.gpu] == numa[near.gpu])
+    return next((other.gpu for other in alike if other.local and set(other.nics) & set(near.nics)), "")
 
 
 def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class Reference:
     nics: int | None = None  # RDMA devices for GPU traffic; None: varies
     nic_kind: str | None = None  # "hca", "efa"; None: varies
     gpu_nic: str | None = None  # label of a GPU to its nearest NIC; None: varies
+    gpu_nic_farthest: str | None = None  # the farthest such label of a healthy node, where makers of the board differ
     product: str | None = None  # regular expression the DMI product name matches; such a row counts only with it
     basis: str = "seen"  # "seen" or "stated"
     source: str = _HGX
@@ -110,13 +111,36 @@ TABLE = (
         gpu_nic="PXB",
         product=r"DGX.?H[12]00",
     ),
-    Reference(sku="HGX H100/H200", gpus=8, model=r"H[12]00(?!.*(PCIe|NVL))", nvlinks=("NV18",), gpu_nic="PIX"),
+    Reference(
+        sku="HGX H100/H200",
+        gpus=8,
+        model=r"H[12]00(?!.*(PCIe|NVL))",
+        nvlinks=("NV18",),
+        gpu_nic="PIX",
+        gpu_nic_farthest="PXB",
+    ),
     Reference(sku="HGX H800", gpus=8, model=r"H800(?!.*PCIe)", nvlinks=("NV8",)),
     Reference(sku="HGX A800", gpus=8, model=r"A800.*SXM", nvlinks=("NV8",)),
     Reference(sku="HGX A100", gpus=8, model=r"A100(?!.*PCI)", nvlinks=("NV12",)),
     Reference(sku="HGX A100 4-GPU", gpus=4, model=r"A100(?!.*PCI)", nvlinks=("NV4",)),
-    Reference(sku="HGX B200", gpus=8, model=r"B[23]00", nvlinks=("NV18",), gpu_nic="PIX", basis="stated"),
-    Reference(sku="GB200/GB300 NVL72 tray", gpus=4, model=r"GB[23]00", nvlinks=("NV18",), gpu_nic="NODE", nics=4),
+    Reference(
+        sku="HGX B200",
+        gpus=8,
+        model=r"B[23]00",
+        nvlinks=("NV18",),
+        gpu_nic="PIX",
+        gpu_nic_farthest="PXB",
+        basis="stated",
+    ),
+    Reference(
+        sku="GB200/GB300 NVL72 tray",
+        gpus=4,
+        model=r"GB[23]00",
+        nvlinks=("NV18",),
+        gpu_nic="NODE",
+        gpu_nic_farthest="SYS",
+        nics=4,
+    ),
     Reference(sku="GH200", gpus=1, model=r"GH200", gpu_nic="NODE"),
     Reference(sku="DGX Spark", gpus=1, model=r"GB10", nics=4, nic_kind="hca", gpu_nic="NODE"),
     Reference(
@@ -172,7 +196,7 @@ def candidates(node: NodeTopology) -> tuple[str, ...]:
         and row.nvlinks
         and max(row.nvlinks, key=nvlinks) == most
         and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
-        and (row.gpu_nic is None or not near or row.gpu_nic in near)
+        and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
         and (row.nics is None or len(node.nics) in (0, row.nics))
     )
 
@@ -201,9 +225,10 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         decided = [near for near in node.nearest_nic if near.gpu not in lost]
-        far = [near.gpu for near in decided if not _at_least(near.label, row.gpu_nic)]
+        farthest = row.gpu_nic_farthest or row.gpu_nic
+        far = [near.gpu for near in decided if not _at_least(near.label, farthest)]
         if far:
-            found.append(f"nearest NIC of {', '.join(far)} is farther than {row.gpu_nic}, which {row.sku} has")
+            found.append(f"nearest NIC of {', '.join(far)} is farther than {farthest}, which {row.sku} has")
     return tuple(found)
 
 

@@ -67,6 +67,7 @@ _OTHER_DEVICES = (  # what begins the header of a matrix of devices that are not
     (re.compile(r"[\s|]*NPU\s?\d"), "Huawei npu-smi"),
     (re.compile(r"[\s|]*(DCU|HCU)\s?\d"), "Hygon hy-smi"),
     (re.compile(r"[\s|]*GPU \d+/\d"), "Intel xpu-smi"),
+    (re.compile(r"[\s|]*PPU\s?\d"), "Alibaba ppu-smi"),
 )
 
 
@@ -146,6 +147,9 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
     if kind == "-mp":
         matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
     matrix.warnings.extend(_affinity_warnings(gpus))
+    for row in matrix.rows:
+        if unread := affinities[row.name].unread:
+            matrix.warnings.append(f'line {row.line}: row {row.name}: "{unread[:60]}" is no list of CPUs or NUMA nodes')
     numa = {gpu.numa_node for gpu in gpus if gpu.numa_node is not None}
     return complete(
         NodeTopology(

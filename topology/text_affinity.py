@@ -13,6 +13,8 @@ from topology.labels import UNKNOWN
 from topology.text_cells import Header
 
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*,?|N/A")
+_CUT_LIST = re.compile(r"[\d,\-]*\d[\d,\-]*")
+"""A list that lost its beginning or its end, as "-31,64-95": kept out of the column, but holding its place."""
 _COLUMNS = ("cpu", "numa", "gpu_numa_id")
 
 
@@ -23,6 +25,7 @@ class Affinity:
     cpu: str | None = None
     numa: str | None = None
     gpu_numa_id: str | None = None
+    unread: str = ""  # a word of digits that is no list: its column stays None
 
 
 def read_affinity(cells: str, rest: str, header: Header) -> Affinity:
@@ -44,7 +47,9 @@ def read_affinity(cells: str, rest: str, header: Header) -> Affinity:
             columns = [columns[0], *columns[1 + missing :]]
         else:
             columns = columns[missing:]
-    return Affinity(**dict(zip(columns, words, strict=False)))
+    found = dict(zip(columns, words, strict=False))
+    unread = " ".join(word for word in words if not _AFFINITY.fullmatch(word))
+    return Affinity(**{name: word for name, word in found.items() if _AFFINITY.fullmatch(word)}, unread=unread)
 
 
 def _words(rest: str) -> list[str]:
@@ -53,7 +58,7 @@ def _words(rest: str) -> list[str]:
         stripped = word.strip("\"'`,;")
         if words and words[-1].endswith(",") and stripped:
             words[-1] += stripped
-        elif _AFFINITY.fullmatch(stripped):
+        elif _AFFINITY.fullmatch(stripped) or _CUT_LIST.fullmatch(stripped):
             words.append(stripped + ("," if word.endswith(",") and stripped != UNKNOWN else ""))
         elif word:
             break

@@ -23,7 +23,8 @@ _TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <s
 _DEVICE = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_(?:bond_)?\d{1,4}")
 _OTHER_DEVICE = re.compile(r"[A-Za-z][\w.\-]{0,40}\d[\w.\-]{0,40}(?!\S)")
 _COLUMN_WORDS = re.compile(
-    r"(?P<cpu>(?i:CPU\s*Aff)[a-z]*)|(?P<gpu>(?i:GPU\s*NUMA\s*)(?:ID?)?)|(?P<numa>(?i:(?:NUMA|Node)\s*Aff)[a-z]*)|Affinity"
+    r"(?P<cpu>(?i:CPU\s*Aff)[a-z]*)|(?P<gpu>(?i:GPU\s*NUMA\s*)(?:ID?)?)|(?P<numa>(?i:(?:NUMA|Node)\s*Aff)[a-z]*"
+    r"|NUMA(?=\s*$))|Affinity"
 )
 _CELL = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!")
 _CUT_CELL = re.compile(r"(PH|PI|PX|SY|SO|NOD|NO)(?=\d)")
@@ -41,7 +42,7 @@ def clean(line: str) -> str:
         line = _TAGS.sub("", line)
     # A container runtime's log holds each line as a JSON string: "...\n","stream":...
     line = _JSON_TAIL.sub("", line)
-    return line.replace("\\t", "\t").replace("|", " ")
+    return line.replace("\\t", "\t").replace("|", " ").replace("**", "")  # Markdown's table and its bold type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

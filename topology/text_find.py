@@ -30,6 +30,7 @@ class Matrix:
     line: int
     rows: list[Row]
     end: int  # line number after the last row
+    at_end: bool  # nothing but blanks follows the last row
     warnings: list[str] = field(default_factory=list)
 
 
@@ -123,4 +124,5 @@ def _collect(lines: list[str], index: int, used: int, header: Header, names: tup
             break
     if not rows:
         return None
-    return Matrix(header=header, line=index + 1, rows=rows, end=end)
+    at_end = not any(map(str.strip, lines[end:]))
+    return Matrix(header=header, line=index + 1, rows=rows, end=end, at_end=at_end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from topology.labels import SELF
+from topology.labels import NVLINK, SELF
 from topology.text_cells import Cells, Header, read_cells, tab_cells
 from topology.text_find import WRAPPED_LINES, Matrix, Row
 
@@ -16,8 +16,11 @@ _OTHER_VENDORS = (
     (re.compile(r"HCCS\w*|HCS"), "Huawei npu-smi"),
     (re.compile(r"XL\d*"), "Intel xpu-smi"),
     (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
+    (re.compile(r"PSB"), "DCGM's topology sample"),
 )
 
+_WORDS = ("NV#", "PIX", "PXB", "PHB", "NODE", "SYS", "SOC", "N/A")
+_LABEL = re.compile(r"\s*(X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC)(?=\s|$)")
 _AFFINITY_LINE = re.compile(r"[\s\d,\-]*(?:N/A|/A|A)?\s*")  # a wrap may cut N/A itself
 
 
@@ -62,7 +65,10 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
             row.labels, row.rest = by_tabs
             matrix.warnings.append(f"line {row.line}: row {row.name} has empty cells; the opposite rows fill them")
             return
-    if cells.stuck and (not labels or not re.match(r"[\d\"'`]", cells.stuck)):
+    cut = len(labels) < count and _cut_off(row, cells, matrix)
+    if cut and labels and NVLINK.fullmatch(labels[-1]) and not cells.stuck:
+        labels = labels[:-1]  # "NV1" at the very end may have been NV18
+    if cells.stuck and not cut and (not labels or not re.match(r"[\d\"'`]", cells.stuck)):
         _refuse(row, devices[len(labels)], cells.stuck, source)
     if diagonal not in (SELF, None) or SELF in labels[:own] or SELF in labels[own + 1 :]:
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
@@ -70,10 +76,29 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
             source, row.line, f"row {row.name}: X stands under {where}, expected under {row.name} (cells are missing?)"
         )
     if len(labels) < count:
-        _short_row(row, labels, matrix, source)
+        _short_row(row, labels, matrix, source, cut=cut)
     row.cells = row.text.split("\n")[0].removesuffix(cells.rest)
     row.labels, row.rest = labels, _rest(cells, row.text.split("\n")[used:]) if len(labels) == count else ""
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in cells.notes)
+    if row.rest and (surplus := _LABEL.match(row.rest)):
+        _surplus(row, surplus[1], matrix, source)
+
+
+def _cut_off(row: Row, cells: Cells, matrix: Matrix) -> bool:
+    """Whether the text itself ends within this row: what stands there may be the beginning of a cell."""
+    ends = row is matrix.rows[-1] and matrix.at_end and not cells.rest.removeprefix(cells.stuck).strip()
+    return ends and any(word.startswith(cells.stuck) for word in _WORDS)
+
+
+def _surplus(row: Row, word: str, matrix: Matrix, source: str) -> None:
+    """A row with more cells than the header has columns: without NICs X proves which column is which."""
+    devices = matrix.header.devices
+    message = f'row {row.name} goes on with "{word}" after its {len(devices)} cells'
+    if any(not name.startswith("GPU") for name in devices):
+        raise TopologyTextError(
+            source, row.line, f"{message}: the header in line {matrix.line} misses a column, which one is not known"
+        )
+    matrix.warnings.append(f"line {row.line}: {message}: the header misses columns, which are not read")
 
 
 def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> tuple[Cells, int]:
@@ -122,12 +147,12 @@ def _refuse(row: Row, column: str, word: str, source: str) -> None:
     )
 
 
-def _short_row(row: Row, labels: tuple[str, ...], matrix: Matrix, source: str) -> None:
-    """A row that ends early is bearable where every missing pair has its opposite cell."""
+def _short_row(row: Row, labels: tuple[str, ...], matrix: Matrix, source: str, *, cut: bool) -> None:
+    """A row that ends early is bearable where the text ends with it, or every missing pair has its opposite cell."""
     devices = matrix.header.devices
     whole = {other.name for other in matrix.rows if len(read_cells(other.text, len(devices)).labels) == len(devices)}
     missing = [name for name in devices[len(labels) :] if name != row.name and name not in whole]
-    if missing:
+    if missing and not cut:
         raise TopologyTextError(
             source,
             row.line,

@@ -30,6 +30,12 @@ SAME_CPU = "PHB/NODE"
 def parse(text: str, source: str = "xml") -> NodeTopology:
     """The topology a file describes. Raises TopologyXmlError."""
     root = read_tree(text, source)
+    if root.tag == "graphs":
+        raise TopologyXmlError(
+            source,
+            root.line,
+            "these are rings and trees (NCCL_GRAPH_DUMP_FILE), expected <system> (NCCL_TOPO_DUMP_FILE)",
+        )
     if root.tag != "system":
         raise TopologyXmlError(source, root.line, f"the root is <{root.tag[:40]}>, expected <system>")
     cpus = root.named("cpu")

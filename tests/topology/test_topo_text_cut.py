@@ -1,0 +1,108 @@
+"""Matrices that lost something on their way: what is not there stays unknown, and the reader says so."""
+
+from __future__ import annotations
+
+import pytest
+from topo_samples import OLD_SOC
+
+from topology.check import check
+from topology.text import TopologyTextError, parse
+
+FOUR = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV12\tNV12\tNV12\tPXB\tSYS\t0-31\t0
+GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t0-31\t0
+"""
+
+
+@pytest.mark.parametrize("rest", ["\tN", "\tNV", "\tNV1", "", "\t"])
+def test_a_text_that_ends_within_a_row_keeps_what_is_whole(rest):
+    node = parse(FOUR + "GPU2\tNV12\tNV12\t X " + rest)
+    assert node.pair("GPU2", "GPU3") is None
+    assert {pair.label for pair in node.pairs if "NIC" not in pair.b} == {"NV12"}
+    assert any("row GPU2 ends after 3 of 6 cells" in warning for warning in node.warnings)
+    assert any("row GPU3 is missing" in warning for warning in node.warnings)
+
+
+def test_the_beginning_of_a_count_at_the_very_end_does_not_outvote_the_opposite_row():
+    text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV18\tNV18\nGPU1\tNV18\t X \tNV18\nGPU2\tNV18\tNV1"
+    assert {pair.label for pair in parse(text).pairs} == {"NV18"}
+
+
+def test_a_short_row_with_more_text_below_is_refused():
+    with pytest.raises(TopologyTextError, match="line 4: row GPU2 has 3 cells, expected 6"):
+        parse(FOUR + "GPU2\tNV12\tNV12\t X \nGPU3\tNV12\tNV12\tNV12")
+
+
+def test_a_gpu_whose_paths_are_unknown_has_no_nearest_nic():
+    near = {near.gpu: near for near in parse(FOUR + "GPU2\tNV12\tNV12\t X ").nearest_nic}
+    assert (near["GPU0"].nics, near["GPU0"].decidable) == (("NIC0",), True)
+    assert (near["GPU2"].nics, near["GPU2"].decidable) == ((), False)
+    assert near["GPU2"].why == "no path to any NIC is known"
+
+
+def test_cells_that_are_unknown_are_no_missing_nvlink():
+    names = [f"GPU{i}" for i in range(8)]
+    rows = [[("X" if a == b else "ERR!" if "GPU5" in (a, b) else "NV12") for b in names] for a in names]
+    text = "\t".join(["", *names]) + "\n" + "\n".join("\t".join([a, *row]) for a, row in zip(names, rows, strict=True))
+    assert [finding.code for finding in check(parse(text))] == []
+    missing = check(parse(text.replace("ERR!", "SYS")))
+    assert [(finding.code, finding.subject) for finding in missing] == [("topology.nvlink.missing", "GPU5")]
+
+
+def test_a_list_without_its_beginning_keeps_its_column_unknown():
+    node = parse("\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV8\t-31,64-95\t0\nGPU1\tNV8\t X \t32-63\t1\n")
+    assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [(None, "0"), ("32-63", "1")]
+    assert 'line 2: row GPU0: "-31,64-95" is no list of CPUs or NUMA nodes' in node.warnings
+
+
+def test_cells_beyond_the_header_are_told_or_refused():
+    node = parse("\tGPU0\tGPU1\nGPU0\t X \tNV1\tSYS\nGPU1\tNV1\t X \tPIX\n")
+    assert any('row GPU1 goes on with "PIX" after its 2 cells' in warning for warning in node.warnings)
+    with pytest.raises(TopologyTextError, match='line 2: row GPU0 goes on with "PIX" after its 3 cells'):
+        parse("\tGPU0\tGPU1\tNIC0\nGPU0\t X \tNV1\tSYS\tPIX\nGPU1\tNV1\t X \tPIX\tSYS\n")
+
+
+def test_a_markdown_table_with_bold_cells_and_a_short_numa_title():
+    text = "| | GPU0 | GPU1 | NUMA |\n|---|:--:|---|---|\n| GPU0 | X | **NV4** | 0 |\n| GPU1 | **NV4** | X | 1 |\n"
+    node = parse(text)
+    assert [pair.label for pair in node.pairs] == ["NV4"]
+    assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [(None, "0"), (None, "1")]
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("\tPPU0\tPPU1\nPPU0\tX\tICN2\nPPU1\tICN2\tX\n", "Alibaba ppu-smi"),
+        ("\tGPU0\tGPU1CPUAffinity\nGPU0\tX\tPSB\t0-3\nGPU1\tPSB\tX\t0-3\n", "DCGM"),
+    ],
+)
+def test_the_tool_of_a_lookalike_is_named(text, tool):
+    with pytest.raises(TopologyTextError, match=f"this looks like {tool}"):
+        parse(text)
+
+
+ACROSS = """\
+\tGPU0\tGPU1\tmlx5_0\tmlx5_1\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV2\tSYS\tSYS\t32-63\t1
+GPU1\tNV2\t X \tSYS\tSYS\t32-63\t1
+mlx5_0\tSYS\tSYS\t X \t{nics}
+mlx5_1\tSYS\tSYS\t{nics}\t X
+"""
+
+
+def test_nics_beside_each_other_and_far_from_every_gpu_are_a_real_machine():
+    """All GPUs on one socket, the card with two ports on the other: nothing hides that tree."""
+    assert parse(ACROSS.format(nics="PIX")).virtual is None
+    assert "hides the PCIe tree" in (parse(ACROSS.format(nics="SYS")).virtual or "")
+    for nics in ("PIX", "SYS"):
+        assert not any(near.decidable for near in parse(ACROSS.format(nics=nics)).nearest_nic)
+
+
+def test_sys_beside_a_gpu_of_the_same_numa_node_that_is_near_is_not_called_another_node():
+    rows = ("GPU0\t X \tSYS\tSYS\t0-31\t0", "GPU1\tSYS\t X \tPHB\t0-31\t0", "mlx5_0\tSYS\tPHB\t X ")
+    text = "\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity\n" + "\n".join(rows) + "\n"
+    far = next(finding for finding in check(parse(text)) if finding.code == "topology.gpu_nic.far")
+    assert far.message == "GPU0 has no NIC nearer than SYS, though GPU1 of its NUMA node has one: mlx5_0 is SYS"
+    far = next(finding for finding in check(parse(OLD_SOC)) if finding.code == "topology.gpu_nic.far")
+    assert "no NIC on its own NUMA node" in far.message
