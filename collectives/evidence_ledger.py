@@ -44,6 +44,7 @@ class Ledger:
         self.codes: Counter[str] = Counter()
         self.code_lines: dict[str, list[ProofLine]] = {}
         self.proof: dict[str, list[ProofLine]] = {}
+        self.variable_lines: dict[str, ProofLine] = {}  # the first line that told each
         self.hosts = Hosts()
         self.facts = nccl_messages.Facts()
 
@@ -101,6 +102,8 @@ class Ledger:
         elif channel.gdrdma is not None:
             key = f"{channel.direction or 'a channel'} {'with' if channel.gdrdma else 'without'} GDRDMA"
             self.prove(f"{channel.transport} {key}", shown, f"{channel.transport}: {key}")
+        else:
+            self.prove(f"cut {channel.transport}", shown, f"{channel.transport}, cut before its tag")
 
     def prove(self, fact: str, shown: bytes, proves: str) -> None:
         """Keep the line as proof if the fact has few."""
@@ -110,6 +113,11 @@ class Ledger:
                 self.proof[fact] = [self._proof_line(shown, proves)]
         elif len(rows) < MAX_PROOF_PER_FACT:
             rows.append(self._proof_line(shown, proves))
+
+    def keep_variable(self, name: str, shown: bytes) -> None:
+        """Keep the line that told a variable of the environment."""
+        if name not in self.variable_lines and len(self.variable_lines) < MAX_NAMES:
+            self.variable_lines[name] = self._proof_line(shown, name)
 
     def blame(self, code: str, shown: bytes) -> None:
         """Count a code, and keep its first lines."""

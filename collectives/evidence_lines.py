@@ -175,8 +175,9 @@ class LineReader:
             message, host = half
             joined = (message + _LAUNCHER.sub(b"", line[:MAX_MESSAGE_BYTES]))[:MAX_MESSAGE_BYTES]
             self.ledger.facts.take_wrapped(joined, host)
+            alone = codes_of(line[:MAX_MESSAGE_BYTES])
             for code in codes_of(joined):
-                if code not in self.ledger.codes:
+                if code not in self.ledger.codes and code not in alone:
                     self.ledger.blame(code, joined)
 
     # --- messages
@@ -239,6 +240,8 @@ class LineReader:
         facts = ledger.facts.take(message, host)
         for fact in facts:
             ledger.prove(fact, shown, fact)
+        if ledger.facts.variable:
+            ledger.keep_variable(ledger.facts.variable, shown)
         codes = codes_of(message)
         for code in codes:
             ledger.blame(code, shown)

@@ -65,6 +65,11 @@ class _Findings:
         rows = [row for fact, rows in self.ledger.proof.items() if fact.startswith(starts) for row in rows]
         return tuple(sorted(rows, key=lambda row: row.line)[:3])
 
+    def told(self, *variables: str) -> tuple[ProofLine, ...]:
+        """The lines that told these variables of the environment."""
+        lines = self.ledger.variable_lines
+        return tuple(lines[name] for name in variables if name in lines)[:3]
+
 
 def find(
     ledger: Ledger, evidence: Evidence, *, ports: Collection[str] | None
@@ -129,7 +134,11 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     # Within a node the loopback interface does.
     apart = (facts.nodes or ledger.hosts.count()) > 1 or inter != "unknown"
     if inter is not None and any(name in suspects and (apart or name != "lo") for name in first):
-        found.add("docker_interface_used", detail=", ".join(dict.fromkeys(suspects)), lines=found.proof("socket inter"))
+        found.add(
+            "docker_interface_used",
+            detail=", ".join(dict.fromkeys(suspects)),
+            lines=found.proof("socket inter", "interface of"),
+        )
 
 
 def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
@@ -159,14 +168,27 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
         code = "ib_without_gdrdma" if is_ib else "efa_without_gdrdma" if is_efa else "net_without_gdrdma"
         found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
         if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
-            found.add("gdr_disabled_by_env")
-        elif is_ib and any(not enabled and name != "Socket" for name, enabled in facts.gdr_hca):
-            if not any(enabled for _, enabled in facts.gdr_hca):
-                found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
-        elif facts.gdr_paths and not any(enabled for enabled, _, _ in facts.gdr_paths):
-            found.add("gdr_distance_too_far", detail="; ".join(evidence.gdr_paths[:3]))
+            found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
+        elif is_ib and {enabled for name, enabled in facts.gdr_hca if name != "Socket"} == {False}:
+            found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
+    _distance(found, evidence, carried, state)
     if evidence.torn_lines and state == "none":
-        found.add("torn_channel_lines", detail=f"{evidence.torn_lines} lines", count=evidence.torn_lines)
+        found.add(
+            "torn_channel_lines",
+            detail=f"{evidence.torn_lines} lines",
+            lines=found.proof("cut "),
+            count=evidence.torn_lines,
+        )
+
+
+def _distance(found: _Findings, evidence: Evidence, carried: list[str], state: str) -> None:
+    """Every pair too far apart; NCCL says so while it plans, so also before there are channels."""
+    paths = found.ledger.facts.gdr_paths
+    if not paths or any(enabled for enabled, _, _ in paths) or state not in ("off", "none") or "Socket" in carried:
+        return
+    if evidence.inter_node_transport and not found.found.keys() & {"gdr_disabled_by_env", "peermem_missing"}:
+        lines = found.proof("GPUDirect RDMA too far")
+        found.add("gdr_distance_too_far", detail="; ".join(evidence.gdr_paths[:3]), lines=lines)
 
 
 def _part(evidence: Evidence, lacking: list[str]) -> str:
@@ -177,7 +199,7 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
 
 def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:
     rows = [row for fact, rows in found.ledger.proof.items() if fact.endswith("without GDRDMA") for row in rows[:1]]
-    return tuple(rows[:3])
+    return tuple(rows[:3]) or found.proof("GPUDirect RDMA refused")
 
 
 def _within_node(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
@@ -229,15 +251,16 @@ def _tuned(evidence: Evidence) -> Iterator[str]:
 def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
     env = evidence.environment
     if env.get("NCCL_IB_DISABLE", "0") not in ("0", "") and evidence.inter_node_transport == "Socket":
-        found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"])
+        found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.told("NCCL_IB_DISABLE"))
     if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
-        found.add("socket_forced_by_env")
+        found.add("socket_forced_by_env", lines=found.told("NCCL_NET"))
     odd = [f"{name}={env[name]}" for name in _LEVEL_NAMES if name in env and not _LEVEL.match(env[name])]
     if odd:
-        found.add("unknown_level_value", detail=", ".join(odd))
+        found.add("unknown_level_value", detail=", ".join(odd), lines=found.told(*_LEVEL_NAMES))
     tuned = tuple(_tuned(evidence))
     if tuned:
-        found.add("hand_tuned_env", detail=", ".join(tuned[:12]), count=len(tuned))
+        lines = found.told(*(setting.partition("=")[0] for setting in tuned))
+        found.add("hand_tuned_env", detail=", ".join(tuned[:12]), lines=lines, count=len(tuned))
         # Where the wire is proven, tuning is a matter for the advice, not a fault of the run.
         if evidence.transports or evidence.gdrdma != "none" or any(p.severity == "fail" for p in found.found.values()):
             _demote(found, "hand_tuned_env", notes)

@@ -55,6 +55,7 @@ class Facts:
         self.nodes = 0
         self.local_ranks = 0
         self.environment: dict[str, str] = {}
+        self.variable = ""  # that the message in hand told, empty where none
         self.ports: dict[bytes, dict[str, str]] = {}  # host: port: link layer
         self.whole_lists: set[bytes] = set()  # hosts of which a list was read to its end
         self.port_of_index: dict[int, set[str]] = {}  # device number: link layers
@@ -79,6 +80,7 @@ class Facts:
     def take(self, message: bytes, host: bytes) -> list[str]:
         """Facts that the message states, in words; an empty list if none."""
         said: list[str] = []
+        self.variable = ""
         if b"CCL version" in message or b"nccl==" in message:
             self._version(message, said)
         if b" Pid " in message and (match := _TEST_RANK.search(message)) and len(self.test_ranks) < MAX_VALUES * 8:
@@ -93,6 +95,7 @@ class Facts:
             and len(self.bootstrap) < 64
         ):
             self.bootstrap[match[1].decode("utf-8", "replace")] = None
+            said.append("interface of the bootstrap")
         if b"anks " in message:
             self._ranks(message, said)
         if b"GPU Direct RDMA" in message:
@@ -123,7 +126,8 @@ class Facts:
     def _environment(self, message: bytes) -> None:
         match = _ENVIRONMENT.search(message)
         if match and (match[1].decode() in self.environment or len(self.environment) < MAX_VALUES):
-            self.environment[match[1].decode()] = match[2][:200].decode("utf-8", "replace")
+            self.variable = match[1].decode()
+            self.environment[self.variable] = match[2][:200].decode("utf-8", "replace")
 
     def _network(self, message: bytes, host: bytes, said: list[str]) -> None:
         if match := _NETWORK.search(message):
@@ -182,6 +186,8 @@ class Facts:
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
             if key in self.gdr_paths or len(self.gdr_paths) < 64:
                 self.gdr_paths[key] += 1
+            if not key[0]:
+                said.append("GPUDirect RDMA too far")
         elif _GDR_HCA_24.search(message):
             self.gdr_hca[("IB", False)] += 1
             said.append("GPUDirect RDMA refused by a device")

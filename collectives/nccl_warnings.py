@@ -146,6 +146,7 @@ SIGNS: tuple[Sign, ...] = (
         rb"(?:Connection refused|Connection timed out|No route to host|is unreachable|connection abort|"
         rb"Cannot assign requested address)(?!.*retrying)",
     ),
+    _sign(b"Socket creation failed", "socket_connect_failed"),
     _sign(b"onnect: exceeded ", "socket_connect_failed", pattern=rb"onnect: exceeded (?:retries|timeouts)"),
     _sign(b"losed by remote peer", "connection_closed_by_peer"),
     _sign(b"Connection reset by peer", "connection_closed_by_peer"),
@@ -175,13 +176,16 @@ SIGNS: tuple[Sign, ...] = (
         b"opology file", "topo_file_missing", pattern=rb"Could not open XML topology file (?!/var/run/nvidia-topologyd)"
     ),
     _sign(b"NUMA", "numa_balancing_enabled", pattern=rb"(?i)NUMA (?:auto )?balancing (?:is )?enabled"),
-    _sign(b"iommu=pt", "iommu_not_passthrough", pattern=rb"(?i)missing .{0,3}iommu=pt"),
-    _sign(b"amd_iommu=on", "iommu_not_passthrough", pattern=rb"Missing .{0,3}amd_iommu=on"),
+    _sign(b"iommu=pt", "iommu_not_passthrough", pattern=rb"(?i)missing .{0,8}iommu=pt"),
+    _sign(b"amd_iommu=on", "iommu_not_passthrough", pattern=rb"Missing .{0,8}amd_iommu=on"),
     _sign(b"Invalid value ", "invalid_env_value", pattern=rb"Invalid value .{0,80} for \w+, using default"),
     # The call gave up; setting up and tearing down communicators of several GPUs runs in threads of its own.
     _sign(b"[Async thread]", "call_failed", pattern=rb"group\.cc:\d+ -> [1-6] \[Async thread\]"),
     _sign(b"to execute operation ", "call_failed", pattern=rb"\[Proxy Service.* operation (?!Close|Stop)\w+ from"),
     _sign(b"Error encountered progressing operation", "call_failed", pattern=rb"operation=(?!Close|Stop)\w+, res="),
+    _sign(b"Socket recv failed while polling", "call_failed"),
+    # What PyTorch and nccl-tests make of it.
+    _sign(b"NCCL ", "call_failed", pattern=rb"NCCL error(?: in)?: |NCCL Error [1-6]: |Test NCCL failure "),
     # Shutdown of 2.19 to 2.24 and aborts: noise.
     _sign(b"[Service thread] Accept failed", "benign_teardown_warnings"),
     _sign(b"[Service thread] Could not receive type", "benign_teardown_warnings"),

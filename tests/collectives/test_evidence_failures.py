@@ -55,7 +55,13 @@ FAILURES = [
     ("[rank0]:[F1 18:44:12.7 ProcessGroupNCCL.cpp:1306] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be terminated", "watchdog_timeout"),
     ("[E ProcessGroupNCCL.cpp:325] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels", "watchdog_timeout"),
     ("[rank1]: DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout", "rendezvous_timeout"),
+    (f"{HEAD}include/socket.h:318 NCCL WARN Net : Socket creation failed : Address family not supported by protocol", "socket_connect_failed"),
     # Calls that gave up, without a cause
+    (f"{HEAD}proxy.cc:1143 NCCL WARN Socket recv failed while polling for opId=0x7f6f", "call_failed"),
+    ("RuntimeError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1182, internal error, NCCL version 2.18.3", "call_failed"),
+    ("[rank3]:[E1 ProcessGroupNCCL.cpp:1414] [PG 0 Rank 3] Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error, NCCL version 2.20.5", "call_failed"),
+    ("RuntimeError: NCCL Error 2: unhandled system error", "call_failed"),
+    ("node-1: Test NCCL failure common.cu:958 'internal error'", "call_failed"),
     (f"{INFO}group.cc:65 -> 3 [Async thread]", "call_failed"),
     (f"{HEAD}proxy.cc:1031 NCCL WARN [Proxy Service 0] Failed to execute operation Setup from rank 1, retcode 3", "call_failed"),
     (f"{HEAD}proxy.cc:1485 NCCL WARN [Service thread] Error encountered progressing operation=Connect, res=2, closing connection", "call_failed"),
@@ -121,6 +127,15 @@ def test_the_cause_below_last_error() -> None:
     assert codes(*front, "Cuda failure 'out of memory'") == ["cuda_failure"]
 
 
+def test_the_distance_is_named_before_there_are_channels() -> None:
+    """NCCL prints it while it plans them; where one pair is near enough, nothing is said."""
+    far = f"{INFO}GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)"
+    near = f"{INFO}GPU Direct RDMA Enabled for GPU 1b000 / HCA 0 (distance 3 <= 4), read 0 mode Default"
+    assert "gdr_distance_too_far" in codes(far)
+    assert "gdr_distance_too_far" not in codes(far, near)
+    assert "gdr_distance_too_far" not in codes(far, CHANNEL)
+
+
 def test_sharp_that_cannot_start_is_a_note() -> None:
     """NCCL goes on without it: seen in runs whose every channel is right."""
     line = f"{HEAD}sharp_plugin.c:288 NCCL WARN NET/IB :SHARP coll init error: Cannot create SHArP job(-11)"
@@ -178,3 +193,19 @@ def test_the_loopback_interface_serves_one_node() -> None:
     line = f"{INFO}Bootstrap : Using lo:127.0.0.1<0>"
     assert "docker_interface_used" not in codes(line)
     assert "docker_interface_used" in codes(line, line.replace("node-1", "node-2"))
+
+
+def test_what_the_environment_did_shows_its_line() -> None:
+    """The line that told the variable, of the first process that told it."""
+    told = f"{INFO}NCCL_IB_DISABLE set by environment to 1."
+    verdict = evidence.read([told, told.replace("node-1", "node-2"), f"{INFO}Using network Socket"])
+    lines = {problem.code: [row.line for row in problem.lines] for problem in (*verdict.problems, *verdict.notes)}
+    assert lines == {"ib_disabled_by_env": [1], "socket_fallback": [3], "hand_tuned_env": [1]}
+
+
+def test_a_line_that_follows_a_cut_one_is_shown_as_it_stands() -> None:
+    """What it says alone is not said by the two together."""
+    verdict = evidence.read(
+        [f"{INFO}comm 0x1 rank 0 nranks 2 - Abort COMPLETE", "RuntimeError: NCCL Error 2: unhandled"]
+    )
+    assert [(row.line, row.text) for row in verdict.problems[0].lines] == [(2, "RuntimeError: NCCL Error 2: unhandled")]
