@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
+from io import BytesIO
 from pathlib import Path
 
 import click
@@ -10,6 +13,7 @@ from rich.console import Console
 from agent import inputs, terminal
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, format_option
+from collectives.evidence_clean import utf8_chunks
 from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
@@ -64,15 +68,29 @@ def read_topology(source: str) -> NodeTopology:
     from topology.xml import TopologyXmlError
     from topology.xml import parse as parse_xml
 
-    if raw[:2] == b"\x1f\x8b" or raw.lstrip()[:1] == b"{":
+    plain = _unpacked(raw)
+    if plain.lstrip()[:1] == b"{":
         return _recording(source, raw)
-    text = raw.decode("utf-8", errors="replace")
+    text = b"".join(utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
     try:
-        if "<system" in text[:4096] or text.lstrip().startswith("<"):
+        # A matrix in HTML begins with "<" too.
+        if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
             return parse_xml(text, source=name)
         return parse(text, source=name)
     except (TopologyTextError, TopologyXmlError) as error:
         raise click.ClickException(f"{name}: {error}") from None
+
+
+def _unpacked(raw: bytes) -> bytes:
+    """What a gzip file holds, up to the bound; "{" where it cannot be told, so that the recording's reader says why."""
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    try:
+        with gzip.GzipFile(fileobj=BytesIO(raw)) as file:
+            plain = file.read(_LIMIT_BYTES + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        return b"{"
+    return plain if len(plain) <= _LIMIT_BYTES else b"{"
 
 
 def _recording(source: str, raw: bytes) -> NodeTopology:
