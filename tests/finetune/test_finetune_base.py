@@ -63,7 +63,7 @@ def test_other_weights_have_another_fingerprint(base, change):
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(base, tmp_path, capsys):
     """Other weights in the same folder are refused, naming both; a checkpoint that says nothing is taken, and noted."""
     before = fingerprint(base)

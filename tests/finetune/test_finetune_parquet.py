@@ -161,6 +161,6 @@ def test_without_pyarrow_the_extra_is_named(tmp_path):
         "from finetune.config import JobConfig; from finetune.sources import load_rows\n"
         f"load_rows(JobConfig(dataset_name={str(path)!r}), 'train')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert done.returncode == 1
     assert "pip install 'topoflight[parquet]'" in done.stderr.splitlines()[-1]
