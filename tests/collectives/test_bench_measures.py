@@ -9,7 +9,7 @@ import pytest
 from collectives import bench, wire
 from collectives.ops import OPS
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,8 @@ def result(tmp_path_factory):
         ops=tuple(OPS),
         sizes_bytes=(100_000, 1_000_000),
         max_iterations=20,
-        budget_seconds=60,
-        startup_seconds=120,
+        budget_seconds=240,
+        startup_seconds=240,
         lock_path=str(tmp_path_factory.mktemp("lock") / "lock"),
         backend="gloo",
         expectations=(bench.Expectation(op="all_gather", busbw_bytes_per_second=1e9, latency_seconds=1e-3),),
@@ -73,7 +73,12 @@ def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
     cases = bench.model_cases(fsdp_bucket_bytes=[65536], tp_activation_bytes=[4096], tp_groups=((0, 2), (1, 3)))
     found = bench.run(
         bench.BenchSpec(
-            cases=cases, ranks_per_host=4, max_iterations=10, backend="gloo", lock_path=str(tmp_path / "lock")
+            cases=cases,
+            ranks_per_host=4,
+            max_iterations=10,
+            backend="gloo",
+            startup_seconds=240,
+            lock_path=str(tmp_path / "lock"),
         )
     )
     assert found.complete, found.problems
@@ -90,6 +95,7 @@ def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_pa
         bench.BenchSpec(
             sizes_bytes=tuple(range(1 << 20, 1 << 21, 1 << 16)),
             budget_seconds=0.2,
+            startup_seconds=240,
             max_iterations=10_000,
             precision=None,
             backend="gloo",

@@ -56,13 +56,15 @@ def test_an_impossible_shape_is_refused_by_name(setting, value):
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
     found = bench.run(
         bench.BenchSpec(
             ops=(),
-            step=step_plan(SHAPE, iterations=6),
+            step=step_plan(SHAPE, iterations=6, budget_seconds=120),
             ranks_per_host=4,
             backend="gloo",
+            startup_seconds=240,
             lock_path=str(tmp_path / "lock"),
         )
     )
@@ -78,6 +80,7 @@ def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
     found = bench.run(
         bench.BenchSpec(
@@ -86,6 +89,7 @@ def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
             ranks_per_host=3,
             backend="gloo",
             environment={"TOPOFLIGHT_FAULT": "rank=2:lie"},
+            startup_seconds=240,
             lock_path=str(tmp_path / "lock"),
         )
     )
@@ -103,6 +107,7 @@ def test_as_many_calls_are_run_as_fit(wanted, one, left, fits):
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_a_replay_that_does_not_fit_its_budget_is_cut_and_scaled_up(tmp_path):
     """Some 40,000 calls would take minutes: one is timed in each iteration, and the step's sum is still the whole."""
     shape = StepShape(dp_shard=2, layers=20_000, fsdp_layer_bytes=200_000)
@@ -114,6 +119,7 @@ def test_a_replay_that_does_not_fit_its_budget_is_cut_and_scaled_up(tmp_path):
             ranks_per_host=2,
             backend="gloo",
             budget_seconds=5,
+            startup_seconds=240,
             lock_path=str(tmp_path / "lock"),
         )
     )
