@@ -1,7 +1,8 @@
 """Coverage-guided fuzzing of every reader: `python bench/fuzz.py [--seconds 60] [--target nccl_log ...]`.
 
 Surface: atheris (libFuzzer for Python). Targets take turns, one child process at a time, each with what it has found so
-far in .cache/fuzz/<target>; `--together` puts all of them into one process, which is what a short run needs. An input
+far in .cache/fuzz/<target>; `--together` puts all of them into one process, which is what a short run needs. `--runs N`
+is that many inputs from the seeds alone, the same ones in each run, which is what a test needs. An input
 that takes 10 s of CPU, 1 GiB of memory or an exception that is not the reader's own ends the run with 1 and lies in
 .cache/fuzz/crashes; `--replay FILE` shows it. docs/measurements/fuzz.md holds what the long run found.
 """
@@ -15,6 +16,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,9 @@ SLOW_SECONDS = 10  # of CPU; on the clock twelve times as much, as the machine m
 MEMORY_MIB = 1024
 LENGTH_BYTES = 16384
 TURN_SECONDS = 60
+# libFuzzer without what makes two runs differ: its dice, what the interpreter compares meanwhile, the order of files
+SAME = ("-seed=1", "-use_cmp=0", "-use_memmem=0", "-entropic=0", "-shuffle=0", "-reload=0")
+SEEDS = "seeds"  # the list of them, in their order
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent", "yaml")
 
 
@@ -37,19 +42,19 @@ def main() -> int:
         return _replay(options.target, options.replay)
     # The targets' names alone: readers must not be imported before they are instrumented.
     names = options.target or list(_names())
-    turns = [",".join(names)] if options.together else names
+    turns = [",".join(names)] if options.together or options.runs else names
     counts: dict[str, int] = {}
     findings: list[str] = []
     cpu_at_start, started = _cpu_seconds(), time.monotonic()
     while (left := options.seconds - _spent(options.cpu, cpu_at_start, started)) > 0:
         for turn in turns:
             length = left if options.together else min(TURN_SECONDS, max(1.0, left / len(turns)))
-            ran, found = _turn(turn, length)
+            ran, found = _turn(turn, length, options.runs)
             counts[turn] = counts.get(turn, 0) + ran
             findings += found
             _tell(counts, findings, options, _cpu_seconds() - cpu_at_start)
-            if found and not options.go_on:
-                return 1
+            if options.runs or (found and not options.go_on):
+                return int(bool(found))
     return 1 if findings else 0
 
 
@@ -59,6 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time, not of the clock")
     parser.add_argument("--target", action="append", choices=_names(), help="only these")
     parser.add_argument("--together", action="store_true", help="all targets in one process")
+    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run; together")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
     parser.add_argument("--replay", type=Path, help="run one input through --target")
     parser.add_argument("--figures", type=Path, help="write counts and findings there as JSON")
@@ -81,21 +87,33 @@ def _spent(cpu: bool, cpu_at_start: float, started: float) -> float:
     return _cpu_seconds() - cpu_at_start if cpu else time.monotonic() - started
 
 
-def _turn(turn: str, seconds: float) -> tuple[int, list[str]]:
+def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
     """One child; how many inputs it ran, and what it found."""
-    folder = CACHE / ("together" if "," in turn else turn)
-    folder.mkdir(parents=True, exist_ok=True)
-    crashes = CACHE / "crashes"
-    crashes.mkdir(exist_ok=True)
-    before = set(crashes.iterdir())
     name = "together" if "," in turn else turn
+    with tempfile.TemporaryDirectory() as anew:
+        folder = Path(anew) if runs else CACHE / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if runs:
+            return _child_of(turn, name, folder, [f"-runs={runs}", *SAME, f"-seed_inputs=@{folder}/{SEEDS}"],
+                             {"PYTHONHASHSEED": "0"})  # fmt: skip
+        return _child_of(turn, name, folder, [f"-max_total_time={max(1, round(seconds))}"], {})
+
+
+def _child_of(
+    turn: str, name: str, folder: Path, length: Sequence[str], environment: Mapping[str, str]
+) -> tuple[int, list[str]]:
+    crashes = CACHE / "crashes"
+    crashes.mkdir(parents=True, exist_ok=True)
+    before = set(crashes.iterdir())
     words = [
-        sys.executable, __file__, "--child", turn, "--", str(folder), f"-max_total_time={max(1, round(seconds))}",
+        sys.executable, __file__, "--child", turn, "--", str(folder), *length,
         f"-timeout={12 * SLOW_SECONDS}", "-report_slow_units=120",
         f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={LENGTH_BYTES}", "-print_final_stats=1",
         f"-artifact_prefix={crashes}/{name}-", "-verbosity=1",
     ]  # fmt: skip
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, errors="replace", env={**os.environ, **environment}
+    )
     ran = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
     new = sorted(path.name for path in set(crashes.iterdir()) - before)
     if done.returncode != 0:
@@ -125,10 +143,14 @@ def _child(turn: str, rest: Sequence[str]) -> int:
         for target in chosen:  # what a reader imports late is instrumented too
             for seed in target.seeds():
                 fuzz_targets.check(target, seed)
-    folder = Path(rest[0])
+    folder, written = Path(rest[0]), []
     for number, target in enumerate(chosen):
         for at, seed in enumerate(target.seeds()):
-            (folder / f"seed-{number}-{at}").write_bytes((bytes([number]) if len(chosen) > 1 else b"") + seed)
+            written.append(folder / f"seed-{number}-{at}")
+            written[-1].write_bytes((bytes([number]) if len(chosen) > 1 else b"") + seed)
+    if any(word.startswith("-seed_inputs=@") for word in rest):
+        (folder / SEEDS).write_text(",".join(map(str, written)))
+        rest = rest[1:]  # else the folder is read too, in whatever order
 
     def one(data: bytes) -> None:
         began = time.process_time()
