@@ -14,14 +14,14 @@ from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.labels import NVLINK, SELF, UNKNOWN, lower, nvlinks, path_class
 from topology.matrix import render
 from topology.text_affinity import Affinity, read_affinity
-from topology.text_cells import clean, names_gpu_first, read_header, row_name
+from topology.text_cells import names_gpu_first, read_header, row_name
 from topology.text_find import Matrix, Row, find
+from topology.text_lines import lines_of
 from topology.text_rows import TopologyTextError, check_names, read_row
 
 __all__ = ["TopologyTextError", "parse", "render"]
 
 MOST_BYTES = 16 * 2**20
-MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
@@ -38,7 +38,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
 def _parse(text: str, source: str) -> NodeTopology:
     if len(text) > MOST_BYTES:
         raise TopologyTextError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
-    lines = _lines(text)
+    lines, others = lines_of(text)
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
         raise TopologyTextError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
     first_error: TopologyTextError | None = None
@@ -53,6 +53,7 @@ def _parse(text: str, source: str) -> NodeTopology:
             return _with_warning(found, f"line {matrix.line}: a further matrix follows and is not read")
         try:
             found = _finish(matrix, lines, source)
+            found = _with_warning(found, others) if others else found
         except TopologyTextError as error:
             first_error = first_error or error
     if found is not None:
@@ -62,37 +63,13 @@ def _parse(text: str, source: str) -> NodeTopology:
     raise first_error or _no_matrix(lines, source)
 
 
-_LINE_NUMBER = re.compile(r"[ \t]*(\d{1,6})(?:[ \t]*[|:\u2502]|[ \t]|$)")
+_NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
 _OTHER_DEVICES = (  # what begins the header of a matrix of devices that are not called GPU0
     (re.compile(r"[\s|]*NPU\s?\d"), "Huawei npu-smi"),
     (re.compile(r"[\s|]*(DCU|HCU)\s?\d"), "Hygon hy-smi"),
     (re.compile(r"[\s|]*GPU \d+/\d"), "Intel xpu-smi"),
     (re.compile(r"[\s|]*PPU\s?\d"), "Alibaba ppu-smi"),
 )
-
-
-def _lines(text: str) -> list[str]:
-    lines = _without_numbers([clean(line[:MOST_LINE]) for line in text.removeprefix("\ufeff").split("\n")])
-    prefix = _common_prefix(lines)
-    return [line.removeprefix(prefix) if line.startswith(prefix) else "" for line in lines] if prefix else lines
-
-
-def _without_numbers(lines: list[str]) -> list[str]:
-    """What an editor or `cat -n` puts before every line, where it does count the lines."""
-    numbered = [_LINE_NUMBER.match(line) for line in lines]
-    numbers = [int(found[1]) for found in numbered if found]
-    counted = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if len(numbers) > 2 else False
-    if not counted or any(line.strip() and not found for line, found in zip(lines, numbered, strict=True)):
-        return lines
-    return [line[found.end() :] if found else line for line, found in zip(lines, numbered, strict=True)]
-
-
-def _common_prefix(lines: list[str]) -> str:
-    """What a log, a comment or a quotation puts before every line, where that is the same before all of them."""
-    full = [line for line in lines if len(line.strip()) > 3]
-    first, last = min(full, default=""), max(full, default="")
-    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:same].partition("GPU")[0]
 
 
 def _with_warning(node: NodeTopology, warning: str) -> NodeTopology:
@@ -141,7 +118,10 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", "\n".join(below)))
     affinities = {row.name: read_affinity(row.cells, row.rest, matrix.header) for row in matrix.rows}
     gpus = tuple(_gpu(name, affinities.get(name, Affinity())) for name in devices if _is_gpu(name))
-    nics = _nics(tuple(name for name in devices if not _is_gpu(name)), legend)
+    no_nics = tuple(name for name in devices if _NO_NIC.fullmatch(name))
+    if no_nics:
+        matrix.warnings.append(f"{', '.join(no_nics)}: no network devices; their cells are not read")
+    nics = _nics(tuple(name for name in devices if not _is_gpu(name) and name not in no_nics), legend)
     pairs = _pairs(matrix, {nic.label or nic.name: nic.name for nic in nics}, source)
     kind = _kind(lines[: matrix.line], below, pairs)
     if kind == "-mp":
@@ -219,12 +199,14 @@ def _pairs(matrix: Matrix, names: dict[str, str], source: str) -> tuple[Pair, ..
     devices = matrix.header.devices
     rows = {row.name: row for row in matrix.rows}
     for device in devices:
-        if device not in rows:
+        if device not in rows and not _NO_NIC.fullmatch(device):
             matrix.warnings.append(f"row {device} is missing: its pairs are known from the other rows only")
     made = []
     for i, a in enumerate(devices):
         for j in range(i + 1, len(devices)):
             b = devices[j]
+            if _NO_NIC.fullmatch(a) or _NO_NIC.fullmatch(b):
+                continue
             seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
             known = [(row, label) for row, label in seen if label != UNKNOWN] or seen
             if not known:

@@ -106,3 +106,31 @@ def test_sys_beside_a_gpu_of_the_same_numa_node_that_is_near_is_not_called_anoth
     assert far.message == "GPU0 has no NIC nearer than SYS, though GPU1 of its NUMA node has one: mlx5_0 is SYS"
     far = next(finding for finding in check(parse(OLD_SOC)) if finding.code == "topology.gpu_nic.far")
     assert "no NIC on its own NUMA node" in far.message
+
+
+PAIR = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \t{link}\tPIX\nGPU1\t{link}\t X \tSYS\nNIC0\tPIX\tSYS\t X\n\n  NIC0: {nic}"
+
+
+@pytest.mark.parametrize("prefix", ["node1: ", "[1,0]<stdout>:", "[pod/a-0/main] ", "10.0.0.1 | "])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_lines_of_two_hosts_are_not_mixed(prefix, mixed):
+    other = prefix.replace("1", "10").replace("a-0", "a-1")
+    first = [prefix + line for line in PAIR.format(link="NV4", nic="mlx5_0").split("\n")]
+    second = [other + line for line in PAIR.format(link="SYS", nic="mlx5_9").split("\n")]
+    lines = [line for both in zip(second, first, strict=True) for line in both] if mixed else first + second
+    node = parse("\n".join(lines))
+    assert [nic.name for nic in node.nics] == ["mlx5_9" if mixed else "mlx5_0"]
+    assert node.pairs[0].label == ("SYS" if mixed else "NV4")
+    assert any("lines of 2 hosts" in warning for warning in node.warnings)
+    row = next(
+        number for number, line in enumerate(lines, 1) if line.startswith(other if mixed else prefix) and "X" in line
+    )
+    assert node.pairs[0].evidence == f"line {row} of text"
+
+
+def test_disks_are_no_nics():
+    text = "\tGPU0\tGPU1\tNIC0\tNVMe0\nGPU0\t X \tNODE\tSYS\tPIX\nGPU1\tNODE\t X \tNODE\tSYS\n"
+    node = parse(text + "NIC0\tSYS\tNODE\t X \tSYS\nNVMe0\tPIX\tSYS\tSYS\t X\n")
+    assert [nic.name for nic in node.nics] == ["NIC0"]
+    assert [(near.gpu, near.label) for near in node.nearest_nic] == [("GPU0", "SYS"), ("GPU1", "NODE")]
+    assert "NVMe0: no network devices; their cells are not read" in node.warnings
