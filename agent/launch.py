@@ -36,6 +36,7 @@ RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
 # torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
+_TAIL_BYTES = 65536  # of metrics.jsonl, whose lines take some 300
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -170,8 +171,25 @@ def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | Non
     told = {**record, "status": "failed", "exit_code": code, "reason": ended.fate}
     if record["status"] == "running":  # else it has told its end, and the agent has it
         told["ended_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        told["steps_done"] = _logged_step(path.with_name("metrics.jsonl"), began) or record.get("steps_done", 0)
         _tell(path, told)
     return told
+
+
+def _logged_step(metrics: Path, began: float) -> int:
+    """The last step that this start logged, which is newer than the record's; 0 where it logged none."""
+    try:
+        if metrics.stat().st_mtime < began:
+            return 0
+        with metrics.open("rb") as stream:
+            stream.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+            lines = stream.read(_TAIL_BYTES).splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # the job was killed as it wrote this line
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _tell(path: Path, record: dict[str, Any]) -> None:
