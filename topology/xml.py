@@ -38,6 +38,10 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         )
     if root.tag != "system":
         raise TopologyXmlError(source, root.line, f"the root is <{root.tag[:40]}>, expected <system>")
+    if root.attributes.get("version") == "2":
+        raise TopologyXmlError(
+            source, root.line, "version 2 is a file of AMD's RCCL, expected version 1 of NCCL: NVIDIA GPUs only"
+        )
     cpus = root.named("cpu")
     if not cpus:
         raise TopologyXmlError(source, root.line, "<system> holds no <cpu>, expected one for each NUMA node")
@@ -88,6 +92,11 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
         warnings.append("the file names no GPU")
     elif not found.dumped:
         warnings.append("the file says nothing about NVLink")
+    if found.merged_nets:
+        warnings.append(
+            f"{', '.join(found.merged_nets[:4])}: ports that NCCL joined into one device; it has no place in the PCI "
+            "tree, and is left out"
+        )
     if found.virtual_nets:
         warnings.append(f"{found.virtual_nets} <net> without a PCI device (bridges, veth, tunnels) are no NICs")
     return warnings

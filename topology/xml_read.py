@@ -29,6 +29,7 @@ class Found:
     pci: dict[str, PciNode] = field(default_factory=dict)
     cpus: list[CpuNode] = field(default_factory=list)
     virtual_nets: int = 0
+    merged_nets: list[str] = field(default_factory=list)  # several ports as one, which NCCL puts below `<cpu>`
     without_class: int = 0
     stray_net_lines: list[int] = field(default_factory=list)  # of `<net>` directly below `<pci>`
     dumped: bool = False  # a `<gpu>` was seen: NCCL wrote the file, and would have written the NVLinks too
@@ -73,7 +74,10 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
         if child.tag == "pci":
             _pci(child, cpu, parent, found)
         elif child.tag == "nic" and parent is None:
-            found.virtual_nets += len(child.named("net"))
+            names = [net.attributes.get("name", "")[:64] for net in child.named("net")]
+            merged = [name for name in names if "+" in name and _RDMA_NAME.match(name)]
+            found.merged_nets += merged
+            found.virtual_nets += len(names) - len(merged)
 
 
 def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
@@ -189,7 +193,9 @@ def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
     elif infiniband or node.vendor_id == _MELLANOX or (names and _RDMA_NAME.match(name)):
         kind = "hca"
     else:
-        kind = "ethernet" if node.class_code is not None else "unknown"
+        # RoCE cards have Ethernet's class too: without vendor and name nothing tells them from others.
+        told = node.class_code is not None and (node.vendor_id is not None or bool(names))
+        kind = "ethernet" if told else "unknown"
     return NicNode(
         name=name,
         kind=kind,
