@@ -12,9 +12,11 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -51,6 +53,7 @@ GUEST_MODULES = (
 )
 UNWANTED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 IMAGE_MIB = 700
+TRIES, PAUSE_SECONDS = 4, 10.0
 
 
 class CannotBuildError(Exception):
@@ -115,11 +118,25 @@ def _run(*command: str | Path, cwd: Path | None = None, environment: dict[str, s
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=2700,
     )
     if done.returncode:
         raise CannotBuildError(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
+
+
+def _fetch(*command: str | Path, makes: Path | None = None, **more: Any) -> str:
+    """Run what asks a mirror, again where that fails: lines break, and apt-get ends where another holds its lock."""
+    for number in range(TRIES):
+        if makes:
+            shutil.rmtree(makes, ignore_errors=True)  # the folder, or what is left of it
+        try:
+            return _run(*command, **more)
+        except CannotBuildError:
+            if number == TRIES - 1:
+                raise
+            time.sleep(PAUSE_SECONDS)
+    raise AssertionError
 
 
 def _codename() -> str | None:
@@ -139,8 +156,17 @@ def _fresh(name: str) -> Path:
 
 def _download(packages: list[str]) -> list[Path]:
     folder = _fresh("downloads")
-    _run("apt-get", "-q", "download", *packages, cwd=folder)
+    _fetch("apt-get", "-q", "download", *packages, cwd=folder)
     return sorted(folder.glob("*.deb"))
+
+
+def _unpack(archives: list[Path], folder: Path) -> None:
+    """All of them in one folder, which is whole or not there."""
+    new = _fresh(f"{folder.name}.new")
+    for archive in archives:
+        _run("dpkg-deb", "-x", archive, new)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
 
 def _unpack_tools() -> None:
@@ -148,12 +174,10 @@ def _unpack_tools() -> None:
     tools = CACHE / "tools"
     if (tools / "usr/bin/qemu-system-x86_64").exists() and (tools / "usr/bin/mmdebstrap").exists():
         return
-    _run("apt-get", "-q", "update")
+    _fetch("apt-get", "-q", "update")
     plan = _run("apt-get", "install", "-s", "--no-install-recommends", *TOOLS)
     wanted = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
-    _fresh("tools")
-    for package in _download(wanted) if wanted else ():
-        _run("dpkg-deb", "-x", package, tools)
+    _unpack(_download(wanted) if wanted else [], tools)
     for program in ("qemu-system-x86_64", "mmdebstrap", "mmtarfilter"):
         installed = shutil.which(program)
         if not (tools / "usr/bin" / program).exists() and installed:
@@ -167,9 +191,7 @@ def _unpack_kernel() -> str:
     if not list(kernel.glob("boot/vmlinuz-*")):
         depends = _run("apt-cache", "depends", "linux-image-amd64")
         package = next(word for word in depends.split() if word.startswith("linux-image-") and word[12:13].isdigit())
-        _fresh("kernel")
-        for archive in _download([package]):
-            _run("dpkg-deb", "-x", archive, kernel)
+        _unpack(_download([package]), kernel)
     image = sorted(kernel.glob("boot/vmlinuz-*"))[-1]
     return image.name.removeprefix("vmlinuz-")
 
@@ -190,8 +212,7 @@ def _make_root() -> None:
         )
         if path.exists() and codename in path.read_text(errors="replace")
     ]
-    shutil.rmtree(CACHE / "root", ignore_errors=True)
-    _run(
+    command = (
         CACHE / "tools/usr/bin/mmdebstrap",
         "--mode=root",
         "--variant=minbase",
@@ -201,8 +222,9 @@ def _make_root() -> None:
         codename,
         CACHE / "root",
         *sources,
-        environment={"PATH": f"{CACHE}/tools/usr/bin:{os.environ['PATH']}"},
     )
+    path = f"{CACHE}/tools/usr/bin:{os.environ['PATH']}"
+    _fetch(*command, makes=CACHE / "root", environment={"PATH": path})
     stamp.write_text(recipe)
 
 

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.rdma,
-    pytest.mark.timeout(3000),  # the first run downloads packages and builds the guest
+    pytest.mark.timeout(6000),  # the first run downloads packages and builds the guest
     pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle())),
 ]
 
@@ -54,11 +54,11 @@ ip link set net1 mtu 9000
 part bandwidth python3 /job/bandwidth.py
 date +%s
 if [ "$RANK" = 1 ]; then
-  part memlock small --connect "$MANAGEMENT_PEER:18700"
+  part memlock small --timeout 240 --connect "$MANAGEMENT_PEER:18700"
   part after look after
   exit
 fi
-part memlock python3 -m collectives.rdma_write --serve 0.0.0.0:18700
+part memlock python3 -m collectives.rdma_write --timeout 240 --serve 0.0.0.0:18700
 part after look after
 ip link set net1 mtu 1500
 
@@ -93,7 +93,7 @@ date +%s
 def guests() -> Iterator[list[rig.Guest]]:
     """Two guests that moved data and were looked at in every state, in one boot."""
     paths = [HERE / "look.py", HERE / "bandwidth.py", build.ROOT / "collectives", *rig.probe_paths()]
-    ended = rig.run(JOB, paths, guests=2, timeout_seconds=1200)
+    ended = rig.run(JOB, paths, guests=2, timeout_seconds=2400)
     try:
         yield ended
     finally:
@@ -204,8 +204,9 @@ def part(guest: rig.Guest, name: str) -> tuple[int, str, str]:
 def test_our_write_loop_is_as_fast_as_ib_write_bw_within_15_percent(guests: list[rig.Guest]) -> None:
     """The median of pairs, one after the other.
 
-    Beside other work single pairs scatter by several times on an emulated CPU: where their own interval is wider than
-    what is asked, they can only show that no factor of two lies between.
+    Beside other work single pairs scatter by several times on an emulated CPU. The median is known to a 95 % interval:
+    where half of what is asked is wider than that, chance cannot bring it out of the rest; elsewhere the interval can
+    only show that no factor of two lies between.
     """
     for guest in guests:
         code, _, errors = part(guest, "bandwidth")
@@ -213,9 +214,11 @@ def test_our_write_loop_is_as_fast_as_ib_write_bw_within_15_percent(guests: list
     pairs = json.loads(part(guests[1], "bandwidth")[1])
     ratios = [ours / theirs for ours, theirs in pairs]
     spread = spread_ratio(ratios)
-    decided = spread is not None and spread <= 0.15
-    least, most = (0.85, 1.15) if decided else (0.5, 2.0)
-    assert least < median(ratios) < most, (spread, pairs)
+    assert spread is not None, pairs
+    if spread <= 0.15 / 2:
+        assert 0.85 < median(ratios) < 1.15, (spread, pairs)
+    else:
+        assert median(ratios) * (1 + spread) > 0.5 and median(ratios) * (1 - spread) < 2.0, (spread, pairs)
 
 
 def test_the_write_loop_says_on_both_sides_that_memlock_is_too_small(guests: list[rig.Guest]) -> None:
