@@ -232,7 +232,10 @@ CODES: dict[str, Meaning] = {
     "duplicate_gpu": _fail(
         "two ranks use the same GPU", "use LOCAL_RANK for the device, one process per GPU; check CUDA_VISIBLE_DEVICES"
     ),
-    "nccl_version_mismatch": _fail("ranks run different NCCL builds", "use one image for all ranks"),
+    "nccl_version_mismatch": _fail(
+        "ranks run different NCCL builds, or settings that make their messages differ",
+        "use one image and one environment for all ranks",
+    ),
     "bootstrap_mismatch": _fail(
         "processes that do not belong together met while starting",
         "check ranks and world size of every process, and end processes that an earlier run left",

@@ -86,7 +86,7 @@ SIGNS: tuple[Sign, ...] = (
     # EFA.
     _sign(b"fi_getinfo", "no_efa_provider", pattern=rb"fi_getinfo\(\) call failed: No data available"),
     _sign(b"No eligible providers", "no_efa_provider"),
-    _sign(b"NET/OFI Could not find any", "no_efa_provider", pattern=rb"Could not find any (?:optimal )?provider"),
+    _sign(b"NET/OFI Could", "no_efa_provider", pattern=rb"Could(?: not|n't) find any (?:optimal )?provider"),
     _sign(
         b"NET/OFI C",
         "efa_endpoint_failed",

@@ -43,6 +43,7 @@ FAILURES = [
     # aws-ofi-nccl: the name of the function in full stands before it
     (f"{HEAD}int handle_error_entry(ctx_t*, fid_cq*, uint16_t):46 NCCL WARN NET/OFI Request 0x7f45 completed with error. RC: 103. Error: 4126 (Unresponsive receiver). Completed length: 0", "efa_request_failed"),
     (f"{HEAD}ofi_process_cq:1035 NCCL WARN NET/OFI Request 0x7f45 completed with error. RC: 21. Error: unknown error", "efa_request_failed"),
+    (f"{HEAD}find_ofi_provider:543 NCCL WARN NET/OFI Couldn't find any optimal provider", "no_efa_provider"),
     # GPUs and their driver
     (f"{HEAD}misc/cudawrap.cc:180 NCCL WARN Cuda failure 802 'system not yet initialized'", "fabric_manager_not_ready"),
     ("node-1: Test CUDA failure common.cu:941 'system not yet initialized'", "fabric_manager_not_ready"),
