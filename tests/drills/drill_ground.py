@@ -61,6 +61,10 @@ class Ground:
         """Where its processes put temporary files."""
         return self.folder / "tmp"
 
+    def moment(self, seconds: float) -> float:
+        """One of that life: any in the long form, one in its midst in the short form, which draws it but once."""
+        return self.random.uniform(0.0, 1.0) * seconds if self.long else self.random.uniform(0.25, 0.75) * seconds
+
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment, marked and turned to this ground."""
         kept = {k: v for k, v in os.environ.items() if k not in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "CI")}

@@ -72,7 +72,7 @@ def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
         started = time.monotonic()
         last = _life[kind] if ground.long else min(_life[kind], SHORT_SECONDS)
         try:
-            process.communicate(timeout=ground.random.uniform(0.0, last))
+            process.communicate(timeout=ground.moment(last))
         except subprocess.TimeoutExpired:
             ground.notes.append(f"at: {_stage(ground)}")
             process.send_signal(signal.SIGKILL)
@@ -241,6 +241,6 @@ def _measuring(ground: Ground) -> Iterator[Agent]:
         status, told = agent.ask("/benchmarks", "POST", asked, Authorization=f"Bearer {OWNER}")
         if status != 202:
             raise RuntimeError(f"POST /benchmarks: {status} {told}")
-        time.sleep(ground.random.uniform(0.0, _life["serve"]))
+        time.sleep(ground.moment(_life["serve"]))
         ground.notes.append(f"at: {_stage(ground)}")
         yield agent
