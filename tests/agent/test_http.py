@@ -192,7 +192,7 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Pat
         "    [c.get(d) for d in ('/', '/topology', '/metrics', '/preflight', '/recommendations?model=Llama-3.1-8B')]\n"
         "print(json.dumps([m for m in ('torch', 'kubernetes', 'transformers', 'numpy') if m in sys.modules]))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 

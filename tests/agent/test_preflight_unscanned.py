@@ -35,7 +35,7 @@ def test_sigterm_during_the_scan_leaves_a_report_that_knows_nothing(tmp_path: Pa
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=250)
         finally:
             process.kill()
     assert process.returncode == EXIT_STOPPED, err

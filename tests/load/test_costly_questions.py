@@ -55,7 +55,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ask(agent: Served, request: bytes = b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n") -> socket.socket:
-    one = socket.create_connection(("127.0.0.1", agent.port), timeout=60)
+    one = socket.create_connection(("127.0.0.1", agent.port), timeout=120)
     one.sendall(request)
     return one
 
@@ -119,7 +119,7 @@ def test_the_next_in_line_is_answered_when_one_leaves(agent: Served, eventually:
     with pytest.raises(TimeoutError):
         waiting.recv(1)
     working[0].close()
-    waiting.settimeout(60)
+    waiting.settimeout(120)
     assert waiting.recv(15) == b"HTTP/1.1 200 OK"
     for one in (*working, waiting):
         one.close()

@@ -48,7 +48,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def connect(agent: Served, sent: bytes = b"") -> socket.socket:
-    one = socket.create_connection(("127.0.0.1", agent.port), timeout=60)
+    one = socket.create_connection(("127.0.0.1", agent.port), timeout=120)
     with contextlib.suppress(OSError):
         one.sendall(sent)
     return one
@@ -118,7 +118,7 @@ def test_a_request_that_never_ends_is_answered_408(impatient: Served, start: byt
                 answered = one.recv(65536) or b"closed"
         assert status(answered) in (408, 403), answered
         assert status(answered) == 408 or b"POST" in start
-        one.settimeout(60)
+        one.settimeout(120)
         read(one)  # ends: the server has closed
     impatient.honest()
 
@@ -271,7 +271,7 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventual
         agent.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
     assert min(shares) < 0.5, "a loop that spins takes a whole core in each of them"
     (one,) = waiting
-    one.settimeout(60)
+    one.settimeout(120)
     assert status(read(one)) == 200, "who waited is served"
     one.close()
     served.honest()
