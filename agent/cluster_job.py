@@ -13,7 +13,7 @@ from agent import dra, job_settings
 from agent.advise import RequestError
 from agent.kube import ApiError, Client, path_of
 from agent.launch import plan_document
-from planner import exports, manifests, models, network_manifests
+from planner import exports, manifests, models, network_manifests, network_rails
 from planner.advice import Recommendation
 from planner.job import COMMAND, MOUNT, JobError, JobSpec, family, from_advice
 from probes.api import Snapshot
@@ -106,6 +106,33 @@ def documents(
 def network(found: Sequence[Snapshot], namespace: str) -> tuple[Document, ...]:
     """The network resources that the probed interfaces call for."""
     return network_manifests.network(network_manifests.from_snapshots(found, namespace=namespace))
+
+
+def on_rails(advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
+    """The recommendation for pods on the networks that --network prints with the job, where these are several.
+
+    A record of a pod that is on them already says so itself, and a job of one node needs none.
+    """
+    if not given["with_network"] or (given["nodes"] or 1) == 1 or network_manifests.seen_from_a_pod(found):
+        return advice
+    spec = network_manifests.from_snapshots(found, namespace=given["namespace"])
+    if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
+        return advice
+    named = family("rdma/*", _named_by_user(given))
+    return network_rails.attached(
+        advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
+        resource=None if named else f"rdma/{spec.resource_name}",
+    )  # fmt: skip
+
+
+def addresses_in_use(found: Sequence[Snapshot]) -> str:
+    """What is wrong with the addresses of several network resources; empty: the nodes have none of them."""
+    rails = network_manifests.from_snapshots(found).rails()
+    if len(rails) < 2 or misnamed(found):
+        return ""
+    taken = network_rails.in_use([rail.range for rail in rails], found)
+    todo = "put free ranges in their place in MacvlanNetwork and NetworkAttachmentDefinition"
+    return f"{taken}: {todo}" if taken else ""
 
 
 def misnamed(found: Sequence[Snapshot]) -> str:

@@ -105,6 +105,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 
     try:
         cluster_job.refuse_what_cannot_train(advice, given)
+        advice = cluster_job.on_rails(advice, given, found)
         given = {**given, **_dra(advice, given, asked=form is None)}
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
         made = cluster_job.documents(advice, spec, given["api"], given["config"], found)
@@ -113,8 +114,9 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
             documents = (*cluster_job.network(found, spec.namespace), *documents)
     except (JobError, ExportError) as error:
         raise click.UsageError(str(error)) from None
-    if given["with_network"] and (wrong := cluster_job.misnamed(found)):
-        click.echo(f"warning: {wrong}", err=True)
+    if given["with_network"]:
+        for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found))):
+            click.echo(f"warning: {wrong}", err=True)
     if not (given["preflight_image"] or given["no_preflight"]):
         click.echo("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":

@@ -3,6 +3,7 @@
 Specifications: mellanox.com/v1alpha1 (NVIDIA network operator), k8s.cni.cncf.io/v1 (Multus), nvidia.com/v1 (GPU
 operator), machineconfiguration.openshift.io/v1 with Ignition 3.2 (which has no `contents.inline`: a file's content is
 a `data:` URL), CRI-O crio.conf(5) default_ulimits.
+Several RoCE interfaces are rails: planner/network_rails.py.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import json
 import re
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from planner import network_rails
 from planner.job import JobError
 from probes.api import Snapshot
 from probes.interfaces import InterfacesFacts
@@ -39,8 +41,8 @@ class NetworkSpec:
     namespace: str = "default"
     resource_name: str = "rdma_shared_device_eth"
     infiniband_name: str = "rdma_shared_device_ib"
-    range: str = "192.168.2.0/24"  # addresses that whereabouts hands out
-    gateway: str | None = None
+    range: str = "192.168.2.0/24"  # addresses that whereabouts hands out; of several interfaces, on the first
+    gateway: str | None = None  # within the range; each further interface has its own, at the same place
 
     def __post_init__(self) -> None:
         if not (self.interfaces or self.infiniband):
@@ -54,16 +56,29 @@ class NetworkSpec:
                 ipaddress.ip_address(self.gateway)
         except ValueError as error:
             raise JobError(f"range={self.range!r} gateway={self.gateway!r}: {error}") from None
+        self.rails()
+
+    def rails(self) -> tuple[NetworkSpec, ...]:
+        """One network for each interface, in their order: this one where there is one interface alone."""
+        if len(self.interfaces) < 2:
+            return (self,) if self.interfaces else ()
+        addresses = network_rails.ranges(self.range, self.gateway, len(self.interfaces))
+        return tuple(
+            replace(self, interfaces=(interface,), name=f"{self.name}-{i + 1}", range=given, gateway=gateway)
+            for i, (interface, (given, gateway)) in enumerate(zip(self.interfaces, addresses, strict=True))
+        )
 
 
 def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpec:
     """Interfaces and MTU of the active RoCE ports that every one of these nodes has, and whether each has InfiniBand.
 
     RoCE must be scanned where the nodes' own interfaces are visible (host network): a pod sees only its macvlan.
+    Rails are told apart by their names: the interface of one name is on one rail on every node.
     """
     common: dict[str, int] | None = None
     for snapshot in snapshots:
-        here = _roce(snapshot)
+        found = _roce(snapshot)
+        here = {name: found[name] for name in network_rails.fit(snapshot, found)}
         common = (
             here if common is None else {name: min(mtu, here[name]) for name, mtu in common.items() if name in here}
         )
@@ -152,7 +167,7 @@ def nic_cluster_policy(spec: NetworkSpec) -> Document:
 
 
 def macvlan_network(spec: NetworkSpec) -> Document:
-    """A macvlan over the first probed interface, made by the network operator."""
+    """A macvlan over the interface, made by the network operator; of several interfaces, one for each of `rails()`."""
     return {
         "apiVersion": "mellanox.com/v1alpha1",
         "kind": "MacvlanNetwork",
@@ -240,7 +255,8 @@ def shared_claim(
 
 def network(spec: NetworkSpec) -> tuple[Document, ...]:
     """Everything that a cluster needs for RDMA in pods, in the order to apply it."""
-    second = (macvlan_network(spec), network_attachment(spec)) if spec.interfaces else ()
+    rails = spec.rails()
+    second = (*map(macvlan_network, rails), *map(network_attachment, rails))
     return (memlock_machine_config(), nic_cluster_policy(spec), cluster_policy_rdma(), *second)
 
 
