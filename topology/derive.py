@@ -154,6 +154,9 @@ def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str
     pair = known.get(gpu, tied[0])
     down = [nic.name for nic in nics if nic.active is False and rank(known.label(gpu, nic.name)) < best]
     why = undecidable or (f"{', '.join(down)} would be nearer, but has no active port" if down else "")
+    missing = [nic.name for nic in usable if known.get(gpu, nic.name) is None]
+    if missing and rank("PIX") < best < FARTHEST:
+        undecidable = why = why or f"{', '.join(missing[:4])} may be nearer: no path is known"
     if best == FARTHEST:
         tied, why = (), why or "no path to any NIC is known"
     return NearestNic(

@@ -13,7 +13,7 @@ from topology.complete import complete
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.labels import NVLINK, SELF, UNKNOWN, lower, nvlinks, path_class
 from topology.matrix import render
-from topology.text_affinity import Affinity, read_affinity
+from topology.text_affinity import Affinity, leading_columns, read_affinity, read_leading
 from topology.text_cells import names_gpu_first, read_header, row_name
 from topology.text_find import Matrix, Row, find
 from topology.text_lines import lines_of
@@ -116,7 +116,9 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
     devices = matrix.header.devices
     below = _below(lines, matrix)
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", "\n".join(below)))
-    affinities = {row.name: read_affinity(row.cells, row.rest, matrix.header) for row in matrix.rows}
+    affinities = _affinities(matrix, lines)
+    if cut := _cut_affinity(matrix, lines, affinities):
+        affinities[matrix.rows[-1].name] = cut
     gpus = tuple(_gpu(name, affinities.get(name, Affinity())) for name in devices if _is_gpu(name))
     no_nics = tuple(name for name in devices if _NO_NIC.fullmatch(name))
     if no_nics:
@@ -142,6 +144,30 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
             nvlink_known=kind != "-mp",
             warnings=tuple(matrix.warnings),
         )
+    )
+
+
+def _affinities(matrix: Matrix, lines: list[str]) -> dict[str, Affinity]:
+    columns = leading_columns(lines[matrix.line - 1])
+    if columns and not matrix.header.affinity_columns:
+        before = {row.name: lines[row.line - 1].partition(row.name)[0] for row in matrix.rows}
+        return {name: read_leading(text, columns) for name, text in before.items()}
+    return {row.name: read_affinity(row.cells, row.rest, matrix.header) for row in matrix.rows}
+
+
+def _cut_affinity(matrix: Matrix, lines: list[str], affinities: dict[str, Affinity]) -> Affinity | None:
+    """What the last row holds for sure where the text ends within its affinity; None where it does not."""
+    row, columns = matrix.rows[-1], ("gpu_numa_id", "numa", "cpu")  # last first
+    found = affinities[row.name]
+    filled = [column for column in columns if getattr(found, column)]
+    missing = matrix.unfinished or len(filled) < matrix.header.affinity_columns
+    if not (filled and missing and matrix.end == len(lines) and row.rest[-1:].strip()):
+        return None
+    matrix.warnings.append(f"line {row.line}: the text ends within row {row.name}: its last word may be cut")
+    return Affinity(
+        cpu=None if filled[0] == "cpu" else found.cpu,
+        numa=None if filled[0] == "numa" else found.numa,
+        unread=found.unread,
     )
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from topology.labels import UNKNOWN
-from topology.text_cells import Header
+from topology.text_cells import COLUMN_WORDS, Header
 
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*,?|N/A")
 _CUT_LIST = re.compile(r"[\d,\-]*\d[\d,\-]*")
@@ -50,6 +50,19 @@ def read_affinity(cells: str, rest: str, header: Header) -> Affinity:
     found = dict(zip(columns, words, strict=False))
     unread = " ".join(word for word in words if not _AFFINITY.fullmatch(word))
     return Affinity(**{name: word for name, word in found.items() if _AFFINITY.fullmatch(word)}, unread=unread)
+
+
+def leading_columns(header: str) -> tuple[str, ...]:
+    """The affinity columns that a table somebody made by hand has left of the devices."""
+    found = (match.lastgroup for match in COLUMN_WORDS.finditer(header.partition("GPU0")[0]))
+    names = {"cpu": "cpu", "numa": "numa", "gpu": "gpu_numa_id"}
+    return tuple(names[group] for group in found if group)
+
+
+def read_leading(before: str, columns: tuple[str, ...]) -> Affinity:
+    """What stands before a row's name, where each of the columns has its word."""
+    words = [word for word in _words(before) if _AFFINITY.fullmatch(word)]
+    return Affinity(**dict(zip(columns, words, strict=True))) if len(words) == len(columns) else Affinity()
 
 
 def _words(rest: str) -> list[str]:

@@ -22,7 +22,7 @@ _JSON_TAIL = re.compile(r'(?:\\r)?\\n",?\s*"\w.*$')
 _TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <stdout>
 _DEVICE = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_(?:bond_)?\d{1,4}")
 _OTHER_DEVICE = re.compile(r"[A-Za-z][\w.\-]{0,40}\d[\w.\-]{0,40}(?!\S)")
-_COLUMN_WORDS = re.compile(
+COLUMN_WORDS = re.compile(
     r"(?P<cpu>(?i:CPU\s*Aff)[a-z]*)|(?P<gpu>(?i:GPU\s*NUMA\s*)(?:ID?)?)|(?P<numa>(?i:(?:NUMA|Node)\s*Aff)[a-z]*"
     r"|NUMA(?=\s*$))|Affinity"
 )
@@ -72,7 +72,7 @@ def read_header(line: str, row_names: tuple[str, ...] = ()) -> Header | None:
     while at < len(line):
         if line[at].isspace():
             at += 1
-        elif words := _COLUMN_WORDS.match(line, at):
+        elif words := COLUMN_WORDS.match(line, at):
             seen.add(words.lastgroup or "")
             at = words.end()
         elif not seen and (name := _device_at(line, at, named)):

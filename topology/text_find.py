@@ -31,6 +31,7 @@ class Matrix:
     rows: list[Row]
     end: int  # line number after the last row
     at_end: bool  # nothing but blanks follows the last row
+    unfinished: bool  # nor does a line break, and rows are missing: the last word may be cut
     warnings: list[str] = field(default_factory=list)
 
 
@@ -125,4 +126,5 @@ def _collect(lines: list[str], index: int, used: int, header: Header, names: tup
     if not rows:
         return None
     at_end = not any(map(str.strip, lines[end:]))
-    return Matrix(header=header, line=index + 1, rows=rows, end=end, at_end=at_end)
+    unfinished = end == len(lines) and not {row.name for row in rows} >= set(header.devices)
+    return Matrix(header=header, line=index + 1, rows=rows, end=end, at_end=at_end, unfinished=unfinished)

@@ -59,13 +59,13 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
     cells, used = _best_cells(row.text, count, own, clean_nvlinks)
     labels = cells.labels
     diagonal = labels[own] if own < len(labels) else None
-    if len(labels) < count or diagonal != SELF:
+    cut = _cut_off(row, cells, matrix)
+    if (len(labels) < count or diagonal != SELF) and not cut and _tabbed(matrix):
         by_tabs = tab_cells(row.text.split("\n")[0], count)
         if by_tabs and by_tabs[0][own] == SELF:
             row.labels, row.rest = by_tabs
             matrix.warnings.append(f"line {row.line}: row {row.name} has empty cells; the opposite rows fill them")
             return
-    cut = len(labels) < count and _cut_off(row, cells, matrix)
     if cut and labels and NVLINK.fullmatch(labels[-1]) and not cells.stuck:
         labels = labels[:-1]  # "NV1" at the very end may have been NV18
     if cells.stuck and not cut and (not labels or not re.match(r"[\d\"'`]", cells.stuck)):
@@ -84,9 +84,21 @@ def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: st
         _surplus(row, surplus[1], matrix, source)
 
 
+def _tabbed(matrix: Matrix) -> bool:
+    """Whether one tab parts two cells, as nvidia-smi prints: a whole row read by tabs alone is the same."""
+    count = len(matrix.header.devices)
+    for row in matrix.rows:
+        labels, by_tabs = read_cells(row.text, count).labels, tab_cells(row.text.split("\n")[0], count)
+        if by_tabs and len(labels) == count:
+            return by_tabs[0] == labels
+    return False
+
+
 def _cut_off(row: Row, cells: Cells, matrix: Matrix) -> bool:
     """Whether the text itself ends within this row: what stands there may be the beginning of a cell."""
     ends = row is matrix.rows[-1] and matrix.at_end and not cells.rest.removeprefix(cells.stuck).strip()
+    if len(cells.labels) == len(matrix.header.devices):
+        return ends and matrix.unfinished and NVLINK.fullmatch(cells.labels[-1]) is not None
     return ends and any(word.startswith(cells.stuck) for word in _WORDS)
 
 

@@ -134,3 +134,35 @@ def test_disks_are_no_nics():
     assert [nic.name for nic in node.nics] == ["NIC0"]
     assert [(near.gpu, near.label) for near in node.nearest_nic] == [("GPU0", "SYS"), ("GPU1", "NODE")]
     assert "NVMe0: no network devices; their cells are not read" in node.warnings
+
+
+def test_tabs_tell_empty_cells_only_where_one_tab_parts_two_cells():
+    """The first row of a table with two tabs between cells, cut: its columns are not shifted."""
+    text = "\t\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X\t\tNV2\t\tNV1\t\tNV"
+    assert [(pair.b, pair.label) for pair in parse(text).pairs] == [("GPU1", "NV2"), ("GPU2", "NV1")]
+
+
+def test_a_nic_whose_cell_is_cut_off_may_be_the_nearest():
+    text = "\tGPU0\tGPU1\tNIC0\tNIC1\nGPU0\t X \tNODE\tPIX\tSYS\nGPU1\tNODE\t X \tSYS\t"
+    near = {near.gpu: near for near in parse(text).nearest_nic}
+    assert (near["GPU0"].nics, near["GPU0"].decidable) == (("NIC0",), True)
+    assert (near["GPU1"].decidable, near["GPU1"].why) == (False, "NIC1 may be nearer: no path is known")
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [("0-31\t0", ("0-31", None)), ("0-3", (None, None)), ("0-31\t0\n", ("0-31", "0")), ("0-3\n", ("0-3", None))],
+)
+def test_the_last_word_of_a_text_that_breaks_off_is_not_believed(rest, expected):
+    node = parse("\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t" + rest)
+    assert (node.gpus[0].cpu_affinity, node.gpus[0].numa_affinity) == expected
+    assert any("may be cut" in warning for warning in node.warnings) == (not rest.endswith("\n"))
+
+
+def test_affinity_columns_left_of_the_devices():
+    rows = (
+        "| 24-31,56-63 | 3 | GPU0 | X | NV4 | SYS |\n| 16-23 | 2 | GPU1 | NV4 | X | PHB |\n| | | mlx5_0 | SYS | PHB | X"
+    )
+    node = parse(f"| CPU Affinity | NUMA Affinity | | GPU0 | GPU1 | mlx5_0 |\n|---|---|---|---|---|---|\n{rows}\n")
+    assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [("24-31,56-63", "3"), ("16-23", "2")]
+    assert [pair.label for pair in node.pairs] == ["NV4", "SYS", "PHB"]
