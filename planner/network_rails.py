@@ -16,6 +16,7 @@ from dataclasses import replace
 from planner.advice import PodNeed, Reason, Recommendation, Setting
 from planner.job import JobError
 from planner.nccl_env_hcas import PortChoice, choose_ports
+from planner.nccl_env_interfaces import exact_if_needed
 from planner.nccl_env_rdma import hca_list
 from planner.nccl_env_situation import NodeView, PortView
 from planner.nccl_env_situation import networks as subnets
@@ -103,7 +104,7 @@ def attached(
     needs = [PodNeed(name="network", value=name, reason=where) for name in networks]
     if resource:
         needs.append(PodNeed(name="resource", value=f"{resource}: 1", reason=where))
-    said = _settings(advice.backend, snapshots, rails, seen)
+    said = _settings(advice.backend, snapshots, rails, seen, len(networks))
     named = {setting.name for setting in said}
     return replace(
         advice,
@@ -114,12 +115,13 @@ def attached(
 
 
 def _settings(
-    backend: str, snapshots: Sequence[Snapshot], rails: Sequence[Sequence[PortView]], seen: str
+    backend: str, snapshots: Sequence[Snapshot], rails: Sequence[Sequence[PortView]], seen: str, count: int
 ) -> list[Setting]:
     first = Reason(rule="The first rail's network is every pod's net1", evidence=seen, source=_MULTUS)
     if backend != "nccl":
         return [Setting(name="GLOO_SOCKET_IFNAME", value="net1", reason=first)]
-    made = [Setting(name="NCCL_SOCKET_IFNAME", value="net1", reason=first)]
+    name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
+    made = [Setting(name="NCCL_SOCKET_IFNAME", value=name, reason=first)]
     values = {_hcas(snapshot, ports) for snapshot, ports in zip(snapshots, rails, strict=True)}
     if len(values) == 1:  # else the HCAs have other names on each node, and no list fits all
         rule = "A pod may see every HCA of the node, but only those behind its networks have a GID it can use"

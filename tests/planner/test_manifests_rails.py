@@ -1,0 +1,383 @@
+"""Several RoCE interfaces: a network for each, with addresses of its own, and a job whose pods are on all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from click.testing import CliRunner
+from nccl_env_hosts import cluster, host, interface, port
+from test_manifests_schema import strict
+
+from agent.cmd_launch import launch
+from planner import manifests, network_manifests, network_rails
+from planner.advice import Recommendation
+from planner.job import JobError
+from planner.nccl_env import settings
+from probes.api import Snapshot
+from probes.interfaces import Interface
+from probes.rdma import RdmaDevice
+
+MACHINES = Path(__file__).parents[1] / "machines"
+NETWORKS = "k8s.v1.cni.cncf.io/networks"
+Document = dict[str, Any]
+
+
+def spec(count: int, **more: Any) -> network_manifests.NetworkSpec:
+    """Of as many interfaces."""
+    names = tuple(f"ens{i}f0np0" for i in range(count))
+    return network_manifests.NetworkSpec(**{"interfaces": names, "mtu_bytes": 9000, **more})
+
+
+def of_kind(documents: Sequence[Document], kind: str) -> list[Document]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def node(
+    name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), devices: Sequence[RdmaDevice] = ()
+) -> Any:
+    """A node on its host network: a RoCE port for each rail, and Ethernet besides."""
+    names = [f"ens{i}f0np0" for i in range(rails)]
+    roce = [port(f"mlx5_{i}", layer="Ethernet", netdev=each, netdev_mtu_bytes=9000) for i, each in enumerate(names)]
+    known = {link.name for link in links}
+    found = [interface(each, "host", f"10.1.{i}.1/24") for i, each in enumerate(names) if each not in known]
+    return host(
+        name, rdma=[*roce, *devices], interfaces=[interface("eno1", "host"), *found, *links], default_route="eno1"
+    )
+
+
+def test_one_interface_is_as_it_always_was() -> None:
+    """No number in the name, the range and the gateway as given."""
+    one = spec(1, range="8.8.8.0/24", gateway="1.1.1.1")
+    assert one.rails() == (one,)
+    documents = network_manifests.network(one)
+    assert [document["metadata"]["name"] for document in documents[3:]] == ["rdmashared-net", "rdmashared-net"]
+    assert json.loads(documents[3]["spec"]["ipam"]) == {
+        "type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1",
+    }  # fmt: skip
+
+
+def test_no_interface_has_no_network() -> None:
+    """InfiniBand alone."""
+    assert network_manifests.NetworkSpec(interfaces=(), infiniband=True).rails() == ()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_each_interface_has_its_network(count: int) -> None:
+    """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size."""
+    documents = network_manifests.network(spec(count, gateway="192.168.2.1", namespace="training"))
+    made = of_kind(documents, "MacvlanNetwork")
+    assert [d["metadata"]["name"] for d in made] == [f"rdmashared-net-{i + 1}" for i in range(count)]
+    assert [d["spec"]["master"] for d in made] == [f"ens{i}f0np0" for i in range(count)]
+    assert {d["spec"]["networkNamespace"] for d in made} == {"training"}
+    said = [json.loads(d["spec"]["ipam"]) for d in made]
+    assert [(each["range"], each["gateway"]) for each in said] == [
+        (f"192.168.{2 + i}.0/24", f"192.168.{2 + i}.1") for i in range(count)
+    ]
+    attachments = of_kind(documents, "NetworkAttachmentDefinition")
+    configs = [json.loads(d["spec"]["config"]) for d in attachments]
+    assert [d["metadata"]["name"] for d in attachments] == [d["metadata"]["name"] for d in made]
+    assert [(c["name"], c["master"], c["ipam"]) for c in configs] == [
+        (d["metadata"]["name"], d["spec"]["master"], ipam) for d, ipam in zip(made, said, strict=True)
+    ]
+
+
+def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
+    """One unit of it brings every HCA into the pod."""
+    (policy,) = of_kind(network_manifests.network(spec(8)), "NicClusterPolicy")
+    (shared,) = json.loads(policy["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
+    assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("given", "last"),
+    [
+        ("10.0.0.0/16", "10.7.0.0/16"),
+        ("192.168.248.0/24", "192.168.255.0/24"),
+        ("172.16.0.0/15", "172.30.0.0/15"),
+        ("fd00:0:0:1::/64", "fd00:0:0:8::/64"),
+    ],
+)
+def test_ranges_follow_each_other(given: str, last: str) -> None:
+    """Of any size and family, up to the block's last one."""
+    found = [rail.range for rail in spec(8, range=given).rails()]
+    assert found[0] == given and found[-1] == last and len(set(found)) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("192.168.249.0/24", "leave 192.168.0.0/16"),
+        ("10.255.255.0/24", "leave 10.0.0.0/8"),
+        ("172.31.248.0/23", "leave 172.16.0.0/12"),
+        ("fdff:ffff:ffff:ffff:ffff:ffff:ffff:ff00/120", "leave fc00::/7"),
+        ("8.8.8.0/24", "are not private"),
+        ("255.255.255.0/24", "are not private"),
+        ("ffff:ffff:ffff:ffff::/64", "are not private"),
+        ("0.0.0.0/0", "are not private"),
+        ("192.168.0.0/15", "are not private"),
+    ],
+)
+def test_ranges_end_with_the_private_block(given: str, why: str) -> None:
+    """What follows would be someone else's, or no address at all; the error says what is allowed."""
+    with pytest.raises(JobError, match=rf"range='{given}': 8 interfaces .*{why}; all of them must lie .*10\.0\.0\.0/8"):
+        spec(8, range=given)
+
+
+@pytest.mark.parametrize("gateway", ["192.168.3.1", "fd00::1"])
+def test_a_gateway_is_the_first_ranges(gateway: str) -> None:
+    """So that the others' can be told from it."""
+    with pytest.raises(JobError, match=f"gateway='{gateway}': must be within range='192.168.2.0/24'"):
+        spec(2, gateway=gateway)
+
+
+def interfaces(*snapshots: Snapshot) -> tuple[str, ...]:
+    return network_manifests.from_snapshots(snapshots).interfaces
+
+
+def test_every_rail_that_all_nodes_have_is_one() -> None:
+    """By their names."""
+    assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
+
+
+def test_bonds_and_vlans_are_rails_too() -> None:
+    """The macvlan stands on the bond and on the VLAN; the device plugin looks for the ports below them."""
+    links = [interface(f"bond{i}", "host", f"10.2.{i}.1/24", kind="bond", mtu_bytes=9000) for i in range(2)]
+    links += [interface(f"ens{i}f{k}np{k}", "host", "", master=f"bond{i}") for i in range(2) for k in range(2)]
+    links += [interface("ens7f0np0.7", "host", kind="vlan", parent="ens7f0np0"), interface("ens7f0np0", "host", "")]
+    bonds = [
+        replace(port(f"mlx5_bond_{i}", layer="Ethernet", netdev=f"ens{i}f0np0"), bond=f"bond{i}") for i in range(2)
+    ]
+    vlan = port("mlx5_7", layer="Ethernet", netdev="ens7f0np0.7")
+    found = network_manifests.from_snapshots([host(rdma=[*bonds, vlan], interfaces=links)])
+    assert found.interfaces == ("bond0", "bond1", "ens7f0np0.7")
+    assert found.ports == ("ens0f0np0", "ens0f1np1", "ens1f0np0", "ens1f1np1", "ens7f0np0")
+    assert [d["spec"]["master"] for d in of_kind(network_manifests.network(found), "MacvlanNetwork")] == list(
+        found.interfaces
+    )
+
+
+@pytest.mark.parametrize(
+    ("link", "kept"),
+    [
+        (interface("ens1f0np0", "host", "", master="ovs-system"), ("ens0f0np0", "ens2f0np0")),
+        (interface("ens1f0np0", "host", "", master="br0"), ("ens0f0np0", "ens2f0np0")),
+        (interface("ens1f0np0", "host", master="vrf-a"), ("ens0f0np0", "ens1f0np0", "ens2f0np0")),
+    ],
+    ids=["Open vSwitch", "bridge", "VRF"],
+)
+def test_no_macvlan_stands_on_a_bridges_member(link: Interface, kept: tuple[str, ...]) -> None:
+    """One network that cannot be made would keep every pod from its start."""
+    links = (link, interface("br0", "bridge", kind="bridge"), interface("vrf-a", "virtual", kind="vrf"))
+    assert interfaces(node(rails=3, links=links)) == kept
+
+
+def test_the_only_interface_is_taken_as_it_is() -> None:
+    """There is no better one."""
+    assert interfaces(node(rails=1, links=[interface("ens0f0np0", "host", "", master="ovs-system")])) == ("ens0f0np0",)
+
+
+def test_management_is_no_rail() -> None:
+    """A slower port of another model, which NCCL is kept from too."""
+    slow = port("mlx5_9", layer="Ethernet", gbit=25, model="ConnectX-6 Lx", netdev="eno1")
+    assert interfaces(node(rails=2, devices=[slow])) == ("ens0f0np0", "ens1f0np0")
+    assert interfaces(node(rails=0, devices=[slow])) == ("eno1",)
+
+
+def test_ranges_that_a_node_is_on_are_told() -> None:
+    """With the interface and its network."""
+    found = network_rails.in_use(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
+    assert found == "10.1.0.0/24 (ens0f0np0 of a has 10.1.0.0/24)"
+    assert network_rails.in_use(["192.168.2.0/24"], [node()]) == ""
+
+
+def advice(*snapshots: Snapshot) -> Recommendation:
+    """The environment and the pods' needs alone."""
+    found = settings(snapshots, cluster(*snapshots), multi_node=True)
+    return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs)
+
+
+def pod(name: str, rails: int) -> Snapshot:
+    """A pod on the networks of a node's rails, which also sees an HCA that it has no network on."""
+    devices = [port(f"mlx5_{i}", layer="Ethernet", netdev=f"net{i + 1}") for i in range(rails)]
+    links = [
+        interface(f"net{i + 1}", "secondary", f"192.168.{2 + i}.1/24", kind="macvlan", rdma_device=f"mlx5_{i}",
+                  multus_network=f"default/rdmashared-net-{i + 1}")
+        for i in range(rails)
+    ]  # fmt: skip
+    eth = interface("eth0", "pod-default", "10.128.0.5/23")
+    storage = port(f"mlx5_{rails}", layer="Ethernet")
+    return host(name, rdma=[*devices, storage], interfaces=[eth, *links], default_route="eth0")
+
+
+def environment(given: Recommendation) -> dict[str, str]:
+    return {setting.name: setting.value for setting in given.settings}
+
+
+@pytest.mark.parametrize("rails", [2, 8, 12])
+def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: int) -> None:
+    """Sockets on net1, every rail's HCA and no other, each ring on its rail, and all networks in their order."""
+    storage = port(f"mlx5_{rails}", layer="Ethernet")
+    nodes = [node(name, rails=rails, devices=[storage]) for name in "ab"]
+    found = network_manifests.from_snapshots(nodes)
+    names = [f"{rail.namespace}/{rail.name}" for rail in found.rails()]
+    by_number = sorted(found.interfaces, key=lambda name: (len(name), name))  # ens2 before ens10
+    given = network_rails.attached(
+        advice(*nodes), nodes, networks=names, interfaces=by_number, resource="rdma/rdma_shared_device_eth"
+    )
+    seen = advice(pod("a", rails), pod("b", rails))
+    assert environment(given) == environment(seen)
+    assert environment(given)["NCCL_SOCKET_IFNAME"] == ("=net1" if rails > 9 else "net1"), "net1 begins net10 as well"
+    hcas = environment(given)["NCCL_IB_HCA"]
+    assert set(hcas.lstrip("=").split(",")) == {f"mlx5_{i}" for i in range(rails)}
+    assert [need.value for need in given.needs if need.name == "network"] == names
+    assert names == [need.value for need in seen.needs if need.name == "network"]
+    assert "rdma/rdma_shared_device_eth: 1" in [need.value for need in given.needs if need.name == "resource"]
+    assert not {note.topic for note in given.notes} & {setting.name for setting in given.settings}
+
+
+def attached(nodes: Sequence[Snapshot]) -> Recommendation:
+    return network_rails.attached(
+        advice(*nodes), nodes, networks=["default/n-1", "default/n-2"], interfaces=("ens0f0np0", "ens1f0np0"),
+        resource=None,
+    )  # fmt: skip
+
+
+def test_rails_under_other_names_are_not_listed() -> None:
+    """No list of HCAs fits nodes that call them otherwise; the networks are theirs all the same."""
+    other = host("b", rdma=[port(f"rocep{i}", layer="Ethernet", netdev=f"ens{i}f0np0") for i in range(2)])
+    given = attached([node("a", rails=2), other])
+    assert environment(given)["NCCL_SOCKET_IFNAME"] == "net1" and "NCCL_IB_HCA" not in environment(given)
+    assert [need.value for need in given.needs if need.name == "network"] == ["default/n-1", "default/n-2"]
+
+
+def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
+    """Storage over RoCE beside the InfiniBand that the job runs on."""
+    nodes = [node(name, rails=2, devices=[port(f"mlx5_{i}") for i in range(4, 12)]) for name in "ab"]
+    assert network_manifests.from_snapshots(nodes).interfaces == ("ens0f0np0", "ens1f0np0")
+    assert attached(nodes) == advice(*nodes)
+
+
+@pytest.fixture(scope="module")
+def schemas(corpus: Path) -> dict[str, Document]:
+    """Kind -> schema of the two definitions that rails are."""
+    found = {}
+    for name in ("mellanox.com_macvlannetworks", "k8s.cni.cncf.io_network-attachment-definitions"):
+        crd = yaml.safe_load((corpus / "crds" / f"{name}.yaml").read_text())
+        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        schema["properties"].update(apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"})
+        found[crd["spec"]["names"]["kind"]] = strict(schema)
+    return found
+
+
+@pytest.mark.corpus
+def test_rails_hold_no_field_their_api_would_drop(schemas: dict[str, Document]) -> None:
+    """Each of sixteen documents, as kubectl reads them."""
+    text = manifests.render(network_manifests.network(spec(8, gateway="192.168.2.1")))
+    made = [document for document in yaml.safe_load_all(text) if document["kind"] in schemas]
+    assert len(made) == 16
+    for document in made:
+        jsonschema.validate(document, schemas[document["kind"]])
+
+
+@pytest.fixture(scope="module")
+def builder() -> Iterator[ModuleType]:
+    """tests/machines/build.py, whose parts make another machine."""
+    sys.path.insert(0, str(MACHINES))
+    described = importlib.util.spec_from_file_location("machines_build", MACHINES / "build.py")
+    assert described and described.loader
+    made = importlib.util.module_from_spec(described)
+    described.loader.exec_module(made)
+    yield made
+    sys.path.remove(str(MACHINES))
+
+
+@pytest.fixture(scope="module")
+def four_rails(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recording of a node of four L40S, each with a RoCE port beside it, and Ethernet besides."""
+    made = builder
+
+    def rails(tree: Any) -> Any:
+        nets = [made.Netdev(name="eno1", index=2, speed=25000, mac="b8:3f:d2:00:00:0f", addresses=("10.10.4.11/22",))]
+        gpus = []
+        for i, bus in enumerate((0x20, 0x40, 0xA0, 0xC0)):
+            net = made.Netdev(name=f"ens{i}f0np0", index=3 + i, mtu=9000, speed=200000, mac=f"b8:3f:d2:00:00:0{i}",
+                              addresses=(f"192.168.{3 * i}.11/24",))  # fmt: skip
+            card = made.Rdma(
+                name=f"mlx5_{i}", link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", guid=made.guid(80 + i)
+            )
+            beside = made.hca(f"0000:{bus + 5:02x}:00.0", card, net=net)
+            gpu = made.gpu(f"0000:{bus + 3:02x}:00.0", 0x26B9, generation=4)
+            tree.pci(f"pci0000:{bus:02x}", int(i > 1), made.switch(bus, gpu, beside, generation=4))
+            gpus.append(made.NvmlGpu(board=made.L40S, bus_id=f"0000:{bus + 3:02x}:00.0", numa=int(i > 1)))
+            nets.append(net)
+        return made.Machine(
+            hostname="rails-01", source="Built for a test.", product="four rails", vendor="Supermicro", cpu=made.GENOA,
+            nvml=made.answers(gpus, made.GENOA), netdevs=(made.LOOPBACK, *nets), default_route=2,
+        )  # fmt: skip
+
+    path = tmp_path_factory.mktemp("rails") / "rails-01.json"
+    path.write_text(made.dumps(made.record(rails)), encoding="utf-8")
+    return path
+
+
+def launched(recording: Path, *more: str) -> tuple[list[Document], str]:
+    """What `launch --network --dry-run` prints, and what it says on stderr."""
+    words = [
+        "--host", str(recording), "--api", "job", "--network", "--dry-run", "--no-preflight", "--claim", "shared",
+        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=a/b", *more,
+    ]  # fmt: skip
+    done = CliRunner().invoke(launch, words)
+    assert done.exit_code == 0, done.output
+    return list(yaml.safe_load_all(done.stdout)), done.stderr
+
+
+def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -> None:
+    """Annotation, environment and device of its pods; the networks whose addresses the node has are told."""
+    documents, told = launched(four_rails, "--nodes", "2", "--namespace", "training")
+    made = of_kind(documents, "MacvlanNetwork")
+    assert [d["spec"]["master"] for d in made] == [f"ens{i}f0np0" for i in range(4)]
+    (job,) = of_kind(documents, "Job")
+    template = job["spec"]["template"]
+    assert template["metadata"]["annotations"][NETWORKS] == ",".join(f"training/{d['metadata']['name']}" for d in made)
+    (container,) = template["spec"]["containers"]
+    said = {each["name"]: each["value"] for each in container["env"]}
+    assert (said["NCCL_SOCKET_IFNAME"], said["NCCL_IB_HCA"]) == ("net1", "mlx5_0,mlx5_1,mlx5_2,mlx5_3")
+    assert container["resources"]["limits"]["rdma/rdma_shared_device_eth"] == "1"
+    (files,) = of_kind(documents, "ConfigMap")
+    planned = json.loads(files["data"]["plan.json"])["environment"]
+    assert planned.items() <= said.items() and planned["NCCL_SOCKET_IFNAME"] == "net1"
+    assert "warning: 192.168.3.0/24 (ens1f0np0 of rails-01 has 192.168.3.0/24): put free ranges" in told
+
+
+def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> None:
+    """A cluster whose device plugin was there before."""
+    documents, _ = launched(four_rails, "--nodes", "2", "--resource", "openshift.io/rails=4")
+    (job,) = of_kind(documents, "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4", "openshift.io/rails": "4"}
+
+
+@pytest.mark.parametrize("more", [(), ("--nodes", "1")])
+def test_a_job_of_one_node_needs_no_network(four_rails: Path, more: tuple[str, ...]) -> None:
+    """The networks are printed, for the jobs to come."""
+    documents, _ = launched(four_rails, *more)
+    (job,) = of_kind(documents, "Job")
+    assert "metadata" not in job["spec"]["template"] and len(of_kind(documents, "MacvlanNetwork")) == 4
+
+
+def test_one_rail_leaves_the_job_as_it_is() -> None:
+    """A record of one RoCE port: the network, and a job that says nothing of it."""
+    documents, told = launched(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
+    (job,) = of_kind(documents, "Job")
+    assert "metadata" not in job["spec"]["template"] and told == ""
+    assert [d["metadata"]["name"] for d in of_kind(documents, "MacvlanNetwork")] == ["rdmashared-net"]
