@@ -102,10 +102,9 @@ def best(flight):
 
 
 def forecast_gain(timed):
-    """Low and high of what the second network saves: as uncertain as the slow step."""
+    """Low and high of what the second network saves: as uncertain as the slow step, in seconds."""
     slow, fast = (forecast(timed, RATE_BYTES[device]).step_seconds for device in NETWORKS.values())
-    mid = slow.mid - fast.mid
-    return mid * slow.low / slow.mid, mid * slow.high / slow.mid
+    return slow.low - fast.mid, slow.high - fast.mid
 
 
 def as_forecast(flights, timed):
