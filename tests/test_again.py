@@ -21,10 +21,9 @@ def test_{name}():
 
 def run(folder: Path, ci: str) -> tuple[int, str]:
     """(exit code, output) of the tests in `folder`."""
-    done = subprocess.run(
-        [sys.executable, str(AGAIN), "-q", "-p", "xdist", "."], cwd=folder,
-        env=os.environ | {"CI": ci, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    words = [sys.executable, str(AGAIN), "-q", "-p", "xdist", "."]
+    environment = os.environ | {"CI": ci, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout
 
 
