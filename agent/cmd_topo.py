@@ -14,6 +14,7 @@ from agent import inputs, terminal
 from agent.hosts import host_option, root_option, snapshots
 from agent.output import emit, format_option
 from collectives.evidence_clean import utf8_chunks
+from probes import bounded
 from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
@@ -68,7 +69,10 @@ def read_topology(source: str) -> NodeTopology:
     from topology.xml import TopologyXmlError
     from topology.xml import parse as parse_xml
 
-    plain = _unpacked(raw)
+    try:
+        plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError):
+        return _recording(source, raw)  # whose reader says what is wrong with the file
     if plain.lstrip()[:1] == b"{":
         return _recording(source, raw)
     text = b"".join(utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
@@ -79,18 +83,6 @@ def read_topology(source: str) -> NodeTopology:
         return parse(text, source=name)
     except (TopologyTextError, TopologyXmlError) as error:
         raise click.ClickException(f"{name}: {error}") from None
-
-
-def _unpacked(raw: bytes) -> bytes:
-    """What a gzip file holds, up to the bound; "{" where it cannot be told, so that the recording's reader says why."""
-    if raw[:2] != b"\x1f\x8b":
-        return raw
-    try:
-        with gzip.GzipFile(fileobj=BytesIO(raw)) as file:
-            plain = file.read(_LIMIT_BYTES + 1)
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        return b"{"
-    return plain if len(plain) <= _LIMIT_BYTES else b"{"
 
 
 def _recording(source: str, raw: bytes) -> NodeTopology:

@@ -11,6 +11,7 @@ import re
 from typing import Any, NamedTuple
 
 from agent.kube import ApiError, Client, path_of
+from planner.job import DEVICE_CLASSES
 
 Json = dict[str, Any]
 Want = tuple[str, str, str | bool | None]  # an attribute's domain, its name, and its value; None: any
@@ -37,8 +38,8 @@ class Usual(NamedTuple):
     want: Want
 
 
-GPU = Usual("gpu.nvidia.com", "gpu.nvidia.com", ("gpu.nvidia.com", "type", "gpu"))  # and no slice of one
-NIC = Usual("dranet.net", "dra.net", ("dra.net", "rdma", True))
+GPU = Usual(DEVICE_CLASSES[0], "gpu.nvidia.com", ("gpu.nvidia.com", "type", "gpu"))  # and no slice of one
+NIC = Usual(DEVICE_CLASSES[1], "dra.net", ("dra.net", "rdma", True))
 
 
 class DeviceClass(NamedTuple):

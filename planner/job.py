@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from planner.advice import Recommendation
 
+DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # the usual names: of NVIDIA's DRA driver and of DRANET
 # RFC 1123 label, as Kubernetes wants the names of namespaces.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 # RFC 1035 label: a job's name becomes a Service's; TrainJob (Trainer 2.1), PyTorchJob and JobSet refuse a first digit.
@@ -61,7 +62,7 @@ class JobSpec:
     preflight_require: tuple[str, ...] = ()
     agent: str | None = None  # URL of the node's agent, which is told how the job flew
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
-    device_classes: tuple[str, str] = ("gpu.nvidia.com", "dranet.net")  # DRA: of GPU and NIC, by their usual names
+    device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: of GPU and NIC, as the cluster calls them
     active_deadline_seconds: int | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import real_cluster
 from api_server import CRD, ApiServer
-from e2e_client import client_of, eventually
+from e2e_client import client_of
+from rigs.waiting import eventually
 
 from agent.kube import ApiError, Client, path_of
 from agent.kube_access import find

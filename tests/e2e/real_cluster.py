@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_client import eventually
+from rigs.waiting import eventually
 
 from agent.kube import ApiError, Client, path_of
 from agent.kube_access import AccessError, find, from_kubeconfig

@@ -13,7 +13,8 @@ import jsonschema
 import pytest
 import yaml
 from api_server import ApiServer, closed
-from e2e_client import client_of, eventually
+from e2e_client import client_of
+from rigs.waiting import eventually
 
 from agent.admission import (
     CONTROLLER,

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from api_server import ApiServer, write_kubeconfig
-from e2e_client import MACHINES, client_of, eventually
+from e2e_client import MACHINES, client_of
+from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.kube import ApiError, Client, path_of

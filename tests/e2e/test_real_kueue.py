@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_client import eventually
 from real_cluster import RUN, Document, admin, client_with, kubectl, need, now, real, token
+from rigs.waiting import eventually
 
 from agent.admission import KUEUE, Controller, Policy
 from agent.kube import MERGE, ApiError, path_of

@@ -20,8 +20,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
 import urllib3
-from e2e_client import eventually
 from real_cluster import RUN, admin, kubectl, real
+from rigs.waiting import eventually
 
 from agent.kube import ApiError, Client, path_of
 from agent.kube_access import Access, find

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import urllib3
-from e2e_client import eventually
 from real_cluster import (
     MACHINES,
     ROOT,
@@ -36,6 +35,7 @@ from real_cluster import (
     token,
     within,
 )
+from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.doors import AUDIENCE, Doors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resident
 from load_served import H100, Served
+from rigs import waiting
 from rigs.packages import apt_installed
 
 
@@ -33,12 +33,5 @@ def node_exporter() -> None:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Wait until it holds; a generous bound, as the machine may be busy."""
-
-    def wait(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-        until = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < until, f"never came true: {what}"
-            time.sleep(0.05)
-
-    return wait
+    """Wait until it holds."""
+    return waiting.eventually
