@@ -5,7 +5,7 @@ Absent is not failed, and a value that was not read is ``None``, never zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -26,6 +26,18 @@ class Severity(StrEnum):
     UNKNOWN = "unknown"  # could not be judged; a required check that ends here is exit code 5
     WARN = "warn"  # costs performance or will break later
     FAIL = "fail"  # training will fail, or run far below what the hardware can do
+
+
+FAILING_LOSS = 0.1
+"""Share of a multi-node step from which on what costs it is a failure: docs/findings.md, "Severity"."""
+
+
+def by_loss(share: float) -> Severity:
+    """FAIL where a finding takes at least a tenth of what bounds a multi-node step, else WARN.
+
+    `share` is lost from a rate that the step waits for (0 to 1): a link's bandwidth, the slowest GPU's clock.
+    """
+    return Severity.FAIL if share >= FAILING_LOSS else Severity.WARN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +110,7 @@ class Probe(Generic[F]):
     codes: tuple[str, ...] = ()  # every finding code `check` may return
     metrics: tuple[Metric, ...] = ()
     samples: Callable[[F], Iterable[Sample]] = lambda _facts: ()
+    unjudged: Callable[[F], Mapping[str, str]] = lambda _facts: {}  # codes these facts cannot decide, each with why
     timeout_seconds: float = 10.0
 
 

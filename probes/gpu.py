@@ -6,7 +6,7 @@ not support one leaves None, a lost GPU is kept with its error and never hides t
 
 from __future__ import annotations
 
-from probes import gpu_check, gpu_read, gpu_samples
+from probes import gpu_check, gpu_health, gpu_read, gpu_samples
 from probes.api import Probe
 from probes.gpu_types import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
 
@@ -18,8 +18,10 @@ PROBE: Probe[GpuFacts] = Probe(
     read=gpu_read.read,
     check=gpu_check.check,
     codes=gpu_check.CODES,
+    unjudged=gpu_health.unjudged,
     metrics=gpu_samples.METRICS,
     samples=gpu_samples.samples,
-    # The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most.
-    timeout_seconds=30.0,
+    # The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
+    # driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.
+    timeout_seconds=45.0,
 )

@@ -10,13 +10,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from probes import xid
 from probes.api import Finding, Severity
-from probes.gpu_health import HARDWARE_XIDS, subject_of
+from probes.gpu_health import subject_of, xids_of
 from probes.gpu_types import Gpu, GpuFacts
 
-NVLINK_COUNTERS = ("replay", "recovery")
-CRC_COUNTERS = ("crc_flit", "crc_data")
-CRC_PER_SECOND = 100.0
+NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
+"""Of each link: any rise is one too many. From Blackwell on packets received with errors, and links that were lost."""
+
+PER_SECOND = {
+    "crc_flit": 100.0,
+    "crc_data": 100.0,
+    # From Blackwell on, errors that the link's code left. A link carries 4e11 bits a second each way (NVLink 5), and a
+    # bit error rate over 1e-12 is no healthy link (ibdiagnet, default of --ber_thresh).
+    "effective": 0.4,
+    "symbol": 0.4,
+}
+"""Errors a second from which a counter of each link is worth a warning."""
+
 REPLAYS_PER_MINUTE = 8.0
 
 
@@ -45,22 +56,35 @@ def _rise(start: int | None, end: int | None) -> int:
     return end - start if start is not None and end is not None and end > start else 0
 
 
+_CAUSES = {  # of an Xid -> severity, what follows the numbers, remedy
+    "gpu": (
+        Severity.FAIL, ": the GPU, its memory or its links.",
+        "Drain the node and look the number up in NVIDIA's Xid catalogue.",
+    ),
+    "driver": (
+        Severity.WARN, ": an engine, the firmware or the driver; the cause is open.",
+        "Look the number up in NVIDIA's Xid catalogue, and drain the node if it comes back.",
+    ),
+    "program": (Severity.INFO, ", usually an error of the program.", ""),
+}  # fmt: skip
+
+
 def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
-    if before.xids is None or after.xids is None:
+    earlier, now = xids_of(before), xids_of(after)
+    if earlier is None or now is None:
         return
-    new = Counter(after.xids) - Counter(before.xids)
-    for hardware in (True, False):
-        found = {xid: count for xid, count in new.items() if (xid in HARDWARE_XIDS) is hardware}
-        if found:
-            what = ", ".join(f"Xid {xid} ({count} times)" for xid, count in found.items())
+    new = tuple((Counter(now) - Counter(earlier)).elements())
+    for cause in xid.CAUSES:
+        what = xid.named(new, cause)
+        if what:
+            severity, words, remedy = _CAUSES[cause]
             yield Finding(
                 code="gpu.xid.new",
-                severity=Severity.FAIL if hardware else Severity.INFO,
+                severity=severity,
                 subject=subject_of(after),
-                message=f"The driver logged {what} within {seconds:.0f} s"
-                + (": the GPU, its memory or its links." if hardware else ", usually an error of the program."),
-                evidence=(f"kernel log, NVRM: {what} more than in the scan before",),
-                remedy="Drain the node and look the number up in NVIDIA's Xid catalogue." if hardware else "",
+                message=f"The driver reported {what} within {seconds:.0f} s{words}",
+                evidence=(f"kernel log or NVML events: {what} more than in the scan before",),
+                remedy=remedy,
             )
 
 
@@ -98,7 +122,7 @@ def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
             code="gpu.nvlink.errors",
             severity=Severity.WARN,
             subject=subject_of(after),
-            message=f"NVLink errors rose within {seconds:.0f} s: packets were sent again or a link trained again.",
+            message=f"NVLink errors rose within {seconds:.0f} s: packets were spoilt or sent again, links retrained.",
             evidence=risen,
             remedy="If they go on rising, drain the node and have the link checked (nvidia-smi nvlink -e).",
         )
@@ -107,8 +131,8 @@ def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
 def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
     earlier = {link.link: link.errors or {} for link in before.nvlinks}
     for link in after.nvlinks:
-        for name in (*NVLINK_COUNTERS, *CRC_COUNTERS):
+        for name in (*NVLINK_COUNTERS, *PER_SECOND):
             start, end = earlier.get(link.link, {}).get(name), (link.errors or {}).get(name)
             rise = _rise(start, end)
-            if rise and (name in NVLINK_COUNTERS or rise >= CRC_PER_SECOND * seconds):
+            if rise and rise >= PER_SECOND.get(name, 0.0) * seconds:
                 yield f"link {link.link} {name}: {start}, then {end}"

@@ -16,7 +16,7 @@ _GPU = ("gpu", "UUID", "pci_bus_id")
 
 METRICS = (
     Metric(name="gpu_info", help="1 for every GPU of the host.", labels=(*_GPU, "modelName"), kind="info"),
-    Metric(name="gpu_up", help="0 where the driver has lost the GPU.", labels=_GPU),
+    Metric(name="gpu_up", help="0 where the driver has lost the GPU; none where it refuses to say.", labels=_GPU),
     Metric(name="gpu_nvlink_up", help="1 where the link has a partner.", labels=(*_GPU, "link")),
     Metric(name="gpu_nvlinks_active", help="Active NVLinks of the GPU.", labels=_GPU),
     Metric(
@@ -57,7 +57,7 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
 def _values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
     fabric = gpu.fabric_state not in (None, "not_supported")
     return (
-        ("gpu_up", float(gpu.error is None)),
+        ("gpu_up", float(gpu.error is None) if gpu.error is None or gpu.broken else None),
         ("gpu_nvlinks_active", sum(link.active is True for link in gpu.nvlinks) if gpu.nvlinks_known else None),
         ("gpu_pcie_lanes", gpu.pcie_width),
         ("gpu_pcie_lanes_max", gpu.pcie_width_max),

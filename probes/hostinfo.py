@@ -43,6 +43,10 @@ class HostinfoFacts:
     virtual_machine: str | None = None  # hypervisor's name; None bare metal or unknown
     product: str | None = None  # DMI: "PowerEdge R760xa", "p4d.24xlarge"
     vendor: str | None = None
+    chassis_asset_tag: str | None = None  # DMI: how OCI and Azure mark their machines, bare metal included
+    cloud_id: str | None = None  # /run/cloud-init/cloud-id: "aws", "azure", "gce", "oracle"
+    vendor_files: tuple[str, ...] = ()  # of `hostinfo_read.VENDOR_FILES` those that are on this disk
+    storage_servers: tuple[str, ...] = ()  # addresses that network file systems are mounted from (/proc/self/mounts)
     boot_id: str | None = None
     load: float | None = None  # 1-minute load average
     nccl_environment: dict[str, str] | None = None  # NCCL_*, GLOO_*, TORCH_NCCL_*, FI_*, NVIDIA_VISIBLE_DEVICES

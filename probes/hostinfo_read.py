@@ -1,10 +1,12 @@
 """Reads /proc, DMI and the NUMA nodes of sysfs into `HostinfoFacts`.
 
-Specification: proc(5); Linux Documentation/ABI/stable/sysfs-devices-node; NCCL user guide, nccl.conf.
+Specification: proc(5); Linux Documentation/ABI/stable/sysfs-devices-node; NCCL user guide, nccl.conf; cloud-init,
+instance metadata (/run/cloud-init/cloud-id).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from probes import sysfs
@@ -13,7 +15,32 @@ from probes.hostinfo import HostinfoFacts, NumaNode
 
 DMI = "/sys/class/dmi/id/"
 NODES = "/sys/devices/system/node/"
+_OF_THE_CONTAINER = ("container", "TOPOFLIGHT_ROLE")  # read by probes.container; no library reads them
 NODES_MAX = 1024  # MAX_NUMNODES of the kernel's largest configuration
+
+# Files by which makers and clouds bring NCCL plugins and their environment. What is there says which platform this is
+# and which recipe goes with it; nothing is executed.
+VENDOR_FILES = (
+    "/usr/local/gib/scripts/set_nccl_env.sh",  # Google gIB, in pods
+    "/home/kubernetes/bin/gib/scripts/set_nccl_env.sh",  # the same on a node of GKE
+    "/var/lib/gib/scripts/set_nccl_env.sh",
+    "/usr/local/tcpxo/lib64/nccl-env-profile.sh",  # Google TCPXO
+    "/usr/local/nvidia/lib64/nccl-env-profile.sh",
+    "/home/kubernetes/bin/nvidia/lib64/nccl-env-profile.sh",
+    "/var/lib/tcpxo/lib64/nccl-env-profile.sh",
+    "/usr/local/tcpx/lib64/libnccl-net.so",  # Google TCPX
+    "/var/lib/tcpx/lib64/libnccl-net.so",
+    "/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so",  # EFA installer
+    "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net.so",
+    "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so",  # NVIDIA HPC-X
+    "/opt/hpcx/nccl_spectrum-x_plugin/lib/libnccl-net.so",
+    "/opt/nccl_rdma_sharp_plugin/lib/libnccl-net.so",
+    "/usr/local/nccl-rdma-sharp-plugins/lib/libnccl-net.so",  # Azure HPC images
+    "/opt/cray/libfabric",  # HPE Slingshot host software
+)
+_SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "beegfs", "glusterfs")
+SERVERS_MAX = 64
 
 # DMI strings of hypervisors (what systemd-detect-virt(1) also goes by), each looked for in "vendor product".
 HYPERVISORS = (
@@ -60,9 +87,13 @@ def read(host: Host) -> HostinfoFacts:
         virtual_machine=virtual_machine(host, first),
         product=product,
         vendor=vendor,
+        chassis_asset_tag=sysfs.text(host, DMI + "chassis_asset_tag"),
+        cloud_id=sysfs.text(host, "/run/cloud-init/cloud-id"),
+        vendor_files=tuple(path for path in VENDOR_FILES if host.exists(path)),
+        storage_servers=storage_servers(sysfs.text(host, "/proc/self/mounts")),
         boot_id=sysfs.text(host, "/proc/sys/kernel/random/boot_id"),
         load=load[0] if load else None,
-        nccl_environment=host.environment(),
+        nccl_environment={k: v for k, v in host.environment().items() if k not in _OF_THE_CONTAINER},
         nccl_conf=conf,
         nccl_conf_files=conf_files,
         numa_balancing=None if balancing is None else balancing != 0,  # 1 and 2 (memory tiering) both scan
@@ -81,6 +112,21 @@ def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str 
         return None
     named = next((name for mark, name in HYPERVISORS if mark in f"{vendor} {product}"), None)
     return named or sysfs.text(host, "/sys/hypervisor/type") or ("unknown hypervisor" if flags is not None else None)
+
+
+def storage_servers(mounts: str | None) -> tuple[str, ...]:
+    """IPv4 addresses that file systems are mounted from: "10.1.2.3:/data" of NFS, "10.1.2.3@o2ib:/fs" of Lustre."""
+    found: dict[str, None] = {}
+    for line in (mounts or "").splitlines():
+        words = line.split()
+        if len(words) < 3 or words[2] not in _NETWORK_FILE_SYSTEMS:
+            continue
+        for text in _SERVER.findall(words[0]):
+            try:
+                found[str(ipaddress.IPv4Address(text))] = None
+            except ValueError:
+                continue
+    return tuple(found)[:SERVERS_MAX]
 
 
 def numa_nodes(host: Host) -> tuple[NumaNode, ...]:

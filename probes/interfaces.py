@@ -36,6 +36,7 @@ class Interface:
     errors: dict[str, int] | None = None
     parent_elsewhere: bool = False  # its lower device, or a veth's other end, is in another network namespace
     multus_mtu_bytes: int | None = None  # "mtu" of its network-status entry
+    neighbour: str | None = None  # "leaf1 Ethernet1/5": the switch's port that it is wired to, where LLDP told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

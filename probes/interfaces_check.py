@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from probes.api import Finding, Severity
+from probes.api import Finding, Severity, by_loss
 from probes.interfaces import Interface, InterfacesFacts
 from probes.interfaces_roles import ON_A_WIRE, nccl_choice, usable_by_nccl
 
@@ -29,7 +29,7 @@ def check(facts: InterfacesFacts) -> Iterator[Finding]:
     yield from _choice(facts)
     for interface in facts.interfaces:
         yield from _down(interface)
-        yield from _address(interface)
+        yield from _address(facts, interface)
         yield from _mtu(facts, interface)
     yield from _siblings(facts)
 
@@ -60,13 +60,19 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
                 remedy="Bring one interface up with an address that the other nodes reach.",
             )
         return
+    if chosen.role == "loopback" and (finding := _only_loopback(facts, chosen)):
+        yield finding
+        return
     others = [i for i in facts.interfaces if usable_by_nccl(i) and i is not chosen and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
     if chosen.role in ("docker", "bridge", "virtual", "loopback") and better is not None:
         severity, why = Severity.FAIL, f"a {chosen.role} interface that other nodes do not reach"
     elif better is not None and _is_faster(better, chosen):
         # On a host whose fast card does RDMA, sockets carry the start-up only, and gloo.
-        severity = Severity.INFO if chosen.role == "host" and better.rdma_device else Severity.WARN
+        # So on Slingshot, where libfabric drives the fast card.
+        fabric = better.rdma_device or (better.driver or "").startswith("cxi")
+        started_only = chosen.role == "host" and fabric
+        severity = Severity.INFO if started_only else by_loss(_loss(chosen, better))
         why = f"a {chosen.role} interface{_speed(chosen)}"
     else:
         return
@@ -79,7 +85,33 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
             f"{', ' + better.rdma_device if better.rdma_device else ''}) is there."
         ),
         evidence=tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
-        remedy=f"Set NCCL_SOCKET_IFNAME={better.name} and GLOO_SOCKET_IFNAME={better.name}.",
+        remedy=_named(chosen, better, others),
+    )
+
+
+def _named(chosen: Interface, better: Interface, others: list[Interface]) -> str:
+    """Every interface as fast as the best one: pinned to one of them, data would lose the others."""
+    alike = [i for i in others if _fast(i) == _fast(better) and (i.role, i.driver) == (better.role, better.driver)]
+    names = ",".join(i.name for i in (alike if not better.rdma_device else [better]))
+    prefixed = any(i.name.startswith(tuple(names.split(","))) for i in (chosen,))
+    return f"Set NCCL_SOCKET_IFNAME={'=' if prefixed else ''}{names} and GLOO_SOCKET_IFNAME={better.name}."
+
+
+def _only_loopback(facts: InterfacesFacts, chosen: Interface) -> Finding | None:
+    """A network card is there, and no interface but loopback can be used: ranks of other nodes are not reached.
+
+    A host or container without any card has no network to lose.
+    """
+    others = [i for i in facts.interfaces if i is not chosen]
+    if any(usable_by_nccl(i) for i in others) or not any(i.bus_id for i in others):
+        return None
+    return Finding(
+        code="interfaces.choice.none",
+        severity=Severity.FAIL,
+        subject="",
+        message=f"No interface but {chosen.name} is up, running and has an address: no other node reaches this one.",
+        evidence=tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16]),
+        remedy="Bring one interface up with an address that the other nodes reach.",
     )
 
 
@@ -107,6 +139,16 @@ def _is_faster(better: Interface, chosen: Interface) -> bool:
     return chosen.role == "pod-default" and better.role == "secondary"
 
 
+def _loss(chosen: Interface, better: Interface) -> float:
+    """The share of the better interface's rate that is lost.
+
+    An overlay beside a secondary network has no rate to read: there the same fine-tune took 5 h and 2 h 30 (README.md).
+    """
+    if chosen.speed_bytes_per_second and better.speed_bytes_per_second and chosen.role != "pod-default":
+        return 1.0 - chosen.speed_bytes_per_second / better.speed_bytes_per_second
+    return 0.5
+
+
 def _speed(interface: Interface) -> str:
     rate = interface.speed_bytes_per_second
     return f", {rate * 8 / 1e9:g} Gb/s" if rate else ""
@@ -120,7 +162,8 @@ def _down(interface: Interface) -> Iterator[Finding]:
     if _matters(interface) and (interface.up is False or interface.running is False):
         yield Finding(
             code="interfaces.link.down",
-            severity=Severity.WARN,
+            # a network that the pod was given: without it the job falls back to the pod network, half as fast or worse
+            severity=Severity.FAIL if interface.role == "secondary" or interface.multus_network else Severity.WARN,
             subject=interface.name,
             message=(
                 f"{interface.name} is {'down' if interface.up is False else 'up without a carrier'}: NCCL leaves it "
@@ -131,12 +174,15 @@ def _down(interface: Interface) -> Iterator[Finding]:
         )
 
 
-def _address(interface: Interface) -> Iterator[Finding]:
-    ipv4 = [a for a in interface.addresses if ":" not in a]
-    if interface.role == "secondary" and interface.running and not ipv4:
+def _address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
+    if interface.role == "secondary" and interface.running and not _ipv4(interface):
+        # Without another secondary network the job falls back to the pod's own. InfiniBand needs no address for RDMA.
+        others = any(i.role == "secondary" and i.running and _ipv4(i) for i in facts.interfaces)
+        routable = any(":" in a and not a.lower().startswith("fe80") for a in interface.addresses)
+        mild = others or routable or interface.kind in ("ipoib", "infiniband")
         yield Finding(
             code="interfaces.address.missing",
-            severity=Severity.WARN,
+            severity=Severity.WARN if mild else Severity.FAIL,
             subject=interface.name,
             message=(
                 f"{interface.name} has no IPv4 address: it gives a RoCE port no routable GID, and NCCL cannot name it."
@@ -144,6 +190,10 @@ def _address(interface: Interface) -> Iterator[Finding]:
             evidence=(f"rtnetlink: {interface.name}: {', '.join(interface.addresses) or 'no address'}",),
             remedy="Give the network attachment an ipam section (whereabouts, static) so that the pod gets an address.",
         )
+
+
+def _ipv4(interface: Interface) -> list[str]:
+    return [address for address in interface.addresses if ":" not in address]
 
 
 def _mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
@@ -199,7 +249,9 @@ def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
             if (interface.speed_bytes_per_second or 0) < (best.speed_bytes_per_second or 0):
                 yield Finding(
                     code="interfaces.speed.low",
-                    severity=Severity.WARN,
+                    severity=by_loss(
+                        1.0 - (interface.speed_bytes_per_second or 0.0) / (best.speed_bytes_per_second or 1.0)
+                    ),
                     subject=interface.name,
                     message=(
                         f"{interface.name} runs{_speed(interface)[1:]}, {best.name} of the same "

@@ -10,13 +10,13 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from probes import sysfs
+from probes import lldp, sysfs
 from probes.api import UnavailableError
+from probes.container import container
 from probes.host import Host, Json
 from probes.interfaces import Interface, InterfacesFacts
 from probes.interfaces_roles import nccl_choice, role_of
 from probes.interfaces_status import NetworkStatus, read_network_status
-from probes.limits_read import container
 from probes.rdma_gids import ipv4_of, read_gids
 
 NET = "/sys/class/net"
@@ -44,9 +44,16 @@ def read(host: Host) -> InterfacesFacts:
     names = {link["index"]: link["name"] for link in links}
     rdma = _rdma_map(host)
     facts = {link["name"]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    wired = lldp.neighbours(
+        host, {link["index"]: link["name"] for link in links if link["name"] in facts and facts[link["name"]].bus_id}
+    )
     in_pod = status is not None or container(host) == "kubernetes"
     finished = tuple(
-        _finish(interface, facts, status, default=default, rdma=rdma, in_pod=in_pod) for interface in facts.values()
+        replace(
+            _finish(interface, facts, status, default=default, rdma=rdma, in_pod=in_pod),
+            neighbour=wired.get(interface.name),
+        )
+        for interface in facts.values()
     )
     return InterfacesFacts(
         interfaces=finished,

@@ -35,6 +35,7 @@ class LimitsFacts:
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
     overcommit: int | None = None
+    of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 
@@ -50,6 +51,19 @@ def check(facts: LimitsFacts) -> Iterator[Finding]:
     from probes import limits_check
 
     return limits_check.check(facts)
+
+
+def unjudged(facts: LimitsFacts) -> dict[str, str]:
+    """What the agent's own container cannot tell: a job's manifest gives its pod another /dev/shm and other rights.
+
+    RLIMIT_MEMLOCK and RLIMIT_NOFILE stay judged: both come from the container engine, the same for every pod.
+    """
+    if not facts.of_agent:
+        return {}
+    why = "not judged: this is the agent's own container, and a job's pod gets what its own manifest says"
+    return dict.fromkeys(
+        ("limits.shm.small", "limits.shm.full", "limits.shm.unknown", "limits.numa_policy.denied"), why
+    )
 
 
 def samples(facts: LimitsFacts) -> Iterator[Sample]:
@@ -74,6 +88,7 @@ PROBE = Probe(
     read=read,
     check=check,
     samples=samples,
+    unjudged=unjudged,
     codes=(
         "limits.memlock.low",
         "limits.memlock.unknown",

@@ -6,7 +6,7 @@ NCCL_BUFFSIZE, default 4194304; PyTorch multiprocessing, "Sharing CPU tensors", 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from probes.api import Finding, Severity
 from probes.limits import LimitsFacts
@@ -24,7 +24,11 @@ MEMLOCK_REMEDIES = {
     "kubernetes": f"{CRIO_REMEDY}; then read the limit again in the job's own pod.",
     "docker": "Start the container with --ulimit memlock=-1:-1.",
     "podman": "Start the container with --ulimit memlock=-1:-1.",
+    "containerd": "Start the container with --ulimit memlock=-1:-1, or set LimitMEMLOCK=infinity for its unit.",
+    "lxc": "Set lxc.prlimit.memlock = unlimited in the container's configuration.",
+    "systemd-nspawn": "Start the container with --rlimit=RLIMIT_MEMLOCK=infinity.",
 }
+MEMLOCK_IN_CONTAINER = "Raise the memlock limit to unlimited (soft and hard) in what starts the container."
 MEMLOCK_REMEDY = (
     "Set memlock to unlimited (soft and hard) in /etc/security/limits.d/, in the unit's LimitMEMLOCK, and with Slurm "
     "in PropagateResourceLimitsExcept=MEMLOCK."
@@ -33,7 +37,9 @@ SHM_REMEDIES = {
     "kubernetes": "Mount an emptyDir with medium: Memory and a sizeLimit of at least 1Gi at /dev/shm.",
     "docker": "Start the container with --shm-size=1g or more, or --ipc=host.",
     "podman": "Start the container with --shm-size=1g or more, or --ipc=host.",
+    "containerd": "Start the container with --shm-size=1g or more, or --ipc=host (nerdctl).",
 }
+SHM_IN_CONTAINER = "Give the container a /dev/shm of at least 1 GiB in what starts it."
 SHM_REMEDY = "Remount /dev/shm with a larger size: mount -o remount,size=8G /dev/shm."
 
 
@@ -50,9 +56,10 @@ def size(value: int | None) -> str:
 def check(facts: LimitsFacts) -> Iterator[Finding]:
     """Every limit in turn."""
     yield from _memlock(facts)
-    yield from _shm(facts)
     yield from _nofile(facts)
-    yield from _numa_policy(facts)
+    if not facts.of_agent:  # see probes.limits.unjudged
+        yield from _shm(facts)
+        yield from _numa_policy(facts)
 
 
 def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
@@ -80,6 +87,8 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
         # structures: at or below that no RDMA connection of NCCL can be set up.
         too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
         severity = Severity.FAIL if facts.rdma_present and too_small else Severity.WARN
+        if facts.rdma_present is False:  # nothing here registers memory: it costs no job of this host
+            severity = Severity.INFO
         message = (
             f"RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, "
             "and NCCL asks for unlimited."
@@ -96,12 +105,12 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
             f"CapEff bit 14 (CAP_IPC_LOCK): {_word(facts.ipc_lock)}",
             f"whose limit: {facts.whose}",
         ),
-        remedy=MEMLOCK_REMEDIES.get(facts.container or "", MEMLOCK_REMEDY),
+        remedy=_of_engine(facts, MEMLOCK_REMEDIES, MEMLOCK_IN_CONTAINER, MEMLOCK_REMEDY),
     )
 
 
 def _shm(facts: LimitsFacts) -> Iterator[Finding]:
-    remedy = SHM_REMEDIES.get(facts.container or "", SHM_REMEDY)
+    remedy = _of_engine(facts, SHM_REMEDIES, SHM_IN_CONTAINER, SHM_REMEDY)
     if facts.shm_size_bytes is None:
         yield Finding(
             code="limits.shm.unknown",
@@ -167,6 +176,11 @@ def _numa_policy(facts: LimitsFacts) -> Iterator[Finding]:
             evidence=(f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose),
             remedy="Add the capability SYS_NICE to the job's container where it binds memory.",
         )
+
+
+def _of_engine(facts: LimitsFacts, engines: Mapping[str, str], other: str, bare: str) -> str:
+    """The remedy of this container's engine, of any other one, or of a host without container."""
+    return engines.get(facts.container, other) if facts.container else bare
 
 
 def _word(known: bool | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from probes import sysfs
+from probes.container import container, of_agent
 from probes.host import Host
 from probes.limits import LimitsFacts
 
@@ -26,11 +27,10 @@ def read(host: Host) -> LimitsFacts:
     capabilities = _hexadecimal(status.get("CapEff"))
     memlock, nofile, nproc = (_limit(host, name) for name in ("MEMLOCK", "NOFILE", "NPROC"))
     shm = _shm(host)
-    where = container(host)
+    where, agent = container(host), of_agent(host)
+    whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
     return LimitsFacts(
-        whose=(
-            f"this process, pid {identity.get('pid')}, uid {uid}, {where + ' container' if where else 'no container'}"
-        ),
+        whose=f"this process, pid {identity.get('pid')}, uid {uid}, {whose}",
         uid=uid,
         memlock_soft_bytes=memlock[0] if memlock else None,
         memlock_hard_bytes=memlock[1] if memlock else None,
@@ -47,27 +47,11 @@ def read(host: Host) -> LimitsFacts:
         cgroup_memory_max_bytes=_cgroup_memory(host),
         cgroup_cpus=_cgroup_cpus(host),
         container=where,
+        of_agent=agent,
         seccomp=SECCOMP.get(status.get("Seccomp", "")),
         overcommit=sysfs.number(host, "/proc/sys/vm/overcommit_memory"),
         rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
     )
-
-
-def container(host: Host) -> str | None:
-    """What kind of container this process is in; None where nothing shows one."""
-    groups = (sysfs.text(host, "/proc/self/cgroup") or "") + (sysfs.text(host, "/proc/1/cgroup") or "")
-    hosts = sysfs.text(host, "/etc/hosts") or ""
-    if (
-        host.exists("/var/run/secrets/kubernetes.io/serviceaccount")
-        or "kubepods" in groups
-        or hosts.startswith("# Kubernetes-managed hosts file")  # kubelet writes it into every pod, token or not
-    ):
-        return "kubernetes"
-    if host.exists("/run/.containerenv"):
-        return "podman"
-    if host.exists("/.dockerenv") or "/docker" in groups:
-        return "docker"
-    return None
 
 
 def _limit(host: Host, name: str) -> tuple[int | None, int | None] | None:

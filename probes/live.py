@@ -19,11 +19,14 @@ from probes.host import GpuHandle, Json
 from probes.kernel_log import KernelLog
 from probes.live_config import ConfigSpaces
 from probes.live_paths import Paths
-from probes.nvml import Nvml
+from probes.nvml import Nvml, Slot
 from probes.rtnl import Route
 
 TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
-ENVIRONMENT = re.compile(r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_|(CUDA_VISIBLE_DEVICES|TOPOFLIGHT_NETWORK_STATUS)$")
+ENVIRONMENT = re.compile(
+    r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_"
+    r"|(CUDA_VISIBLE_DEVICES|TOPOFLIGHT_NETWORK_STATUS|TOPOFLIGHT_ROLE|container)$"
+)
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 # What the kernel stores when it finds a device, or the device cannot change. A third of all files that a scan reads.
@@ -186,6 +189,18 @@ class LiveHost:
         return self._log.lines(word)
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
+
+    def give_driver_seconds(self, seconds: float | None) -> None:
+        """How long NVML may be asked from now on; what is asked later is NOT_ASKED (see `probes.nvml`)."""
+        self._nvml.give_seconds(seconds)
+
+    def show_driver_questions(self, slot: Slot) -> None:
+        """Where the question stands that NVML is asked (see `probes.nvml`)."""
+        self._nvml.show_questions(slot)
+
+    def leave_out_of_driver(self, questions: dict[str, str]) -> None:
+        """Questions that NVML did not survive, and is not asked now (see `probes.nvml`)."""
+        self._nvml.leave_out(questions)
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call one NVML function."""

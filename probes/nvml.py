@@ -6,7 +6,9 @@ Specification: NVML API reference (nvml.h); pynvml is NVIDIA's own binding. Noth
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,14 @@ ERROR_NAMES = {
 
 ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
 
+NOT_ASKED, HUNG, CRASHED = "NOT_ASKED", "HUNG", "CRASHED"
+"""Not the driver's words but ours: the time for its questions was over before this one (`Nvml.give_seconds`), or it did
+not survive this one before (`Nvml.leave_out`)."""
+
+INIT = "nvmlInit"
+HANDLE = "nvmlDeviceGetHandleByIndex"
+XIDS = "nvmlEventSetWait"
+
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
 _DRIVER_CHANGED = {1, 9, 12, 15, 16, 18}  # a GPU or the driver went: what comes back need not be the same
 _LINK_STATE = "nvmlDeviceGetNvLinkState"
@@ -32,14 +42,35 @@ _FIXED = {  # of a GPU, a link that is up, or a place on the board; the driver c
     "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability",
     "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNvLinkVersion", "nvmlDeviceGetNvLinkRemoteDeviceType",
     "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxClockInfo",
-    "nvmlDeviceGetPowerManagementDefaultLimit",
+    "nvmlDeviceGetPowerManagementDefaultLimit", "nvmlDeviceGetDefaultEccMode",
 }  # fmt: skip
+_XID_EVENT = 8  # nvmlEventTypeXidCriticalError
+_NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field, NOT_SUPPORTED of the board
+_EVENTS_MAX = 1024  # kept of one driver's life, newest last
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
 
 
 def failure(symbol: str, name: str) -> NvmlError:
     """The error NVML gives by that name."""
     return NvmlError(symbol, ERROR_CODES.get(name, 999), name)
+
+
+class Slot:
+    """Memory that two processes share, with the question in it that the driver is asked."""
+
+    BYTES = 128
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor` is of a file of that size, and is not needed any more afterwards."""
+        self._memory = mmap.mmap(descriptor, self.BYTES)
+
+    def write(self, question: str) -> None:
+        """Replace what is in it; empty where nothing is asked."""
+        self._memory[:] = question.encode()[: self.BYTES].ljust(self.BYTES, b"\0")
+
+    def read(self) -> str:
+        """What is in it."""
+        return self._memory[:].rstrip(b"\0").decode(errors="replace")
 
 
 class Nvml:
@@ -51,29 +82,77 @@ class Nvml:
         self._functions: dict[str, Callable[..., Json]] = {}
         self._fixed: dict[tuple[Any, ...], Json] = {}  # only answers: an error may pass
         self._no_links: set[tuple[Any, ...]] = set()  # questions for NVLinks beyond those of the board
+        self._events = _Events()
+        self._deadline: float | None = None  # of time.monotonic
+        self._left_out: dict[str, str] = {}
+        self._slot: Slot | None = None
+
+    def show_questions(self, slot: Slot) -> None:
+        """Write each question into `slot` while the driver is asked: who finds this process dead reads it there."""
+        self._slot = slot
+
+    def leave_out(self, questions: dict[str, str]) -> None:
+        """Raise HUNG or CRASHED in place of these: "nvmlDeviceGetName gpu1", "nvmlDeviceGetName" or "gpu1"."""
+        self._left_out = questions
+
+    def give_seconds(self, seconds: float | None) -> None:
+        """From now on answer for so long, then raise NOT_ASKED in place of a call; None lifts the limit.
+
+        A driver that takes long for each answer is so read in part, in the order in which it is asked.
+        """
+        self._deadline = None if seconds is None else time.monotonic() + seconds
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
-        """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle."""
+        """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle.
+
+        Raises NvmlError, whose symbol is the function that failed: this one, or on the way to it nvmlInit or the
+        look-up of the handle.
+        """
         fixed = (symbol, *arguments) if symbol in _FIXED else None
         if fixed in self._fixed:
             return self._fixed[fixed]
         if symbol == _LINK_STATE and (symbol, *arguments) in self._no_links:
             raise failure(symbol, "INVALID_ARGUMENT")
-        function = self._functions.get(symbol) or self._function(symbol)
-        pynvml = self._pynvml
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            raise NvmlError(symbol, -1, NOT_ASKED)
+        place = next((f"gpu{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
+        for left_out in (f"{symbol} {place}", symbol, place) if self._left_out else ():
+            if left_out in self._left_out:
+                raise NvmlError(HANDLE if left_out == place else symbol, -1, self._left_out[left_out])
+        if self._slot is not None:
+            self._slot.write(f"{symbol} {place}")
         try:
-            answer = function(*[self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments])
+            return self._ask(symbol, arguments, fixed)
+        finally:
+            if self._slot is not None:
+                self._slot.write("")
+
+    def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], fixed: tuple[Any, ...] | None) -> Json:
+        pynvml, failing = self._library(), HANDLE
+        function = self._functions.get(symbol) or self._function(symbol)
+        try:
+            places = [self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
+            failing = symbol
+            answer = self._events.xids(pynvml, self._watched, int(places[0])) if symbol == XIDS else function(*places)
             answer = answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
         except pynvml.NVMLError as error:
             self._learn(error.value, symbol, arguments)
-            raise NvmlError(symbol, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
+            raise NvmlError(failing, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
         except pynvml.NVMLLibraryMismatchError:
-            raise failure(symbol, "FUNCTION_NOT_FOUND") from None
+            raise failure(failing, "FUNCTION_NOT_FOUND") from None
         except UnicodeDecodeError:
-            raise NvmlError(symbol, 999, "GARBLED_TEXT") from None
+            raise NvmlError(failing, 999, "GARBLED_TEXT") from None
         if fixed is not None:
             self._fixed[fixed] = answer
         return answer
+
+    def _watched(self, index: int) -> Any:
+        """The handle of a GPU whose events are to be had."""
+        if f"gpu{index}" in self._left_out or f"{XIDS} gpu{index}" in self._left_out:
+            raise self._pynvml.NVMLError(ERROR_CODES["UNKNOWN"])
+        if self._slot is not None:
+            self._slot.write(f"{XIDS} gpu{index}")
+        return self._handle(index)
 
     def _learn(self, code: int, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> None:
         """What an error says of the answers and handles that were kept."""
@@ -84,23 +163,25 @@ class Nvml:
             self._no_links.add((symbol, *arguments))
         elif code in _STALE_HANDLE:
             self._handles.clear()
+        if code == ERROR_CODES["UNINITIALIZED"]:
+            self._pynvml, self._events = None, _Events()  # the next call begins anew
 
     def _function(self, symbol: str) -> Callable[..., Json]:
-        library = self._library(symbol)
+        library = self._library()
         function = _SPECIAL.get(symbol) or getattr(library, symbol, None)
         if function is None or not symbol.startswith("nvml"):
             raise failure(symbol, "FUNCTION_NOT_FOUND")
         self._functions[symbol] = function
         return function
 
-    def _library(self, symbol: str) -> Any:
+    def _library(self) -> Any:
         if self._pynvml is None:
             import pynvml
 
             try:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
-                raise NvmlError(symbol, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
+                raise NvmlError(INIT, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
             self._pynvml = pynvml
         return self._pynvml
 
@@ -108,6 +189,52 @@ class Nvml:
         if index not in self._handles:
             self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
         return self._handles[index]
+
+
+class _Events:
+    """The Xids that the driver reported since it was first asked for them.
+
+    Specification: NVML API reference, event handling. An event set holds what comes after a GPU was registered with it;
+    a wait of no time takes one event out of it, or answers TIMEOUT.
+    """
+
+    def __init__(self) -> None:
+        self._set: Any = None
+        self._watched: dict[int, Any] = {}  # GPU -> its handle
+        self._refused: dict[int, str] = {}  # GPU -> why its events cannot be had
+        self._xids: list[list[int]] = []  # [GPU, Xid], oldest first
+
+    def xids(self, pynvml: Any, handle: Callable[[int], Any], count: int) -> Json:
+        """{"watched": GPUs below `count` whose events come, "xids": [[GPU, Xid], ...] since they are watched}."""
+        if self._set is None:
+            self._set = pynvml.nvmlEventSetCreate()
+        for index in range(count):
+            if index not in self._watched and index not in self._refused:
+                self._register(pynvml, handle, index)
+        self._drain(pynvml)
+        return {"watched": sorted(self._watched), "xids": list(self._xids)}
+
+    def _register(self, pynvml: Any, handle: Callable[[int], Any], index: int) -> None:
+        try:
+            device = handle(index)
+            if pynvml.nvmlDeviceGetSupportedEventTypes(device) & _XID_EVENT:
+                pynvml.nvmlDeviceRegisterEvents(device, _XID_EVENT, self._set)
+                self._watched[index] = device
+        except pynvml.NVMLError as error:
+            self._refused[index] = ERROR_NAMES.get(error.value, f"CODE_{error.value}")
+
+    def _drain(self, pynvml: Any) -> None:
+        names = {ctypes.cast(device, ctypes.c_void_p).value: index for index, device in self._watched.items()}
+        for _ in range(_EVENTS_MAX if self._watched else 0):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._set, 0)
+            except pynvml.NVMLError as error:
+                if error.value == ERROR_CODES["TIMEOUT"]:
+                    break
+                raise
+            index = names.get(ctypes.cast(event.device, ctypes.c_void_p).value)
+            if event.eventType == _XID_EVENT and index is not None:
+                self._xids = [*self._xids, [index, int(event.eventData)]][-_EVENTS_MAX:]
 
 
 def plain(value: Any) -> Json:
@@ -142,7 +269,8 @@ def nvml_bus_id(sysfs_: str | None) -> str:
 def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     """nvmlDeviceGetFieldValues; a field is a number, or "number:scope" (scope is a link, for example).
 
-    One value per field in the same order, None where the GPU does not support it: that is told field by field.
+    One value per field in the same order. Each has a return code of its own: None where the GPU, or its driver, has no
+    such field, else the error's name.
     """
     import pynvml
 
@@ -150,7 +278,11 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     # The fields' own descriptors: pynvml's attribute access looks for text in every one and costs ten times as much.
     fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
     return [
-        getattr(value(answer), _MEMBERS[kind(answer)]) if fail(answer) == 0 and kind(answer) < len(_MEMBERS) else None
+        (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else None)
+        if (code := fail(answer)) == 0
+        else None
+        if code in _NO_FIELD
+        else ERROR_NAMES.get(code, f"CODE_{code}")
         for answer in pynvml.nvmlDeviceGetFieldValues(handle, wanted)
     ]
 
@@ -170,11 +302,17 @@ def _remote_pci_info(handle: Any, link: int) -> Json:
 
 
 def _fabric_info(handle: Any) -> Json:
-    """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version."""
+    """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version; the second lacks the summary."""
     import pynvml
 
-    info = pynvml.c_nvmlGpuFabricInfo_v2_t()
-    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    info = pynvml.c_nvmlGpuFabricInfo_v3_t()
+    try:
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    except pynvml.NVMLError as error:
+        if error.value != ERROR_CODES["ARGUMENT_VERSION_MISMATCH"]:
+            raise
+        info = pynvml.c_nvmlGpuFabricInfo_v2_t()
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
     return plain(info)
 
 
@@ -187,7 +325,23 @@ def _fabric_info_v1(handle: Any) -> Json:
     return plain(info)
 
 
+def _sram_status(handle: Any) -> Json:
+    """nvmlDeviceGetSramEccErrorStatus."""
+    import pynvml
+
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(status))
+    return plain(status)
+
+
+def _events(*_arguments: Any) -> Json:
+    """In the table of functions only: `_Events` answers."""
+    raise NotImplementedError
+
+
 _SPECIAL: dict[str, Callable[..., Json]] = {
+    XIDS: _events,
+    "nvmlDeviceGetSramEccErrorStatus": _sram_status,
     "nvmlDeviceGetPciInfo": _pci_info,
     "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,
     "nvmlDeviceGetFieldValues": _field_values,

@@ -115,7 +115,9 @@ PROBE = Probe(
     samples=samples,
     codes=(
         "pci.device.lost",
+        "pci.gpu.unjudged",
         "pci.device.no_driver",
+        "pci.device.passed_through",
         "pci.link.width",
         "pci.link.speed",
         "pci.acs.on",

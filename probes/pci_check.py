@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from probes import pci_ends
 from probes.api import Finding, Severity
 from probes.pci import PciDevice, PciFacts, is_bridge, is_gpu, is_network
+from probes.pci_ends import EFA, INFINIBAND_CLASS, NVIDIA
 
-NVIDIA = 0x10DE
-INFINIBAND_CLASS = 0x0207
-EFA = {(0x1D0F, device) for device in (0xEFA0, 0xEFA1, 0xEFA2, 0xEFA3)}  # pci.ids: Elastic Fabric Adapter
 EVIDENCE_MAX = 16
 DEPTH_MAX = 64
 SYSFS = "/sys/bus/pci/devices"
+NARROW_GPU = Severity.FAIL
+"""Of a GPU whose PCIe link has fewer lanes than it could, whether sysfs or NVML shows it: half the lanes at most."""
+
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
 
@@ -29,14 +31,31 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if facts.hypervisor is None:
         yield from _acs(facts)
         yield from _iommu(facts)
+    yield from _unjudged(facts)
     yield from _no_rdma(facts)
     yield from _peermem(facts)
     yield from _virtual_tree(facts)
 
 
+def _unjudged(facts: PciFacts) -> Iterator[Finding]:
+    """GPUs that nothing here reads: seen on the bus, and not judged."""
+    found = pci_ends.amd_gpus(facts)
+    if found:
+        yield Finding(
+            code="pci.gpu.unjudged",
+            severity=Severity.UNKNOWN,
+            subject="",
+            message=f"{len(found)} AMD GPUs seen (PCI class and vendor), RCCL is not judged yet.",
+            evidence=tuple(
+                f"{SYSFS}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
+                for d in found[:EVIDENCE_MAX]
+            ),
+            remedy="Judge them with AMD's own tools (rocm-smi, rvs, rccl-tests); the host is judged for the rest.",
+        )
+
+
 def _gpus(facts: PciFacts) -> list[PciDevice]:
-    # A display adapter of a management controller is class 03 00 too: only NVIDIA's count as GPUs here.
-    return [d for d in facts.devices if is_gpu(d.class_code) and d.vendor_id == NVIDIA]
+    return list(pci_ends.gpus(facts))
 
 
 def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
@@ -54,18 +73,27 @@ def _device(device: PciDevice) -> Iterator[Finding]:
             evidence=(f"{where}/config: 0xff in all of the header",),
             remedy="Drain the host, power-cycle it, and have the device replaced if it is lost again.",
         )
-    if is_gpu(device.class_code) and device.vendor_id == NVIDIA and device.driver in (None, "nouveau"):
+    gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA and device.physical_function is None
+    if gpu and pci_ends.is_passed_through(device.driver):
+        yield Finding(
+            code="pci.device.passed_through",
+            severity=Severity.INFO,
+            subject=device.bus_id,
+            message=f"The GPU is held by {device.driver} for a virtual machine: it is not this host's, and not judged.",
+            evidence=(f"{where}/driver: {device.driver}",),
+        )
+    if gpu and device.driver in (None, "nouveau"):
         yield Finding(
             code="pci.device.no_driver",
-            severity=Severity.WARN,
+            severity=Severity.FAIL,
             subject=device.bus_id,
             message=(
-                f"The GPU is on the bus, but its driver is {device.driver or 'missing'}: CUDA and NVML do not see it."
+                f"The GPU is on the bus, but sysfs shows {device.driver or 'no driver'} bound to it: CUDA and NVML do "
+                "not see it."
             ),
             evidence=(f"{where}/driver: {device.driver or 'no link'}",),
             remedy="Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver.",
         )
-    gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA
     if gpu and device.bar_sizes_offered and device.resizable_bar is False:
         yield Finding(
             code="pci.rebar.off",
@@ -114,7 +142,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     if width and possible and width < possible:
         yield Finding(
             code="pci.link.width",
-            severity=Severity.FAIL if gpu or device.rdma or uplink else Severity.WARN,
+            severity=NARROW_GPU if gpu else Severity.FAIL if device.rdma or uplink else Severity.WARN,
             subject=device.bus_id,
             message=(
                 f"{_what(device)} runs at x{width}, device and slot can do x{possible}: {width / possible:.0%} of its "
@@ -182,7 +210,7 @@ def _acs(facts: PciFacts) -> Iterator[Finding]:
     if redirecting:
         yield Finding(
             code="pci.acs.on",
-            severity=Severity.WARN,
+            severity=Severity.FAIL,  # judged on the way between GPUs and their peers only
             subject="",
             message=(
                 f"ACS is on at {len(redirecting)} PCIe ports between GPUs and their peers: traffic that could turn "
@@ -218,7 +246,8 @@ def _iommu(facts: PciFacts) -> Iterator[Finding]:
     if facts.iommu_mode == "translated" and _gpus(facts) and ends > 1:
         yield Finding(
             code="pci.iommu.translated",
-            severity=Severity.WARN,
+            # Traffic of GPUs and peers that share a switch leaves it now; other traffic crossed the root complex before
+            severity=Severity.FAIL if peer_ports(facts) else Severity.WARN,
             subject="",
             message=(
                 "The IOMMU translates the DMA of GPUs and NICs: peer-to-peer traffic goes through the CPU or fails."
@@ -232,9 +261,15 @@ def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
     """Cards made for RDMA without an RDMA device: their driver's RDMA half is not loaded or is switched off."""
     for device in facts.devices:
         made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or (device.vendor_id, device.device_id) in EFA
-        if device.rdma is not False or not (made_for_it or device.driver == "mlx5_core"):
+        # a virtual function without an RDMA device may be a pod's, in a network namespace of its own
+        theirs = device.physical_function is not None and not made_for_it
+        if device.rdma is not False or theirs or pci_ends.is_passed_through(device.driver):
             continue
-        severity = Severity.FAIL if made_for_it else Severity.WARN
+        if not (made_for_it or device.driver == "mlx5_core" or device in pci_ends.hcas(facts)):
+            continue
+        # An Ethernet card may be there for storage or management, but not where nothing else of a GPU node does RDMA.
+        alone = bool(_gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
+        severity = Severity.FAIL if made_for_it or alone else Severity.WARN
         yield Finding(
             code="pci.nic.no_rdma",
             severity=Severity.UNKNOWN if facts.container else severity,

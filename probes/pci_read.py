@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from probes import hostinfo_read, limits_read, sysfs
+from probes import hostinfo_read, sysfs
 from probes.api import UnavailableError
+from probes.container import container
 from probes.host import Host
 from probes.pci import PciDevice, PciFacts, is_bridge, is_gpu, is_network
 from probes.pci_config import CONFIG_BYTES, parse_config
@@ -29,7 +30,11 @@ PEERMEM = (
 DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
 TOPOLOGY_FOLDERS = (
     "/var/run/nvidia-topologyd",  # NCCL's own default: virtualTopology.xml
-    "/opt/microsoft",  # Azure HPC images: ndv4-topo.xml, ndv5-topo.xml
+    "/opt/microsoft",  # Azure HPC images: ndv4-topo.xml, ndv5-topo.xml, and links to them by series:
+    "/opt/microsoft/ndv2",
+    "/opt/microsoft/ndv4",
+    "/opt/microsoft/ndv5",
+    "/opt/microsoft/ncv4",
     "/opt/amazon/ofi-nccl/share/aws-ofi-nccl/xml",  # EFA installer; its plugin sets NCCL_TOPO_FILE itself
     "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml",
 )
@@ -40,8 +45,12 @@ def read(host: Host) -> PciFacts:
     """Read the tree and the switches."""
     try:
         found = host.list_dir(DEVICES)
-    except OSError as error:
-        raise UnavailableError(f"{DEVICES} cannot be listed: {error.strerror or error}") from error
+    except FileNotFoundError as error:
+        # Where sysfs is not mounted, or a recording never asked, what is on the bus is unknown, not absent. A recording
+        # older than the question for /sys/bus shows by its network interfaces that sysfs was there.
+        if not host.exists("/sys/bus") and not sysfs.names(host, "/sys/class/net"):
+            raise
+        raise UnavailableError(f"this machine has no PCI bus ({DEVICES}: {error.strerror or error})") from error
     addresses = [name for name in found if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
     devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")
@@ -56,7 +65,7 @@ def read(host: Host) -> PciFacts:
         dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
         virtual_tree=virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
-        container=limits_read.container(host),
+        container=container(host),
         topology_files=_topology_files(host),
     )
 

@@ -21,17 +21,19 @@ _CONTROL, _GET_FAMILY, _FAMILY_ID, _FAMILY_NAME = 16, 3, 1, 2
 _LINKMODES_GET, _HEADER, _OURS, _DEVICE_NAME = 4, 1, 3, 2
 _BITSET_BITS, _BITS_BIT, _BIT_NAME = 3, 1, 2
 _RTM_GETDCB, _IEEE_GET, _IFNAME, _IEEE, _IEEE_PFC = 78, 21, 1, 13, 2
+_IEEE_APP_TABLE, _IEEE_APP, _SELECTOR_DSCP = 3, 1, 5  # include/uapi/linux/dcbnl.h
 _NESTED = 0x8000
 _TIMEOUT_SECONDS = 3.0
 _SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS", "FIBRE" are no speeds
 
 
-def ask(name: str) -> dict[str, int]:
-    """Keys "speed_max_megabits", "pfc_classes" (how many may have PFC) and "pfc_mask", as far as the driver answers.
+def ask(name: str) -> dict[str, int | list[int]]:
+    """Keys "speed_max_megabits", "pfc_classes" (how many may have PFC), "pfc_mask" and "app_dscp" (the port's map of
+    DSCP to priority, each entry 8 * DSCP + priority), as far as the driver answers.
 
     Raises OSError where it answers nothing at all.
     """
-    answers: dict[str, int] = {}
+    answers: dict[str, int | list[int]] = {}
     refused: list[OSError] = []
     for question in (_speed_max, _pfc):
         try:
@@ -63,16 +65,24 @@ def parse_modes(body: bytes) -> dict[str, int]:
     return {"speed_max_megabits": max(speeds)} if speeds else {}
 
 
-def _pfc(name: str) -> dict[str, int]:
+def _pfc(name: str) -> dict[str, int | list[int]]:
     with _socket(_ROUTE) as link:
         body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
         return parse_pfc(_exchange(link, _RTM_GETDCB, body))
 
 
-def parse_pfc(body: bytes) -> dict[str, int]:
-    """The first two bytes of struct ieee_pfc in an answer to DCB_CMD_IEEE_GET; nothing where the driver has none."""
-    pfc = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b""))).get(_IEEE_PFC, b"")
-    return {"pfc_classes": pfc[0], "pfc_mask": pfc[1]} if len(pfc) >= 2 else {}
+def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
+    """The first two bytes of struct ieee_pfc, and the DSCP entries of the table of struct dcb_app (selector, priority,
+    protocol), in an answer to DCB_CMD_IEEE_GET; nothing where the driver has none.
+    """
+    found = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b"")))
+    pfc, table = found.get(_IEEE_PFC, b""), found.get(_IEEE_APP_TABLE)
+    answer: dict[str, int | list[int]] = {"pfc_classes": pfc[0], "pfc_mask": pfc[1]} if len(pfc) >= 2 else {}
+    if table is not None:
+        entries = (value for kind, value in pieces(table) if kind & ~_NESTED == _IEEE_APP and len(value) >= 4)
+        apps = (struct.unpack_from("=BBH", value) for value in entries)
+        answer["app_dscp"] = [8 * code + to for by, to, code in apps if by == _SELECTOR_DSCP and code < 64 and to < 8]
+    return answer
 
 
 def _socket(protocol: int) -> socket.socket:

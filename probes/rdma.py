@@ -42,6 +42,10 @@ class RdmaPort:
     gids_known: bool = False
     counters: dict[str, int] | None = None  # counters/ and hw_counters/ together
     pfc_priorities: tuple[int, ...] | None = None  # priorities with PFC on (DCB netlink); None where not answered
+    trust: str | None = None  # how the port classifies packets: "dscp", "pcp"; None where neither file nor DCB tells
+    dscp_priorities: tuple[tuple[int, int], ...] | None = (
+        None  # the port's own map, (DSCP, priority), of DCB's app table
+    )
     rate_max_bytes_per_second: float | None = None  # fastest mode the netdev's driver supports (ethtool netlink)
     ecn: bool | None = None
     traffic_class: int | None = None  # /sys/kernel/config or /sys/class/infiniband/*/tc where set

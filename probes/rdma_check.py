@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from probes.api import Finding, Severity
+from probes.api import Finding, Severity, by_loss
 from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
 from probes.rdma_check_flow import check_flow
 from probes.rdma_check_port import SYSFS, check_gids, check_mtu, check_width, gbps, subject, where_of
@@ -77,9 +77,11 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
         )
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
         sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts))
+        carries = sisters and device.kind in ("hca", "efa")  # software over an interface adds no wire
         yield Finding(
             code="rdma.port.down",
-            severity=Severity.WARN,
+            # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
+            severity=by_loss(1.0 / (sisters + 1)) if carries else Severity.WARN,
             subject=subject(device, port),
             message=(
                 f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), "
@@ -106,7 +108,7 @@ def _rates(facts: RdmaFacts) -> Iterator[Finding]:
             if (port.rate_bytes_per_second or 0) < best:
                 yield Finding(
                     code="rdma.port.rate",
-                    severity=Severity.WARN,
+                    severity=by_loss(1.0 - (port.rate_bytes_per_second or 0.0) / best),
                     subject=subject(device, port),
                     message=(
                         f"The port runs at {gbps(port.rate_bytes_per_second or 0)}, others of the same board at "

@@ -95,7 +95,9 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     uverbs = f"{NODES}/{nodes[name]}" if name in nodes and host.exists(f"{NODES}/{nodes[name]}") else None
     return RdmaDevice(
         name=name,
-        kind=_kind(name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None),
+        kind=_kind(
+            name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None or hca_type in MODELS
+        ),
         bus_id=address,
         numa_node=node if node is not None and node >= 0 else None,
         board=sysfs.text(host, f"{folder}/board_id"),
@@ -191,6 +193,8 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         gids_known=known,
         counters=counters,
         pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
+        trust=_trust(host, device_folder, netdev, said),
+        dscp_priorities=_dscp_priorities(said),
         rate_max_bytes_per_second=fastest * 1e6 / 8 if isinstance(fastest, int) and fastest > 0 else None,
         ecn=_ecn(host, netdev, counters),
         traffic_class=_traffic_class(host, device_folder, number),
@@ -202,6 +206,31 @@ def _port_link(host: Host, netdev: str) -> dict[str, Json]:
         return host.port_link(netdev)
     except OSError:
         return {}
+
+
+def _trust(host: Host, device_folder: str, netdev: str | None, said: dict[str, Json]) -> str | None:
+    """MLNX_OFED's file where it is; else what DCB says: a table with DSCP entries is what switches mlx5 to DSCP.
+
+    Linux drivers/net/ethernet/mellanox/mlx5/core/en_dcbnl.c, mlx5e_dcbnl_ieee_setapp: the first DSCP entry sets the
+    trust state to DSCP, and the last one that is deleted sets it back to PCP.
+    """
+    if netdev is None or not sysfs.NAME.fullmatch(netdev):
+        return None
+    written = sysfs.text(host, f"/sys/class/net/{netdev}/qos/trust")
+    if written in ("dscp", "pcp"):
+        return written
+    if "app_dscp" not in said:
+        return None
+    mellanox = sysfs.target_name(host, f"{device_folder}/device/driver") == "mlx5_core"
+    return "dscp" if said["app_dscp"] else "pcp" if mellanox else None
+
+
+def _dscp_priorities(said: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
+    listed = said.get("app_dscp")
+    if not isinstance(listed, list | tuple):
+        return None
+    pairs = (divmod(entry, 8) for entry in listed if type(entry) is int and 0 <= entry < 512)
+    return tuple(sorted(pairs))
 
 
 def parse_rate(value: str | None) -> float | None:

@@ -192,11 +192,12 @@ class RecordedHost:
 
 def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
     if isinstance(error, NvmlError):
-        return (
-            {"$nvml": error.name}
-            if error.code == ERROR_CODES.get(error.name)
-            else {"$nvml": error.name, "code": error.code}
-        )
+        answer: dict[str, Json] = {"$nvml": error.name}
+        if error.code != ERROR_CODES.get(error.name):
+            answer["code"] = error.code
+        if arguments and error.symbol != arguments[0]:  # nvmlInit, or the look-up of the handle
+            answer["symbol"] = error.symbol
+        return answer
     if isinstance(error, ImportError):
         return {"$import": str(error)}
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
@@ -238,7 +239,8 @@ def _raised(answer: Json, asked: str) -> Json:
     if not _is_error(answer):
         return answer
     if "$nvml" in answer:
-        raise NvmlError(asked, answer.get("code", ERROR_CODES.get(answer["$nvml"], 999)), answer["$nvml"])
+        code = answer.get("code", ERROR_CODES.get(answer["$nvml"], 999))
+        raise NvmlError(str(answer.get("symbol", asked)), code, answer["$nvml"])
     if "$import" in answer:
         raise ImportError(answer["$import"])
     name = answer["$errno"]

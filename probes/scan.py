@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from probes.api import Absent, Failed, Finding, Metric, Ok, Probe, Sample, Severity, Snapshot, UnavailableError
+from probes.gpu_types import GpuFacts
 from probes.host import Host
+from probes.rdma import RdmaFacts
 from probes.registry import ALL, BY_NAME
 
 SCAN_METRICS = (
@@ -72,8 +75,44 @@ def findings(snapshot: Snapshot) -> tuple[Finding, ...]:
     for name, outcome in snapshot.outcomes.items():
         probe = BY_NAME.get(name)
         if isinstance(outcome, Ok) and probe is not None:
-            found += probe.check(outcome.facts)
+            found += findings_of(snapshot, probe, outcome.facts)
     return (*failures(snapshot), *found)
+
+
+def findings_of(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Finding, ...]:
+    """What a probe finds wrong with its facts, without what the facts of another probe of this snapshot disprove.
+
+    A part of sysfs may be hidden (a container, another root): what talks to the device knows better.
+    """
+    seen = (_beside_the_driver(snapshot, _beside_rdma(snapshot, finding)) for finding in probe.check(facts))
+    return tuple(finding for finding in seen if finding is not None)
+
+
+def _beside_the_driver(snapshot: Snapshot, finding: Finding | None) -> Finding | None:
+    """A GPU that NVML lists has its driver."""
+    if finding is None or finding.code != "pci.device.no_driver":
+        return finding
+    gpus = snapshot.facts(GpuFacts)
+    listed = gpus is not None and any(gpu.bus_id == finding.subject and gpu.error is None for gpu in gpus.gpus)
+    return None if listed else finding
+
+
+def _beside_rdma(snapshot: Snapshot, finding: Finding) -> Finding | None:
+    """A NIC whose RDMA device is listed has one; where a device's own NIC is not known, it may be this one's."""
+    rdma = snapshot.facts(RdmaFacts)
+    if finding.code != "pci.nic.no_rdma" or rdma is None:
+        return finding
+    if any(device.bus_id == finding.subject for device in rdma.devices):
+        return None
+    unplaced = [device.name for device in rdma.devices if device.bus_id is None and device.kind not in ("rxe", "siw")]
+    if not unplaced:
+        return finding
+    return replace(
+        finding,
+        severity=Severity.UNKNOWN,
+        message=f"Whether this NIC has an RDMA device is unknown: sysfs does not place {', '.join(unplaced[:4])}.",
+        remedy="Scan on the host, with all of /sys.",
+    )
 
 
 def failures(snapshot: Snapshot) -> tuple[Finding, ...]:

@@ -42,8 +42,16 @@ class _Loader(yaml.SafeLoader):
             raise YamlTextError(f"a mapping of more than {MOST_PAIRS} members")
 
 
-def load_all(text: str, *, most_aliases: int) -> list[Any]:
-    """Every document in the text. Raises YamlTextError."""
+class _Texts(_Loader):
+    """The same with every scalar as the text that stands there: 022 is no 18, and `on` no True."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
+        "<": [("tag:yaml.org,2002:merge", re.compile(r"<<\Z"))]
+    }
+
+
+def load_all(text: str, *, most_aliases: int, texts: bool = False) -> list[Any]:
+    """Every document in the text; with `texts` no scalar becomes a number, a date or a truth. Raises YamlTextError."""
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
     if _deepest(text) > MOST_LEVELS:
@@ -52,7 +60,7 @@ def load_all(text: str, *, most_aliases: int) -> list[Any]:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
-        return list(yaml.load_all(text, Loader=_Loader))
+        return list(yaml.load_all(text, Loader=_Texts) if texts else yaml.load_all(text, Loader=_Loader))
     except YamlTextError:
         raise
     except yaml.YAMLError as error:
