@@ -101,7 +101,7 @@ def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
         numa_affinity=str(numa) if numa is not None else UNKNOWN,
         gpu_numa_id=str(gpu.gpu_numa_node) if gpu.gpu_numa_node is not None else UNKNOWN,
         nvlink_domain=gpu.fabric_clique if gpu.fabric_state == "completed" else None,
-        c2c=bool(gpu.c2c_links) if gpu.c2c_links is not None else None,
+        c2c=gpu.c2c_enabled if gpu.c2c_links is None else bool(gpu.c2c_links) and gpu.c2c_enabled is not False,
         usable=gpu.error is None,
         nvlinks=tuple(
             NvLinkTarget(bus_id=bus_id, count=count, kind=kind) for (kind, bus_id), count in active_targets(gpu)
@@ -135,7 +135,9 @@ def _pairs(
 def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNode | None) -> Pair:
     count, evidence = links.between(a.index, b.index)
     if count:
-        return joined(a, b, count, evidence)
+        return joined(a, b, count, evidence, unread=links.unread_between(a.index, b.index))
+    if count is None:
+        return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
     ancestor = links.ancestor(a.index, b.index)
     if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
         ancestor = "PIX"
@@ -147,6 +149,7 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNod
         path=path_class(label),
         bytes_per_second=_plan(a, b, label, tree, cpu),
         running_bytes_per_second=_slowed(a, b, label, tree, cpu),
+        peer_access=links.peer_access(a.index, b.index),
         evidence="nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered"),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from probes.api import Finding, Severity
+from probes.api import Finding, Severity, by_loss
 from topology.derive import Pairs
 from topology.expect import gigabytes
 from topology.graph import NearestNic, NicNode, NodeTopology, PathClass
@@ -40,14 +40,40 @@ CODES = (
 _MOST_DIRECT_LINKS = 18  # NVLinks of one GPU up to Blackwell: more in sum over its peers means NVSwitch
 _RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
+_GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+_GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
 )
 
 
-def check(node: NodeTopology) -> tuple[Finding, ...]:
-    """Every finding about this node."""
-    return tuple(finding for rule in _RULES for finding in rule(node))
+def check(node: NodeTopology, *, gdr_level: str | None = None) -> tuple[Finding, ...]:
+    """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none."""
+    farthest = farthest_gdr(gdr_level)
+    return (
+        *(finding for rule in _BEFORE for finding in rule(node)),
+        *_gpu_nic(node, farthest),
+        *(finding for rule in _AFTER for finding in rule(node)),
+    )
+
+
+def farthest_gdr(level: str | None) -> PathClass | None:
+    """The farthest path over which NCCL_NET_GDR_LEVEL allows GPUDirect RDMA; None where it says nothing to go by.
+
+    Specification: NCCL user guide, NCCL_NET_GDR_LEVEL, and src/graph/paths.cc: capital words, or in the older form 0
+    (LOC) to 4 (SYS); anything else is ignored.
+    """
+    text = level or ""
+    if text.isdecimal() and len(text) < 4:
+        return _GDR_NUMBERS[min(int(text), len(_GDR_NUMBERS) - 1)]
+    return PathClass[text] if text in _GDR_WORDS else None
+
+
+def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
+    """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by itself or as the job's level says."""
+    if farthest is None:
+        return near.gdr_by_default
+    return near.path is not None and near.path <= farthest
 
 
 def _gpu_labels(node: NodeTopology) -> list[tuple[str, str, str]]:
@@ -59,7 +85,7 @@ def _switched(node: NodeTopology) -> int:
     """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
     most = max((nvlinks(label) for _, _, label in _gpu_labels(node)), default=0)
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
-    return most if ends or (most * (len(node.gpus) - 1) > _MOST_DIRECT_LINKS and len(node.gpus) > 4) else 0
+    return most if ends or (most * (len(node.gpus) - 1) > _MOST_DIRECT_LINKS and len(node.gpus) > 2) else 0
 
 
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
@@ -88,8 +114,9 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         return
     pairs = _gpu_labels(node)
     for gpu in node.gpus:
-        counts = {nvlinks(label) for a, b, label in pairs if gpu.name in (a, b) and nvlinks(label)}
-        if counts and max(counts) < full:
+        mine = [pair for pair in node.pairs if gpu.name in (pair.a, pair.b) and pair.nvlinks]
+        counts = {pair.nvlinks for pair in mine}
+        if counts and max(pair.nvlinks + pair.nvlinks_unread for pair in mine) < full:
             yield Finding(
                 code=ASYMMETRIC,
                 severity=Severity.FAIL,
@@ -136,7 +163,10 @@ def _rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
     return [nic for nic in node.nics if nic.name in near.nics and nic.kind in _RDMA]
 
 
-def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
+def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding]:
+    # A ring enters the node at the GPU nearest the NIC. Where one reaches it by GPUDirect RDMA, the others lose nothing
+    # of a collective; where none does, every byte of every step is copied through the host.
+    direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
     for near in node.nearest_nic:
         if not near.decidable:
             continue
@@ -156,20 +186,21 @@ def _gpu_nic(node: NodeTopology) -> Iterator[Finding]:
             where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
             yield Finding(
                 code=FAR,
-                severity=Severity.WARN,
+                severity=Severity.WARN if relay or direct & set(near.nics) else Severity.FAIL,
                 subject=near.gpu,
                 message=f"{near.gpu} has no NIC {where}: {', '.join(near.nics[:4])} "
                 f"{'is' if len(near.nics) == 1 else 'are'} {near.label}",
                 evidence=(*_pair_evidence(node, near), *relay),
                 remedy=_instead_of_far(node, relayed=bool(relay)),
             )
-        elif near.path is not None and not near.gdr_by_default:
+        elif near.path is not None and not by_gdr(near, farthest):
             yield Finding(
                 code=GDR_PATH,
-                severity=Severity.WARN,
+                severity=Severity.WARN if direct & set(near.nics) else Severity.FAIL,
                 subject=near.gpu,
                 message=f"{near.gpu} reaches its nearest NIC {', '.join(near.nics[:4])} over {near.label}: NCCL does "
-                "not use GPUDirect RDMA beyond PXB by itself",
+                "not use GPUDirect RDMA "
+                + ("beyond PXB by itself" if farthest is None else f"beyond NCCL_NET_GDR_LEVEL, {farthest.name}"),
                 evidence=_pair_evidence(node, near),
                 remedy="Put NIC and GPU behind one PCIe switch; where that cannot be, measure with "
                 "NCCL_NET_GDR_LEVEL=PHB before keeping it." + _NODE_IS_PHB * (near.label == "NODE"),
@@ -262,9 +293,11 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
     sizes = {len(rail.gpus) for rail in node.rails}
     without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
     if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
+        loads = [len(rail.gpus) / len(rail.nics) for rail in node.rails if rail.nics]
+        lost = 1.0 - min(loads) / max(loads) if loads else 1.0  # of the rate that evenly shared rails would have
         yield Finding(
             code=RAIL_UNEVEN,
-            severity=Severity.WARN,
+            severity=by_loss(lost),
             subject="",
             message="rails are uneven: "
             + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails),
@@ -274,17 +307,23 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
+    """RDMA NICs whose PCIe link, as it runs, carries less than their port; trained down, or in a small slot."""
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
-        if nic.kind in _RDMA and rate and slot and rate > slot * _RAW_OVER_PLAN:
+        carried = nic.pcie_running_bytes_per_second or slot
+        if nic.kind in _RDMA and rate and slot and carried and rate > carried * _RAW_OVER_PLAN:
+            trained_down = carried < slot
+            what = f"link, {nic.pcie_link}," if trained_down else "slot"
             yield Finding(
                 code=PCIE_BOUND,
-                severity=Severity.WARN,
+                severity=by_loss(1.0 - carried * _RAW_OVER_PLAN / rate),
                 subject=nic.name,
                 message=f"{nic.name} links at {gigabytes(rate)}, "
-                f"its PCIe slot carries {gigabytes(slot * _RAW_OVER_PLAN)}",
+                f"its PCIe {what} carries {gigabytes(carried * _RAW_OVER_PLAN)}",
                 evidence=(f"NCCL plans {gigabytes(slot)} for this slot",),
-                remedy="Move the NIC to a slot with more lanes or a newer generation.",
+                remedy="Reseat the NIC or its riser, and look at the slot's speed in the firmware setup."
+                if trained_down and rate <= slot * _RAW_OVER_PLAN
+                else "Move the NIC to a slot with more lanes or a newer generation.",
             )
 
 
@@ -301,14 +340,6 @@ def _reference(node: NodeTopology) -> Iterator[Finding]:
         )
 
 
-_RULES: tuple[Callable[[NodeTopology], Iterator[Finding]], ...] = (
-    _nvlink_missing,
-    _nvlink_asymmetric,
-    _nvlink_down_hgx,
-    _gpu_nic,
-    _undecidable,
-    _virtual,
-    _rail_uneven,
-    _pcie_bound,
-    _reference,
-)
+_Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]
+_BEFORE: _Rules = (_nvlink_missing, _nvlink_asymmetric, _nvlink_down_hgx)
+_AFTER: _Rules = (_undecidable, _virtual, _rail_uneven, _pcie_bound, _reference)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from topology.expect import for_cluster, gigabytes, node_plan, usable_rate
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
 from topology.labels import rank
+from topology.reach_paths import with_cluster_reach
 
 T = TypeVar("T")
 _OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
@@ -33,13 +34,14 @@ def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopolog
     if value is None:
         warnings.append(steps[-1])
     plan, plan_steps = _cluster_plan(nodes, models, value, steps)
-    return ClusterTopology(
+    made = ClusterTopology(
         nodes=nodes,
         inter_node_bytes_per_second=value,
         inter_node_transport=transport,
         expectations=for_cluster(plan, plan_steps, nodes),
         warnings=tuple(warnings),
     )
+    return with_cluster_reach(made, models)
 
 
 def _kinds(node: NodeTopology) -> list[str]:

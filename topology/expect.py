@@ -92,9 +92,9 @@ def _island_plan(node: NodeTopology, island: Island) -> tuple[float | None, tupl
         return None, ("no plan: the compute capability of the GPUs, and so the speed of one NVLink, is not known",)
     (link,) = per_link
     known = Pairs(node.pairs)
-    if not island.all_to_all and not _ring(island.gpus, known):
+    if not island.all_to_all and not has_nvlink_ring(island.gpus, known):
         return None, ("no plan: no ring of NVLinks passes every GPU of the island once",)
-    counts = {gpu.name: _links_of(gpu, island, known) for gpu in members}
+    counts = {gpu.name: links_into(gpu, island, known) for gpu in members}
     slowest = min(counts, key=lambda name: counts[name][0])
     links, how = counts[slowest]
     value = links * (link or 0.0)
@@ -106,8 +106,8 @@ def _island_plan(node: NodeTopology, island: Island) -> tuple[float | None, tupl
     )
 
 
-def _links_of(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
-    """NVLinks of one GPU into its island: the switch's once, direct ones summed over its peers."""
+def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
+    """NVLinks of one GPU into its island, and how they are counted: the switch's once, direct ones summed."""
     peers = [known.get(gpu.name, other) for other in island.gpus if other != gpu.name]
     counts = [pair.nvlinks for pair in peers if pair]
     kinds = {link.kind for link in gpu.nvlinks}
@@ -124,16 +124,17 @@ def _links_of(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
     return sum(counts), "direct links, summed over its peers"
 
 
-def _ring(gpus: tuple[str, ...], known: Pairs) -> bool:
+def has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
     """Whether NVLinks alone close a ring through all."""
-    if len(gpus) <= 2:
-        return True
-    if len(gpus) > _LARGEST_RING:
-        return False
 
     def linked(a: str, b: str) -> bool:
         pair = known.get(a, b)
         return bool(pair and pair.nvlinks)
+
+    if all(linked(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
+        return True
+    if len(gpus) > _LARGEST_RING:
+        return False
 
     def walk(path: list[str], left: set[str]) -> bool:
         if not left:

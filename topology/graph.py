@@ -119,6 +119,8 @@ class Pair:
     bytes_per_second: float | None = None  # NCCL's planning value, one direction
     evidence: str = ""  # "nvml", "sysfs", "line 5 of topo.txt"
     running_bytes_per_second: float | None = None  # as the PCIe links run now, where that is less than the plan
+    peer_access: bool | None = None  # between GPUs: whether the driver lets one read the other's memory over PCIe
+    nvlinks_unread: int = 0  # by so many the count of NVLinks may be too low: the driver did not tell of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +168,13 @@ class Expectation:
 
     scope: str  # "island", "node", "rail", "cluster"
     op: str  # "all_gather"
-    busbw_bytes_per_second: float | None  # None: not derivable, `derivation` says why
+    busbw_bytes_per_second: float | None  # NCCL's plan; None: not derivable, `derivation` says why
     derivation: tuple[str, ...]  # steps with their sources
     members: tuple[str, ...] = ()
+    # What healthy machines reach with 1 GiB of every rank (topology/reach.py); usual: None where only a range is known
+    least_bytes_per_second: float | None = None
+    usual_bytes_per_second: float | None = None
+    most_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

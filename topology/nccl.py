@@ -38,6 +38,16 @@ def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float
     return next((value * GIGA for least, value in _NVLINK if sm >= least), None)
 
 
+def nvlink_candidates(count: int) -> tuple[float, float]:
+    """Least and most that one of a GPU's `count` NVLinks may carry where its generation is unknown.
+
+    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets); rates as above.
+    """
+    if count >= 18:
+        return 20.6 * GIGA, 40.1 * GIGA
+    return (20.0 if count > 4 else _NVLINK_SM86) * GIGA, 20.6 * GIGA
+
+
 def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None) -> float | None:
     """A PCIe link by its speed and lanes, None where either is unknown."""
     if not transfers_per_second or not width:

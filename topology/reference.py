@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from topology.graph import NodeTopology
-from topology.labels import nvlinks
+from topology.labels import UNKNOWN, nvlinks
 
 HYBRID_MESH = ("NV1", "NV2")
 _AWS = "AWS EC2 accelerated computing instance types; aws-ofi-nccl topology files"
@@ -23,7 +23,7 @@ class Reference:
 
     sku: str
     gpus: int
-    model: str  # regular expression the GPU's name matches
+    model: str  # regular expression that the GPU's name matches, from the beginning of a word: GB200 is no B200
     nvlinks: tuple[str, ...] = ()  # labels of GPU pairs with NVLink; empty: none expected
     all_to_all: bool = True  # every pair of the node has NVLink
     nics: int | None = None  # RDMA devices for GPU traffic; None: varies
@@ -56,6 +56,7 @@ TABLE = (
     _aws("p5e", r"H200", "NV18", 32, basis="stated"),
     _aws("p5en", r"H200", "NV18", 16, basis="stated"),
     _aws("p6-b200", r"B200", "NV18", 8, basis="stated"),
+    _aws("p6-b300", r"B300", "NV18", 16, basis="stated"),
     Reference(sku="AWS g5.48xlarge", gpus=8, model=r"A10G", nics=1, nic_kind="efa", product=r"^g5\.48x", source=_AWS),
     Reference(
         sku="GCP a3-ultragpu-8g",
@@ -169,7 +170,7 @@ def reference_of(node: NodeTopology) -> Reference | None:
 
 
 def _fits(row: Reference, node: NodeTopology, model: str) -> bool:
-    if re.search(row.model, model) is None:
+    if re.search(rf"\b(?:{row.model})", model) is None:
         return False
     if row.product is not None:
         return node.product is not None and re.search(row.product, node.product) is not None
@@ -207,6 +208,9 @@ def recognise(node: NodeTopology) -> NodeTopology:
     return replace(node, sku=row.sku) if row else node
 
 
+_NO_ADAPTER = ("ethernet", "rxe", "siw")  # sockets, and RDMA in software
+
+
 def departures(node: NodeTopology) -> tuple[str, ...]:
     """What differs from the reference machine, in words; empty where nothing does or no row fits."""
     row = reference_of(node)
@@ -216,12 +220,13 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     if len(node.gpus) != row.gpus:
         found.append(f"{len(node.gpus)} GPUs, {row.sku} has {row.gpus}")
     found += _nvlink_departures(node, row)
-    kinds = (row.nic_kind,) if row.nic_kind else ("hca", "efa", "unknown")
+    # Of an adapter whose kind cannot be told it is not known that it is another one.
+    kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
     if row.nics is not None and len(nics) < row.nics:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.sku} has {row.nics}")
-    elif row.gpu_nic and node.source == "probes" and not any(nic.kind in ("hca", "efa") for nic in node.nics):
-        found.append(f"no RDMA device, {row.sku} has them")
+    elif row.gpu_nic and node.source == "probes" and not any(nic.kind not in _NO_ADAPTER for nic in node.nics):
+        found.append(f"no RDMA adapter, {row.sku} has them")
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         decided = [near for near in node.nearest_nic if near.gpu not in lost]
@@ -244,10 +249,15 @@ def _nvlink_departures(node: NodeTopology, row: Reference) -> list[str]:
     if not row.nvlinks or not pairs or not node.nvlink_known:
         return []
     fewest, found = min(map(nvlinks, row.nvlinks)), []
+    pairs = [pair for pair in pairs if pair.label != UNKNOWN]  # what was not read is not missing
     without = [pair for pair in pairs if not pair.nvlinks]
     if row.all_to_all and without:
         found.append(f"{len(without)} of {len(pairs)} GPU pairs have no NVLink, {row.sku} has {row.nvlinks[0]} on all")
-    fewer = [f"{pair.a}-{pair.b} {pair.label}" for pair in pairs if 0 < pair.nvlinks < fewest]
+    fewer = [
+        f"{pair.a}-{pair.b} {pair.label}"
+        for pair in pairs
+        if pair.nvlinks and pair.nvlinks + pair.nvlinks_unread < fewest
+    ]
     if fewer:
         more = f" and {len(fewer) - 4} more" if len(fewer) > 4 else ""
         found.append(f"{', '.join(fewer[:4])}{more}: fewer NVLinks than {row.sku}'s {row.nvlinks[0]}")

@@ -131,6 +131,9 @@ def _expectation(expectation: Expectation) -> Json:
         "scope": expectation.scope,
         "op": expectation.op,
         "busbw_bytes_per_second": expectation.busbw_bytes_per_second,
+        "least_bytes_per_second": expectation.least_bytes_per_second,
+        "usual_bytes_per_second": expectation.usual_bytes_per_second,
+        "most_bytes_per_second": expectation.most_bytes_per_second,
         "members": list(expectation.members),
         "derivation": list(expectation.derivation),
     }

@@ -10,7 +10,8 @@ import re
 from dataclasses import replace
 
 from topology.complete import complete
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair
+from topology.derive import rails
+from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass
 from topology.labels import NVLINK, SELF, UNKNOWN, lower, nvlinks, path_class
 from topology.matrix import render
 from topology.text_affinity import Affinity, leading_columns, read_affinity, read_leading
@@ -50,6 +51,7 @@ def _parse(text: str, source: str) -> NodeTopology:
             break
         at = max(matrix.end, matrix.line)
         if found is not None:
+            found = _not_all_nics(found, text)
             return _with_warning(found, f"line {matrix.line}: a further matrix follows and is not read")
         try:
             found = _finish(matrix, lines, source)
@@ -57,6 +59,7 @@ def _parse(text: str, source: str) -> NodeTopology:
         except TopologyTextError as error:
             first_error = first_error or error
     if found is not None:
+        found = _not_all_nics(found, text)
         if first_error:
             return _with_warning(found, f"line {first_error.line}: passed over: {first_error.message}")
         return found
@@ -74,6 +77,26 @@ _OTHER_DEVICES = (  # what begins the header of a matrix of devices that are not
 
 def _with_warning(node: NodeTopology, warning: str) -> NodeTopology:
     return replace(node, warnings=(*node.warnings, warning))
+
+
+_CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found, only displaying (\d{1,6})\b")
+
+
+def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
+    """nvidia-smi leaves NICs out where it finds too many: a nearer one than those shown cannot be ruled out.
+
+    PIX stays: nothing is nearer.
+    """
+    match = _CUT_NICS.search(text)
+    if match is None or int(match[1]) <= int(match[2]):
+        return node
+    why = f"nvidia-smi shows {match[2]} of {match[1]} NICs"
+    nearest = tuple(
+        near if near.path is not None and near.path <= PathClass.PIX else replace(near, decidable=False, why=why)
+        for near in node.nearest_nic
+    )
+    said = f"{why}: those left out are in no verdict; virtual functions count, so fewer of them show all"
+    return _with_warning(replace(node, nearest_nic=nearest, rails=rails(nearest)), said)
 
 
 def _no_matrix(lines: list[str], source: str) -> TopologyTextError:

@@ -92,7 +92,8 @@ def _gpus(snapshot: Snapshot) -> Iterator[Trait]:
 
 def _gpu(gpu: Gpu) -> Iterator[Trait]:
     name = f"GPU{gpu.index}"
-    yield from _trait(name, "state", f"lost ({gpu.error})" if gpu.error else "ok", FAIL, 0.0 if gpu.error else 1.0)
+    if gpu.error is None or gpu.broken:  # what the driver refuses to say is no state
+        yield from _trait(name, "state", f"lost ({gpu.error})" if gpu.error else "ok", FAIL, 0.0 if gpu.error else 1.0)
     yield from _trait(name, "model", gpu.name, FAIL)
     if gpu.memory_bytes is not None:
         yield from _trait(name, "memory", size_text(gpu.memory_bytes), WARN)
@@ -164,6 +165,7 @@ def _port(name: str, port: RdmaPort) -> Iterator[Trait]:
         kinds = any(gid.type == "RoCE v2" for gid in port.gids)
         yield from _trait(name, "RoCE v2 GID", kinds, FAIL)
     if port.pfc_priorities is not None:
+        yield from _trait(name, "classifies by", port.trust, WARN)
         yield from _trait(name, "PFC on", ", ".join(map(str, port.pfc_priorities)) or "no priority", WARN)
 
 
@@ -196,6 +198,9 @@ def _limits(snapshot: Snapshot) -> Iterator[Trait]:
         yield from _trait("memlock (hard)", "", size_text(hard), WARN, float("inf") if hard is None else hard)
     yield from _trait("open files", "", facts.nofile_soft, WARN, facts.nofile_soft)
     yield from _trait("CAP_IPC_LOCK", "", facts.ipc_lock, WARN)
+    yield from _trait("container", "", facts.container, INFO)
+    if facts.of_agent:  # its own pod's, not a job's
+        return
     if facts.shm_size_bytes is not None:
         yield from _trait(
             "shared memory", "size of /dev/shm", size_text(facts.shm_size_bytes), WARN, facts.shm_size_bytes
@@ -203,7 +208,6 @@ def _limits(snapshot: Snapshot) -> Iterator[Trait]:
     if facts.cgroup_memory_max_bytes is not None:
         limit = facts.cgroup_memory_max_bytes
         yield from _trait("cgroup memory limit", "", size_text(limit), WARN, limit)
-    yield from _trait("container", "", facts.container, INFO)
 
 
 def _host(snapshot: Snapshot) -> Iterator[Trait]:

@@ -1,0 +1,303 @@
+"""What a collective reaches over given links: an interval, with its source, by ranks, operation, bytes and algorithm.
+
+One model for every fabric: t = W / (B x e) + start + steps x step, with W the bytes that each rank sends, B what the
+slowest link on the way carries and e the part of it that healthy machines were measured to reach. bus bandwidth is
+W / t (nccl-tests doc/PERFORMANCE.md). The low end takes the least e and the slowest steps, the high end the other way
+about. The figures of e are in topology/efficiency.py, with their sources; `make expect` holds them against results that
+they were not made from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from topology.efficiency import FACTORS, Factors
+from topology.nccl import GIGA
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on
+NVLS_LEAST_RANKS = 5  # four GPUs of a tray and fewer take the ring: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A rate that is known within bounds; both ends alike where it is known. Bytes per second, each way."""
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """Between the two ends, by ratio."""
+        return math.sqrt(self.low * self.high)
+
+
+def span(value: float) -> Span:
+    """A rate that is known."""
+    return Span(low=value, high=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """What joins the ranks of one collective.
+
+    A group is what `inside` joins: the GPUs of a host, or of an NVLink domain that spans hosts.
+    """
+
+    ranks: int
+    groups: int = 1
+    inside: str | None = None  # "NVSwitch", "NVLink", "PCIe", "shared memory", "PCIe or shared memory"; None: unknown
+    link: Span | None = None  # of each GPU into its group: NCCL's plan of its NVLinks, or of its PCIe link
+    capability: tuple[int, int] | None = None
+    nvls: bool | None = False  # the switch can reduce: capability 9.0 and NCCL 2.17; None: not known
+    between: str | None = None  # "RDMA", "RDMA without GPUDirect", "sockets"; None: one group, or unknown
+    wire: Span | None = None  # one group to the others, all NICs of its ranks together
+    words: tuple[str, ...] = ()  # where these come from
+
+    @property
+    def ranks_per_group(self) -> int:
+        """Of the fullest group."""
+        return -(-self.ranks // self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """The bus bandwidth of a healthy run: bytes per second."""
+
+    low: float
+    typical: float
+    high: float
+    algorithm: str  # "ring", "NVLS", "NVLS tree or ring"
+    derivation: tuple[str, ...]
+
+    def words(self) -> str:
+        """ "332 GB/s (278 to 385)"."""
+        return f"{self.typical / GIGA:.4g} GB/s ({self.low / GIGA:.4g} to {self.high / GIGA:.4g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """No interval, and why; with the range that the links leave, where there is one."""
+
+    why: str
+    range: Span | None = None
+
+    def words(self) -> str:
+        """ "unknown, between 9 and 53 GB/s: the speed of one NVLink is not known"."""
+        between = f", between {self.range.low / GIGA:.3g} and {self.range.high / GIGA:.3g} GB/s" if self.range else ""
+        return f"unknown{between}: {self.why}"
+
+
+def expect(paths: Paths, op: str, size_bytes: int, factors: Factors = FACTORS) -> Interval | Unknown:
+    """What `op` with S = `size_bytes` (as nccl-tests counts it) reaches over these paths."""
+    if op not in _PASSES:
+        return Unknown(why=f"no model for {op}")
+    if paths.ranks < 2:
+        return Unknown(why="one rank alone sends nothing")
+    missing = _missing(paths)
+    if missing:
+        return Unknown(why=missing)
+    found = _all_reduce(paths, size_bytes, factors) if op == "all_reduce" else _ring(paths, op, size_bytes, factors)
+    loosest = max(each.high / each.low for each in (paths.link, paths.wire) if each) if _loose(paths) else 1.0
+    if loosest > _LOOSEST:
+        return Unknown(why="; ".join(paths.words), range=Span(low=found.low, high=found.high))
+    return found
+
+
+_LOOSEST = 1.2  # a link known less well than this gives no typical value: NVLink 4 or 5 differ by 1.9
+
+
+def _loose(paths: Paths) -> bool:
+    return any(each is not None and each.high > each.low for each in (paths.link, paths.wire))
+
+
+def _missing(paths: Paths) -> str:
+    if paths.ranks_per_group > 1 and paths.link is None:
+        return "what the GPUs of a host carry among themselves is not known"
+    if paths.groups > 1 and (paths.between is None or paths.wire is None):
+        return "what joins the hosts is not known"
+    return ""
+
+
+def ring(paths: Paths, op: str, size_bytes: int, factors: Factors = FACTORS) -> Interval:
+    """The interval where NCCL takes the ring, whatever else it might take."""
+    return _ring(paths, op, size_bytes, factors)
+
+
+def _all_reduce(paths: Paths, size_bytes: int, factors: Factors) -> Interval:
+    plain = _ring(paths, "all_reduce", size_bytes, factors)
+    switch = paths.nvls is not False and paths.ranks_per_group >= NVLS_LEAST_RANKS
+    if paths.groups == 1 and not switch:
+        return plain
+    other = _nvls(paths, size_bytes, factors) if paths.groups == 1 else _tree(paths, size_bytes, factors, switch=switch)
+    # Two nodes with NVLS: every published pair of Hopper takes its tree; of Blackwell none is known.
+    sure = paths.groups == 1 or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
+    if sure and (not switch or paths.nvls):
+        return other
+    # NCCL chooses by its own model of both; which one it takes is in no fact that we have.
+    return Interval(
+        low=min(plain.low, other.low),
+        typical=max(plain.typical, other.typical) if sure else plain.typical,
+        high=max(plain.high, other.high),
+        algorithm=f"ring or {other.algorithm}",
+        derivation=(*plain.derivation, *other.derivation),
+    )
+
+
+def _ring(paths: Paths, op: str, size_bytes: int, factors: Factors) -> Interval:
+    bounds = []
+    if paths.ranks_per_group > 1 and paths.link:
+        bounds.append(_inside(paths, op, paths.link, factors))
+    if paths.groups > 1 and paths.wire:
+        bounds.append(_between(paths, op, paths.wire, factors))
+    return _timed(paths, op, size_bytes, bounds, factors, algorithm="ring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """What one stretch of the way lets through, before latency."""
+
+    low: float
+    typical: float
+    high: float
+    words: str
+
+
+def _inside(paths: Paths, op: str, link: Span, factors: Factors) -> _Bound:
+    if paths.inside in ("NVSwitch", "NVLink"):
+        e = factors.ring(op, paths.ranks) * factors.generation(paths.capability)
+        least, most = factors.ring_margin
+    else:
+        least_e, e, most_e = _through_hosts(paths.inside, factors)
+        least, most = least_e / e, most_e / e
+    words = f"{paths.inside}: {_rate(link)} x {e * least:.2f} to {e * most:.2f}, usually {e:.2f}"
+    return _Bound(low=link.low * e * least, typical=link.middle * e, high=link.high * e * most, words=words)
+
+
+def _through_hosts(inside: str | None, factors: Factors) -> tuple[float, float, float]:
+    if inside == "PCIe":
+        return factors.pcie
+    if inside == "shared memory":
+        return factors.shared_memory
+    (least, slow, _), (_, fast, most) = factors.shared_memory, factors.pcie  # either of them
+    return least, math.sqrt(slow * fast), most
+
+
+def _between(paths: Paths, op: str, wire: Span, factors: Factors) -> _Bound:
+    if paths.between == "sockets":
+        return _sockets(wire, factors)
+    least, e, most = factors.rdma_host if paths.between == "RDMA without GPUDirect" else factors.rdma
+    if op != "all_reduce":  # out of place, each rank copies its own part as well
+        least /= 1 + factors.own_copy / (paths.ranks - 1)
+    words = f"{paths.between}: {_rate(wire)} x {least:.2f} to {most:.2f}, usually {e:.2f}"
+    return _Bound(low=wire.low * least, typical=wire.middle * e, high=wire.high * most, words=words)
+
+
+def _sockets(wire: Span, factors: Factors) -> _Bound:
+    """By what one or several streams of TCP carry: few of them fill a slow wire and not a fast one."""
+
+    def carried(line: float, share: float, streams: float) -> float:
+        return 1 / (1 / (share * line) + 1 / streams)
+
+    (low_share, low_streams), (share, streams), most = factors.sockets
+    return _Bound(
+        low=carried(wire.low, low_share, low_streams),
+        typical=carried(wire.middle, share, streams),
+        high=wire.high * most,
+        words=f"sockets: {_rate(wire)} of wire, streams carry {low_streams / GIGA:.2g} to {streams / GIGA:.2g} GB/s",
+    )
+
+
+def _nvls(paths: Paths, size_bytes: int, factors: Factors) -> Interval:
+    bound = _nvls_bound(paths, factors)
+    start = tuple(paths.ranks * each for each in factors.nvls_rank_seconds)
+    return _timed(paths, "all_reduce", size_bytes, [bound], factors, algorithm="NVLS", start=start)
+
+
+def _nvls_bound(paths: Paths, factors: Factors) -> _Bound:
+    link = paths.link or span(0.0)
+    least, e, most = factors.nvls_blackwell if (paths.capability or (0, 0)) >= (10, 0) else factors.nvls_hopper
+    words = f"NVLS: {_rate(link)} x {least:.2f} to {most:.2f}, usually {e:.2f}"
+    return _Bound(low=link.low * least, typical=link.middle * e, high=link.high * most, words=words)
+
+
+def _tree(paths: Paths, size_bytes: int, factors: Factors, *, switch: bool) -> Interval:
+    """All-reduce by a tree over the groups: the wire carries S each way once for two groups, twice for more."""
+    bounds = []
+    if switch:
+        inside = _nvls_bound(paths, factors)
+        least = min(inside.low, (paths.link or span(0.0)).low * factors.nvls_tree_least)
+        bounds.append(replace(inside, low=least))
+    elif paths.ranks_per_group > 1 and paths.link:
+        bounds.append(_inside(paths, "all_reduce", paths.link, factors))
+    wire = _between(paths, "all_reduce", paths.wire or span(0.0), factors)
+    once = 2 * (paths.ranks - 1) / paths.ranks if paths.groups == 2 else 1.0
+    bounds.append(
+        replace(
+            wire,
+            low=wire.low * once,
+            typical=wire.typical * once,
+            high=wire.high * once,
+            words=f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S",
+        )
+    )
+    name = "NVLS tree" if switch else "tree"
+    return _timed(paths, "all_reduce", size_bytes, bounds, factors, algorithm=name)
+
+
+def _timed(
+    paths: Paths,
+    op: str,
+    size_bytes: int,
+    bounds: list[_Bound],
+    factors: Factors,
+    *,
+    algorithm: str,
+    start: tuple[float, ...] | None = None,
+) -> Interval:
+    """The weakest of the bounds, with the latency of the start and of every step of the ring."""
+    moved = size_bytes * _PASSES[op] * (paths.ranks - 1) / paths.ranks
+    steps = _PASSES[op] * (paths.ranks - 1)
+    slow, usual = factors.step_seconds if paths.groups == 1 else factors.step_seconds_between
+    late, soon = start or (factors.start_seconds[0] + steps * slow, factors.start_seconds[1] + steps * usual)
+
+    def reached(pick: Callable[[_Bound], float], latency: float) -> float:
+        rate = min(map(pick, bounds))
+        return moved / (moved / rate + latency) if rate > 0 and moved else 0.0
+
+    weakest = min(bounds, key=lambda bound: bound.typical)
+    made = Interval(
+        low=reached(lambda bound: bound.low, late),
+        typical=reached(lambda bound: bound.typical, soon),
+        high=max(bound.high for bound in bounds) if len(bounds) == 1 else min(bound.high for bound in bounds),
+        algorithm=algorithm,
+        derivation=(),
+    )
+    latency = f"latency {soon * 1e6:.0f} to {late * 1e6:.0f} us of {moved / weakest.typical * 1e6:.0f} us"
+    told = tuple(bound.words for bound in bounds)
+    return replace(made, derivation=(*paths.words, *told, latency, f"by {algorithm}: {made.words()}", factors.source))
+
+
+def _rate(rate: Span) -> str:
+    if rate.low == rate.high:
+        return f"{rate.low / GIGA:.4g} GB/s"
+    return f"{rate.low / GIGA:.4g} to {rate.high / GIGA:.4g} GB/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a measured value stands to an interval."""
+
+    status: str  # "pass", "warn", "fail"
+    ratio: float  # of the low end; 1.0 and more is within
+
+
+def judge(busbw: float, interval: Interval) -> Verdict:
+    """By cost: under the low end warns, under half of it fails."""
+    ratio = busbw / interval.low if interval.low > 0 else 1.0
+    return Verdict(status="pass" if ratio >= 1 else "warn" if ratio >= FAILS_BELOW else "fail", ratio=ratio)
+
+
+FAILS_BELOW = 0.5  # of the low end: the job waits twice as long as the slowest healthy machine makes it

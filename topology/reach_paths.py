@@ -1,0 +1,266 @@
+"""What joins the ranks of a benchmark on these hosts: as it is, and as it should be.
+
+As it is: the links that were found. As it should be: those of the machine that the node was recognised as
+(topology/reference.py), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
+GPUs in their order, one each, as torchrun's local ranks do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from topology.derive import Pairs
+from topology.expect import has_nvlink_ring, links_into, usable_rate
+from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology
+from topology.labels import nvlinks
+from topology.nccl import GIGA, nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
+from topology.reach import Interval, Paths, Span, expect, span
+from topology.reference import reference_of
+
+Bar = Literal["as it is", "as it should be"]
+_X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
+_NO_PEERS = re.compile(r"GeForce|TITAN|A10G", re.I)  # the driver refuses P2P over PCIe to these
+_KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLinks:
+    """One host's part of the paths; every rate in bytes per second, each way."""
+
+    host: str
+    inside: str | None = None
+    link: Span | None = None
+    capability: tuple[int, int] | None = None
+    between: str | None = None
+    wire: Span | None = None
+    domain: str | None = None  # NVLink domain that the host's GPUs share with other hosts
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What the host's owner says that it must have; None says nothing."""
+
+    nvlinks: int | None = None  # between every two GPUs
+    wire: float | None = None  # of its RDMA devices together, bytes per second
+
+
+def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> HostLinks:
+    """What joins the GPUs of these local ranks to each other and to other hosts.
+
+    `due` goes before the recognised machine in what should be.
+    """
+    due = due if due is not None and bar == "as it should be" else Due()
+    usable = [gpu for gpu in node.gpus if gpu.usable]
+    gpus = tuple(usable[place] for place in places if place < len(usable))
+    capability = gpus[0].compute_capability if gpus else None
+    made = HostLinks(host=node.hostname, capability=capability)
+    if len(places) > 1:
+        if len(gpus) < len(places):
+            why = f"{len(places)} ranks on {len(gpus)} GPUs: two ranks on one GPU have no link between them"
+            made = replace(made, words=(why,))
+        else:
+            inside, link, words = _inside(node, gpus, bar, due)
+            made = replace(made, inside=inside, link=link, words=words)
+    between, wire, words = _network(node, gpus, bar)
+    if due.wire is not None:
+        between, wire = "RDMA", span(due.wire)
+        words = (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
+    domains = {gpu.nvlink_domain for gpu in gpus}
+    domain = domains.pop() if len(domains) == 1 else None
+    return replace(made, between=between, wire=wire, domain=domain, words=(*made.words, *words))
+
+
+def joined(hosts: Sequence[HostLinks], ranks: int, *, nvls: bool | None) -> Paths:
+    """The paths of `ranks` over these hosts: the weakest host decides, a shared NVLink domain makes one group."""
+    weakest = min(hosts, key=lambda each: each.link.low if each.link else 0.0)
+    local = ranks > len(hosts)
+    switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
+    domains = {each.domain for each in hosts}
+    one_domain = len(hosts) > 1 and None not in domains and len(domains) == 1
+    groups = 1 if one_domain else len(hosts)
+    words = tuple(dict.fromkeys(word for each in (weakest,) for word in each.words))
+    paths = Paths(
+        ranks=ranks, groups=groups, inside=weakest.inside if local or one_domain else None,
+        link=weakest.link if local or one_domain else None, capability=weakest.capability,
+        nvls=nvls if switch else False, words=words,
+    )  # fmt: skip
+    if one_domain:
+        return replace(paths, words=(*words, f"one NVLink domain holds all {len(hosts)} hosts"))
+    if groups == 1:
+        return paths
+    if any(each.wire is None or each.between is None for each in hosts):
+        return paths
+    slowest = min(hosts, key=lambda each: each.wire.low if each.wire else 0.0)
+    kinds = {each.between for each in hosts}
+    order = ("sockets", "RDMA without GPUDirect", "RDMA")
+    return replace(
+        paths,
+        between=next(kind for kind in order if kind in kinds),
+        wire=slowest.wire,
+        words=tuple(dict.fromkeys((*words, *slowest.words))),
+    )
+
+
+def with_reach(node: NodeTopology) -> NodeTopology:
+    """The node, its expectations within it with what healthy machines with its links reach, by the GPUs that answer."""
+    order = [gpu.name for gpu in node.gpus if gpu.usable]
+    known: dict[tuple[str, ...], Paths] = {}
+    made = []
+    for each in node.expectations:
+        if each.scope in ("island", "node") and len(each.members) > 1 and set(each.members) <= set(order):
+            if each.members not in known:
+                places = [order.index(name) for name in each.members]
+                known[each.members] = joined([host_links(node, places, "as it is")], len(places), nvls=None)
+            each = _reached(each, known[each.members], each.scope)
+        made.append(each)
+    return replace(node, expectations=tuple(made))
+
+
+def with_cluster_reach(cluster: ClusterTopology, models: Sequence[NodeTopology]) -> ClusterTopology:
+    """The same over all hosts, where each has as many GPUs that answer; `models` has for every node one made alike."""
+    distinct = {id(model): model for model in models}
+    counts = {sum(gpu.usable for gpu in model.gpus) for model in distinct.values()}
+    ranks = counts.pop() if len(counts) == 1 else 0
+    if len(cluster.nodes) < 2 or not ranks:
+        return cluster
+    links = {number: host_links(model, range(ranks), "as it is") for number, model in distinct.items()}
+    paths = joined([links[id(model)] for model in models], ranks * len(models), nvls=None)
+    return replace(cluster, expectations=tuple(_reached(each, paths, "cluster") for each in cluster.expectations))
+
+
+_LARGE_BYTES = 1 << 30  # of every rank: latency no longer counts
+
+
+def _reached(expectation: Expectation, paths: Paths, scope: str) -> Expectation:
+    if expectation.scope != scope:
+        return expectation
+    found = expect(paths, expectation.op, _LARGE_BYTES * paths.ranks)
+    known = found if isinstance(found, Interval) else found.range
+    return replace(
+        expectation,
+        least_bytes_per_second=known.low if known else None,
+        usual_bytes_per_second=found.typical if isinstance(found, Interval) else None,
+        most_bytes_per_second=known.high if known else None,
+    )
+
+
+def _inside(
+    node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due
+) -> tuple[str | None, Span | None, tuple[str, ...]]:
+    row = reference_of(node) if bar == "as it should be" else None
+    names = tuple(gpu.name for gpu in gpus)
+    if due.nvlinks is not None:
+        switched = due.nvlinks * (len(node.gpus) - 1) > 18
+        count = due.nvlinks if switched else due.nvlinks * (len(names) - 1)
+        return _nvlink(gpus, count, switched=switched, words=f"asked for: NV{due.nvlinks} on every pair")
+    if row is not None and row.nvlinks and row.all_to_all:
+        links = max(map(nvlinks, row.nvlinks))
+        switched = links * (row.gpus - 1) > 18  # direct links of one GPU add up to 18 at most, up to Blackwell
+        count = links if switched else links * (len(names) - 1)
+        return _nvlink(gpus, count, switched=switched, words=f"{row.sku} has {row.nvlinks[0]} on every pair")
+    if not node.nvlink_known:
+        return None, None, ("the source says nothing about NVLink",)
+    known = Pairs(node.pairs)
+    if has_nvlink_ring(names, known):
+        whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
+        counts = [links_into(gpu, whole, known) for gpu in gpus]
+        pick = max(counts) if bar == "as it should be" else min(counts)
+        switched = any(link.kind == "nvswitch" for gpu in gpus for link in gpu.nvlinks) or "switch" in pick[1]
+        which = "most" if bar == "as it should be" else "fewest"
+        return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
+    return _pcie(node, gpus, known, bar)
+
+
+def _nvlink(
+    gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
+) -> tuple[str | None, Span | None, tuple[str, ...]]:
+    capability = gpus[0].compute_capability
+    value = nvlink_bytes_per_second(capability)
+    kind = "NVSwitch" if switched else "NVLink"
+    if value is not None:
+        return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
+    low, high = nvlink_candidates(count)
+    told = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
+    return kind, Span(low=count * low, high=count * high), (words, told)
+
+
+def _pcie(
+    node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar
+) -> tuple[str | None, Span | None, tuple[str, ...]]:
+    running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
+    slots = [gpu.pcie_bytes_per_second for gpu in gpus]
+    rates = [rate for rate in (slots if bar == "as it should be" else running) if rate is not None]
+    labels = sorted({known.label(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]})
+    words = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
+    if len(rates) == len(gpus):
+        link = span(min(rates))
+        words.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
+    else:
+        least, most = _generations(gpus[0].compute_capability)
+        link = Span(low=_X16[least], high=_X16[most])
+        words.append(f"the speed of their PCIe links is not known: 16 lanes of generation {least} to {most}")
+    peers = [known.get(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
+    refused = any(pair is not None and pair.peer_access is False for pair in peers)
+    if refused or any(_NO_PEERS.search(gpu.model or "") for gpu in gpus):
+        return "shared memory", link, (*words, "no peer access over PCIe: data goes through the host's memory")
+    if peers and all(pair is not None and pair.peer_access for pair in peers) and not node.virtual:
+        return "PCIe", link, tuple(words)
+    return "PCIe or shared memory", link, (*words, "whether peers reach each other directly is not known")
+
+
+def _generations(capability: tuple[int, int] | None) -> tuple[int, int]:
+    """Of PCIe, that a GPU in its usual slot may have: its own by data sheet, or one less."""
+    if capability is None:
+        return 3, 5
+    own = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
+    return max(3, own - 1), own
+
+
+def _network(
+    node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar
+) -> tuple[str | None, Span | None, tuple[str, ...]]:
+    """The NICs nearest to these GPUs; all of the kind where that cannot be told."""
+    for name, kinds in _KINDS:
+        offered = [nic for nic in node.nics if nic.kind in kinds]
+        if bar == "as it is":
+            offered = [nic for nic in offered if nic.active is not False]
+        if offered:
+            return _wire(node, gpus, offered, bar, name)
+        row = reference_of(node) if bar == "as it should be" else None
+        if name == "RDMA" and row is not None and row.gpu_nic:
+            return None, None, (f"{row.sku} has RDMA NICs, and none shows here: their rate is not known",)
+    return None, None, ()
+
+
+def _wire(
+    node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode], bar: Bar, name: str
+) -> tuple[str | None, Span | None, tuple[str, ...]]:
+    names = {gpu.name for gpu in gpus}
+    nearest = [each for each in node.nearest_nic if each.decidable and each.gpu in names]
+    # a NIC that is down is nearest to no GPU, and should be; `why` marks what a GPU borrows in its place
+    near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
+    used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
+    rates = [_should_carry(nic, offered) if bar == "as it should be" else usable_rate(nic) for nic in used]
+    known = [rate for rate in rates if rate is not None]
+    if not known or len(known) < len(rates):
+        return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
+    words = f"{len(used)} {used[0].kind} devices carry {sum(known) / GIGA:.4g} GB/s together"
+    if name == "sockets":
+        return name, Span(low=min(known), high=sum(known)), (f"{words}; NCCL chooses which of them it takes",)
+    # one GPU that borrows a far NIC sends through its neighbours; where most are far, that is how the board is made
+    far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
+    return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)
+
+
+def _should_carry(nic: NicNode, equals: list[NicNode]) -> float | None:
+    """The most that a NIC of its kind carries on this host, by port and slot: a dead port is worth its neighbours'."""
+    found = [
+        min(rate, other.pcie_bytes_per_second or rate)
+        for other in equals
+        if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
+    ]
+    return max(found, default=None)
