@@ -9,8 +9,8 @@ from typing import Any
 
 from collectives import interval, stragglers
 from collectives.ops import OPS
-from collectives.results import BenchResult, Latency, Measurement, PairSearch, PartTime, StepTime, Straggler
-from collectives.spec import BenchSpec, Expectation
+from collectives.results import BenchResult, Carried, Latency, Measurement, PairSearch, PartTime, StepTime, Straggler
+from collectives.spec import BenchSpec, Expect
 from collectives.transport import Evidence
 from collectives.watch import Outcome
 
@@ -28,7 +28,7 @@ def assemble(
     )
     hosts = tuple(row["host"] for row in hello)
     measured = [event for event in outcome.events if event["event"] == "measured"]
-    measurements = tuple(_measurement(event, backend, hosts, spec.expectations) for event in measured)
+    measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
     skipped = [
         f"not measured, the time budget of {spec.budget_seconds:g} s was spent: {_words(event)}"
         for event in outcome.events
@@ -55,21 +55,29 @@ def assemble(
         complete=not outcome.problems and not skipped and verified and bool(hello),
         problems=problems,
         stopped_by=outcome.stopped_by,
+        carried=tuple(
+            Carried(rank=rank, address=address, interface=interface, bytes=count)
+            for event in outcome.events
+            if event["event"] == "carried"
+            for rank, address, interface, count in event["rows"]
+        ),
+        nvlink_domains=tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello})),
     )
 
 
 def _measurement(
-    event: Mapping[str, Any], backend: str, hosts: Sequence[str], expectations: Iterable[Expectation]
+    event: Mapping[str, Any], backend: str, hello: Sequence[Mapping[str, Any]], expect: Expect | None
 ) -> Measurement:
     op, ranks, seconds = OPS[event["op"]], tuple(event["ranks"]), tuple(event["iteration_seconds"])
     middle = median(seconds)
     algbw = event["bytes"] / middle if middle > 0 else 0.0
-    expected = next((e for e in expectations if e.op == op.name), None)
+    bars = expect(op.name, event["bytes"], ranks, hello) if expect else ()
+    first = next((bar for bar in bars if bar.typical is not None), None)
     return Measurement(
         op=op.name,
         backend=backend,
         ranks=ranks,
-        hosts=tuple(hosts[rank] for rank in ranks),
+        hosts=tuple(hello[rank]["host"] for rank in ranks),
         bytes=event["bytes"],
         iteration_seconds=seconds,
         median_seconds=middle,
@@ -78,8 +86,9 @@ def _measurement(
         busbw_bytes_per_second=algbw * op.factor(len(ranks)),
         verified=event["rounds"] > 0 and not event["wrong"],
         rank_median_seconds=tuple(event["rank_median_seconds"]),
-        expected_busbw_bytes_per_second=expected.busbw_at(event["bytes"], len(ranks)) if expected else None,
-        expectation=expected.derivation if expected else (),
+        expected_busbw_bytes_per_second=first.typical if first else None,
+        expectation=first.why if first else (),
+        bars=bars,
     )
 
 

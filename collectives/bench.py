@@ -17,11 +17,13 @@ from collectives import engine, lock, scratch
 from collectives.assemble import assemble
 from collectives.plan import Case, Plan, SearchPlan
 from collectives.results import BenchResult
-from collectives.spec import BenchSpec, Expectation, SpecError, model_cases, sweep
+from collectives.spec import BenchSpec, SpecError, model_cases, sweep
 from collectives.transport import Evidence
 from collectives.watch import Where
 
-__all__ = ["BenchSpec", "Case", "Expectation", "SearchPlan", "SpecError", "model_cases", "run", "sweep"]
+OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that nothing foretold
+
+__all__ = ["BenchSpec", "Case", "SearchPlan", "SpecError", "model_cases", "run", "sweep"]
 
 
 def visible_backend() -> str:
@@ -73,6 +75,7 @@ def _run_in(
         distinct_hosts=spec.distinct_hosts,
         step=spec.step,
         search=spec.search,
+        links=dict(spec.links),
     )
     where = Where(
         ranks_per_host=spec.ranks_per_host,
@@ -81,6 +84,7 @@ def _run_in(
         rendezvous=spec.rendezvous,
         startup_seconds=spec.startup_seconds,
         total_seconds=total,
+        measuring_seconds=None if spec.step or spec.search else spec.budget_seconds + OVERRUN_SECONDS,
     )
     debug = directory / "nccl"
     debug.mkdir()

@@ -6,6 +6,7 @@ Kubernetes Indexed Job does that). This process never imports torch.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -36,8 +37,11 @@ def command(where: Where, plan_path: Path) -> list[str]:
         argv += [f"--nnodes={where.hosts}"]
         if where.node_rank is None:
             argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={where.rendezvous}", "--rdzv-id=topoflight"]
+            argv += [f"--rdzv-conf=join_timeout={math.ceil(where.startup_seconds)}"]
         else:
             address, _, port = where.rendezvous.rpartition(":")
+            # torchrun's own patience with hosts that come later, by default less than ours may be
+            argv += [f"--rdzv-conf=timeout={math.ceil(where.startup_seconds)}"]
             argv += [f"--node-rank={where.node_rank}", f"--master-addr={address.strip('[]')}", f"--master-port={port}"]
     return [*argv, "-m", "collectives.rank", str(plan_path)]
 

@@ -8,17 +8,17 @@ turns a verdict into a gate. Formats and codes: docs/evidence.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import cattrs
 
-from collectives.evidence_clean import BLOCK_BYTES, utf8_chunks
+from collectives.evidence_clean import BLOCK_BYTES, LogFileError, Unpacked, looks_like_text, utf8_chunks
 from collectives.evidence_codes import CODES
-from collectives.evidence_ledger import Ledger
 from collectives.evidence_reader import Reader, blocks
-from collectives.evidence_verdict import judge
+from collectives.evidence_runs import Runs
+from collectives.evidence_verdict import judge_runs, proven
 from collectives.transport import Evidence
 
 PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
@@ -33,38 +33,65 @@ def read(lines: Iterable[str] | Iterable[bytes], *, ports: Collection[str] | Non
     ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"): one that NCCL does not list is
     dead, for it lists active ports only.
     """
-    reader = Reader(Ledger())
+    runs = Runs()
+    reader = Reader(runs)
     block = b"\n"
     several = False
     for block in blocks(lines):
         several = several or b"\n" in block
         reader.feed(block)
-    return judge(reader.finish(cut=several and not block.endswith(b"\n")), ports=ports)
+    reader.finish(cut=several and not block.endswith(b"\n"))
+    return judge_runs(runs, ports=ports)
 
 
 def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
-    """Verdict over one file, "-" for standard input, or an open binary file."""
+    """Verdict over one file, "-" for standard input, a folder, or an open binary file."""
     return read_files([path], ports=ports)
 
 
 def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str] | None = None) -> Evidence:
-    """One verdict over several files: the per-process logs of one run."""
-    ledger = Ledger()
+    """One verdict over several files: the logs of a run's processes, or folders of them.
+
+    Files packed with gzip, bzip2 or xz are read as they are. Raises ``LogFileError`` where one cannot be unpacked.
+    """
+    runs = Runs()
+    found = list(_files(paths))
+    for file in found:
+        name = str(file) if len(found) > 1 and isinstance(file, str | Path) else ""
+        try:
+            if not isinstance(file, str | Path):
+                _take(runs, file, name)
+            elif str(file) == "-":
+                _take(runs, sys.stdin.buffer, "standard input" if name else "")
+            else:
+                with Path(file).open("rb") as opened:
+                    _take(runs, opened, name)
+        except LogFileError as error:
+            raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
+    return judge_runs(runs, ports=ports)
+
+
+def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
+    """The files meant: of a folder, and of those in it, every file that holds text, in the order of their names."""
     for path in paths:
-        if not isinstance(path, str | Path):
-            _take(ledger, path)
-        elif str(path) == "-":
-            _take(ledger, sys.stdin.buffer)
+        if isinstance(path, str | Path) and str(path) != "-" and Path(path).is_dir():
+            inside = sorted(file for file in Path(path).rglob("*") if file.is_file() and _holds_text(file))
+            if not inside:
+                raise LogFileError(f"{path}: no text file in this folder: expected the logs of a run")
+            yield from inside
         else:
-            with Path(path).open("rb") as file:
-                _take(ledger, file)
-    return judge(ledger, ports=ports)
+            yield path
 
 
-def _take(ledger: Ledger, file: BinaryIO) -> None:
-    reader = Reader(ledger)
+def _holds_text(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return looks_like_text(opened.read(4096))
+
+
+def _take(runs: Runs, file: BinaryIO, name: str) -> None:
+    reader = Reader(runs, file=name)
     rest = b""
-    for chunk in utf8_chunks(file):
+    for chunk in utf8_chunks(Unpacked(file)):
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)
@@ -73,7 +100,7 @@ def _take(ledger: Ledger, file: BinaryIO) -> None:
             whole, end, tail = rest.rpartition(b"\r" if b"\r" in rest else b"\\n")
             if end:
                 reader.feed(whole)
-                ledger.lines -= 1
+                reader.ledger.lines -= 1
             # Without any end for so long it is no log: what is kept of it must not grow.
             rest = tail[:BLOCK_BYTES]
     if rest:
@@ -121,10 +148,3 @@ def exit_code(evidence: Evidence, *, fail_on: str = "fail", require_gdrdma: bool
     if fail_on == "warn" and any(problem.severity == "warn" for problem in evidence.problems):
         return WARNED
     return PASS
-
-
-def proven(evidence: Evidence) -> bool:
-    """Whether the log shows the channels it should: between nodes where there are several, else within the node."""
-    if evidence.gdrdma != "none":
-        return True
-    return bool(evidence.transports) and evidence.inter_node_transport in (None, "NVLink (MNNVL)")

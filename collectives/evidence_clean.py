@@ -1,15 +1,21 @@
-"""What launchers, terminals and pagers do to a log line, undone.
+"""What launchers, terminals, pagers and log rotation do to a log, undone.
 
-Surface: physical lines of any training log, as bytes. Undone here: colours (ECMA-48 SGR), HTML and JSON escapes,
-progress bars that share a line by carriage return, many messages in one JSON string, UTF-16 as PowerShell writes it.
+Surface: physical lines of any training log, as bytes. Undone here: gzip, bzip2 and xz, colours (ECMA-48 SGR), HTML and
+JSON escapes, progress bars that share a line by carriage return, many messages in one JSON string, UTF-16 as PowerShell
+writes it.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
+import lzma
 import re
-from collections.abc import Iterator
-from typing import BinaryIO, Final
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+from collectives.nccl_warnings import SEARCHED
 
 BLOCK_BYTES: Final = 1 << 20
 
@@ -26,8 +32,9 @@ _OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\
 # A block without any of these needs no cleaning.
 NEEDS_CLEANING = (b"\x1b", b"\r", b"&", b"\\", b"\x00", b"[0m", b"^[[", b"ESC[", b"\xe2\x90\x9b[")
 
-# One of these stands in every line that can matter, also in lines that lost their prefix.
-MARKERS = (
+# Words of facts: one of these, or of the texts that name a fault, stands in every line that can matter, also in lines
+# that lost their prefix. None has a digit: lines are told apart without theirs.
+FACT_WORDS: Final = (
     b"NCCL",
     b"via ",
     b"NET/",
@@ -35,30 +42,120 @@ MARKERS = (
     b"RCCL version",
     b"Using network",
     b"GPU Direct",
-    b"ibv_",
-    b"IBV_WC",
-    b"Duplicate GPU",
-    b"/dev/shm/nccl",
-    b"P2P is disabled",
     b"nNodes",
-    b"fi_getinfo",
-    b"no socket interface",
-    # Causes that PyTorch repeats below "Last error:", where nothing of NCCL's stands before them.
-    b"Cuda failure",
-    b"ocketStartConnect",
-    b"ocketPollConnect",
-    b"ocketProgress",
-    b"Call to connect",
-    b"is neither AF_INET",
     b"MNNVL",
-    b"system not yet initialized",
-    b"NVRM: Xid",
     b" Pid ",
     b"nccl==",
+    b"Last error:",
+    # What the job runs on, and how it ended.
+    b"NVIDIA ",
+    b"Tesla ",
+    b"GeForce",
+    b"Avg bus bandwidth",
+    b"Out of bounds values",
+    b"train_runtime",
+    b"exits successfully",
+    b"Successfully completed.",
+    b"raysubmit_",
+    b"Trainer.fit` stopped",
+    b"exit code: ",
+    b"exited with code ",
+    b"Traceback (most recent call last)",
+    b"Exception ignored in",
+    b"Exception in thread ",
+    b"KeyboardInterrupt",
+    b", in _run_finalizers",
+    b", in _exitfunc",
+    b", in __del__",
+    b"Error",
+    b"Exception: ",
+    b"type NVL/",
 )
+WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
+# One piece of each word: which tokens of a text can be part of a word is told by these, and tokens repeat each other.
+WORD_OF: Final = tuple((max(word.split(), key=len), word) for word in WORDS)
+FRAGMENTS: Final = tuple(dict.fromkeys(fragment for fragment, _ in WORD_OF))
 
 
-def utf8_chunks(file: BinaryIO) -> Iterator[bytes]:
+class LogFileError(ValueError):
+    """The file cannot be read as a log; the message says why, and what helps."""
+
+
+class Stream(Protocol):
+    """What can be read from: an open file, or one that is unpacked on the way."""
+
+    def read(self, size: int, /) -> bytes:
+        """Up to `size` bytes; none at the end only."""
+        ...
+
+
+class _Engine(Protocol):
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+_PACKED: Final[tuple[tuple[bytes, Callable[[], _Engine]], ...]] = (
+    (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
+    (b"BZh", bz2.BZ2Decompressor),
+    (b"\xfd7zXZ\x00", lzma.LZMADecompressor),
+)
+_NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))
+
+
+class Unpacked:
+    """A file as it is, or unpacked piece by piece where it begins as a packed one does."""
+
+    def __init__(self, file: Stream) -> None:
+        self._file = file
+        self._first = file.read(BLOCK_BYTES)
+        for magic, tool, command in _NOT_UNPACKED:
+            if self._first.startswith(magic):
+                raise LogFileError(f"packed with {tool}, which is not read: {command} FILE | topoflight evidence -")
+        made = next(((magic, engine) for magic, engine in _PACKED if self._first.startswith(magic)), None)
+        self._pieces = self._unpack(*made) if made else None
+
+    def read(self, size: int, /) -> bytes:
+        """The next piece, of no more than 1 MiB; none at the end. Raises LogFileError where it is damaged."""
+        if self._pieces is not None:
+            return next(self._pieces, b"")
+        first, self._first = self._first, b""
+        return first or self._file.read(size)
+
+    def _unpack(self, magic: bytes, make: Callable[[], _Engine]) -> Iterator[bytes]:
+        data, engine = self._first, make()
+        self._first = b""
+        while True:
+            try:
+                piece = engine.decompress(data, BLOCK_BYTES)
+            except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
+                raise LogFileError(f"a packed file that is damaged: {error}") from None
+            if piece:
+                yield piece
+            if engine.eof:  # a further member may follow, and padding of zeros
+                data = engine.unused_data.lstrip(b"\0") or self._file.read(BLOCK_BYTES).lstrip(b"\0")
+                if not data.startswith(magic):
+                    return
+                engine = make()
+                continue
+            data = getattr(engine, "unconsumed_tail", b"")
+            if not data and len(piece) < BLOCK_BYTES:  # nothing is left inside
+                data = self._file.read(BLOCK_BYTES)
+                if not data:  # cut short: what could be read stands
+                    return
+
+
+def looks_like_text(start: bytes) -> bool:
+    """Whether a file that begins so can be a log, packed or not."""
+    packed = any(start.startswith(magic) for magic, _ in _PACKED)
+    return packed or b"\0" not in start or _utf16(start) is not None
+
+
+def utf8_chunks(file: Stream) -> Iterator[bytes]:
     """The file in pieces of about 1 MiB; UTF-16, with or without byte order mark, becomes UTF-8."""
     chunk = file.read(BLOCK_BYTES)
     encoding = _utf16(chunk[:4096])

@@ -17,6 +17,11 @@ class Meaning:
     message: str
     action: str
     gdr: bool = False  # says only that GPUDirect RDMA is missing: a gate that does not ask for it passes
+    ends: bool = False  # the job, or one of its processes, ended by it
+
+
+def _end(message: str, action: str) -> Meaning:
+    return Meaning(severity="fail", message=message, action=action, ends=True)
 
 
 def _fail(message: str, action: str, *, gdr: bool = False) -> Meaning:
@@ -57,6 +62,17 @@ CODES: dict[str, Meaning] = {
         "on p4d, p5 and p6 check the EFA kernel module, libfabric and the aws-ofi-nccl version",
         gdr=True,
     ),
+    "slingshot_without_gdrdma": _fail(
+        "Slingshot (cxi) channels without GPUDirect RDMA: data is staged through host memory",
+        "check that libfabric was built with CUDA (or ROCr) and GDRCopy, and that the plugin's log says DMA-BUF or "
+        "HMEM is supported; on HPE's advice set FI_CXI_DISABLE_HOST_REGISTER=1 and FI_HMEM_CUDA_USE_GDRCOPY=1",
+        gdr=True,
+    ),
+    "libfabric_over_tcp": _fail(
+        "libfabric's tcp provider joins the nodes: the same as sockets",
+        "find why libfabric chose no RDMA provider: fi_info in the container, FI_PROVIDER, the devices it was given",
+        gdr=True,
+    ),
     "net_without_gdrdma": _fail(
         "network channels without GPUDirect RDMA",
         "check whether this network plugin and this GPU support it, and that peermem or DMA-BUF is at hand",
@@ -70,6 +86,10 @@ CODES: dict[str, Meaning] = {
     "gdr_read_disabled_pre_ampere": _info(
         "GPUDirect RDMA on receive and not on send: NCCL's default before Ampere without NVLink",
         "nothing; NCCL_NET_GDR_READ=1 tries it on send, measure before keeping it",
+    ),
+    "gdr_not_supported_by_gpu": _info(
+        "network channels without GPUDirect RDMA, which these GPUs do not have by design (GB10, GeForce)",
+        "nothing: data goes through host memory, which GB10 shares with the GPU",
     ),
     "gdr_read_disabled_by_env": _warn(
         "GPUDirect RDMA on receive and not on send, and NCCL_NET_GDR_READ is set",
@@ -92,6 +112,11 @@ CODES: dict[str, Meaning] = {
         "find why no RDMA network was chosen: devices in the container, the plugin, memlock, NCCL_IB_DISABLE, NCCL_NET",
         gdr=True,
     ),
+    "net_only_within_node": _fail(
+        "all channels between the GPUs of one host go through the network, P2P and shared memory are not used",
+        "unset NCCL_P2P_DISABLE, NCCL_P2P_LEVEL and NCCL_SHM_DISABLE",
+    ),
+    "several_runs": _info("the log holds several runs: each is judged on its own", "nothing"),
     "mixed_networks": _fail(
         "ranks chose different networks", "give every node the same devices, plugin and environment"
     ),
@@ -170,6 +195,23 @@ CODES: dict[str, Meaning] = {
         "a transfer over EFA failed: the peer did not answer, or could not be reached",
         "let the security group of all nodes pass all traffic to itself, in and out; then look for the node whose "
         "process or EFA device died first",
+    ),
+    "slingshot_request_failed": _fail(
+        "a transfer over Slingshot (cxi) failed",
+        "check the links of the named node (cxi_stat, fabric manager) and dmesg; for overflows of the event queue set "
+        "FI_CXI_DEFAULT_CQ_SIZE=131072 and FI_CXI_RX_MATCH_MODE=hybrid",
+    ),
+    "libfabric_request_failed": _fail(
+        "a transfer over libfabric failed: the peer did not answer, or could not be reached",
+        "check fi_info and fi_pingpong between the nodes with this provider; then look for the node that failed first",
+    ),
+    "libfabric_setup_failed": _fail(
+        "libfabric could not open an endpoint, or register memory, with this provider",
+        "check fi_info -p PROVIDER in the container, its devices and memlock; compare libfabric and the plugin",
+    ),
+    "libfabric_plugin_failed": _fail(
+        "the libfabric plugin failed to initialise: NCCL falls back or fails",
+        "check fi_info in the container: which providers it lists, and FI_PROVIDER",
     ),
     "network_not_found": _fail(
         "the network that NCCL_NET asks for did not load", "unset NCCL_NET or install the plugin it names"
@@ -270,6 +312,11 @@ CODES: dict[str, Meaning] = {
     "no_transport_found": _fail(
         "NCCL found no transport between two ranks", "allow P2P, SHM or a network again; see the disabled ones"
     ),
+    "cuda_memory_not_shared": _fail(
+        "a GPU could not take over the memory of another (cuMemImportFromShareableHandle)",
+        "between nodes check IMEX (nvidia-imex-ctl -N) and its channel device in every container; within a node let "
+        "all ranks see each other's processes and sockets, or set NCCL_CUMEM_ENABLE=0",
+    ),
     "cuda_failure": _fail("a CUDA call failed inside NCCL", "read the CUDA error; often memory, device or driver"),
     "fabric_manager_not_ready": _fail(
         "CUDA is not ready (802): on NVSwitch systems the fabric manager is not running",
@@ -280,10 +327,64 @@ CODES: dict[str, Meaning] = {
         "run nvidia-smi in the container; after a driver update restart the host",
     ),
     "gpu_xid": _fail("the GPU driver reported an error (Xid)", "look the number up in NVIDIA's list of Xid errors"),
-    "call_failed": _fail("an NCCL call failed, and the log names no cause", "collect the logs of all ranks"),
-    "watchdog_timeout": _fail(
+    "call_failed": _end("an NCCL call failed, and the log names no cause", "collect the logs of all ranks"),
+    "watchdog_timeout": _end(
         "PyTorch's watchdog ended a collective that did not finish", "find the rank that did not enter it"
     ),
+    # --- how the job ended
+    "process_crashed": _end(
+        "a process crashed: segmentation fault, bus error, abort",
+        "read the stack above the line; a bus error is often a full /dev/shm",
+    ),
+    "process_killed": _end(
+        "a process was killed (SIGKILL)",
+        "look in the kernel's log and the scheduler for who killed it: most often memory",
+    ),
+    "host_out_of_memory": _end(
+        "the host, or the job's cgroup, ran out of memory: a process was killed",
+        "raise the memory of the job or pod, or lower what data loading and checkpoints take",
+    ),
+    "gpu_out_of_memory": _end(
+        "a GPU ran out of memory", "lower the micro-batch or shard further; topoflight recommend forecasts what fits"
+    ),
+    "cuda_error": _end(
+        "a CUDA or HIP call of the program failed",
+        "read the kernel's log for an Xid; CUDA_LAUNCH_BLOCKING=1 names the call",
+    ),
+    "time_limit_reached": _end("the job reached its time limit and was ended", "ask for more time, or save and resume"),
+    "job_preempted": _end("the job was preempted or evicted", "resume it from its last checkpoint"),
+    "node_failed": _end("a node of the job failed", "look at that node; resume without it"),
+    "job_cancelled": _end("the job was cancelled", "ask who cancelled it, and why"),
+    "job_stopped": _end(
+        "a process was told to end (SIGTERM, SIGINT)", "look for what failed first, or for who stopped the job"
+    ),
+    "job_failed": _end("the job ended with an error", "read the first error of the first rank that failed"),
+    "python_traceback": _end("a Python program ended with an exception", "read the last line of the traceback"),
+    "wrong_results": _end(
+        "nccl-tests found wrong data",
+        "do not use this node or link until it is found: run it on pairs of GPUs and nodes",
+    ),
+    # --- NCCL's own diagnostics (2.31 on)
+    "diag_p2p_failed": _fail(
+        "NCCL's diagnostics: GPUs of a node could not read or write each other's memory as they should",
+        "check the named pair: NVLink state, ACS and IOMMU, IPC between the containers",
+    ),
+    "diag_net_slow": _fail(
+        "NCCL's diagnostics: a rank's network is more than 30 % below the median of all",
+        "check the named rank's device: width of its PCIe link, cable, port, and who else uses it",
+    ),
+    "diag_net_failed": _warn(
+        "NCCL's diagnostics: a measurement of the network failed", "run ib_write_bw between the two nodes by hand"
+    ),
+    "diag_ecc": _fail("NCCL's diagnostics: a GPU has ECC errors", "nvidia-smi -q -d ECC on that rank's node"),
+    "diag_nvlink_down": _fail(
+        "NCCL's diagnostics: links between GPUs are down, or differ from rank to rank",
+        "nvidia-smi nvlink -s on that rank's node",
+    ),
+    "diag_mismatch": _warn(
+        "NCCL's diagnostics: ranks differ in GPU, driver or NCCL environment", "give every rank the same"
+    ),
+    "diag_incomplete": _info("NCCL's diagnostics: a check could not be made", "read what is missing"),
     "numa_balancing_enabled": _warn("automatic NUMA balancing is on", "sysctl kernel.numa_balancing=0"),
     "iommu_not_passthrough": _warn(
         "the IOMMU is not in pass-through mode", "boot with iommu=pt (on AMD hosts amd_iommu=on iommu=pt)"

@@ -20,13 +20,31 @@ _MATCHED = re.compile(rb"(?:([A-Za-z0-9][\w.-]*):)?(\d+:)?$")
 _LOG_NAME = re.compile(rb"[\w.-]*\.(?:log|txt|out|err|stdout|stderr)(?:\.\d+)?-(?:\d+-(?=[A-Za-z]))?(?=\w)")
 
 
+class _Marks:
+    """What a search put before the lines of a log."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, bool] = {}  # file named before a line that matched: whether the line is numbered
+        self.numbered = False  # lines that matched carry a number and no file
+
+
 class Hosts:
     """The hosts met so far, and the marks of a search that stood before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: _Marks | None = None) -> None:
         self.names: Counter[bytes] = Counter()  # host: prefixes of processes met
-        self._files: dict[bytes, bool] = {}  # file named before a line that matched: whether the line is numbered
-        self._numbered = False  # lines that matched carry a number and no file
+        self._marks = marks or _Marks()
+
+    def part(self) -> Hosts:
+        """For a part of the same log: the same marks of a search, and no host yet."""
+        return Hosts(self._marks)
+
+    def merge(self, other: Hosts) -> None:
+        """Add the hosts of a further piece."""
+        for name, times in other.names.items():
+            bare = other._bare(name)
+            if bare in self.names or len(self.names) < MAX_HOSTS:
+                self.names[bare] += times
 
     def name_in(self, prefix: bytes) -> bytes:
         """The host that wrote the line with this prefix; empty where none is named."""
@@ -36,10 +54,10 @@ class Hosts:
             return b""
         mark = _MATCHED.search(text[: match.start()])
         if mark is not None:
-            if mark[1] and not mark[1].isdigit() and len(self._files) < MAX_FILES:
-                self._files[mark[1]] = self._files.get(mark[1], False) or mark[2] is not None
+            if mark[1] and not mark[1].isdigit() and len(self._marks.files) < MAX_FILES:
+                self._marks.files[mark[1]] = self._marks.files.get(mark[1], False) or mark[2] is not None
             elif mark.start() == 0 and (mark[1] or mark[2]):
-                self._numbered = True
+                self._marks.numbered = True
         return self._bare(match[1])
 
     def add(self, name: bytes) -> None:
@@ -66,12 +84,12 @@ class Hosts:
     def _bare(self, name: bytes) -> bytes:
         """The name without the file and the number of a context line."""
         dash = name.find(b"-")
-        while dash >= 0 and (self._files or self._numbered):
+        while dash >= 0 and (self._marks.files or self._marks.numbered):
             head, tail = name[:dash], name[dash + 1 :]
-            if head in self._files:
+            if head in self._marks.files:
                 number, found, rest = tail.partition(b"-")
-                return rest if found and self._files[head] and number.isdigit() else tail
-            if self._numbered and head.isdigit():
+                return rest if found and self._marks.files[head] and number.isdigit() else tail
+            if self._marks.numbered and head.isdigit():
                 return tail
             dash = name.find(b"-", dash + 1)
         return _LOG_NAME.sub(b"", name, count=1)

@@ -17,21 +17,32 @@ _Key = TypeVar("_Key")
 
 MAX_NAMES: Final = 512
 MAX_PROOF_PER_FACT: Final = 3
+MAX_FILES: Final = 8_192
 
 
-def _add_row(table: dict[_Key, list[int]], key: _Key, gdrdma: bool, by: int) -> None:
+def _add_counts(table: dict[_Key, list[int]], key: _Key, channels: int, with_gdrdma: int) -> None:
     """Add to [channels, with GDRDMA], unless the table is full of made-up names."""
     if key in table or len(table) < MAX_NAMES:
         row = table.setdefault(key, [0, 0])
-        row[0] += by
-        row[1] += by * gdrdma
+        row[0] += channels
+        row[1] += with_gdrdma
+
+
+def _add_latest(table: dict[str, int], other: dict[str, int]) -> None:
+    """Keep the greatest line number of each file."""
+    for file, number in other.items():
+        if file in table or len(table) < MAX_FILES:
+            table[file] = max(number, table.get(file, 0))
 
 
 class Ledger:
     """Counters of one log, or of the logs of one run."""
 
-    def __init__(self) -> None:
-        self.lines = 0
+    def __init__(self, *, file: str = "", line: int = 0, text: bytes = b"") -> None:
+        self.file = file
+        self.lines = max(1, line)
+        self.first = self._proof_line(text, "the first line of a run")
+        self.lines = line  # number of the line in hand
         self.transports: Counter[str] = Counter()
         self.torn_transports: Counter[str] = Counter()
         self.channels: Counter[tuple[str | None, bool]] = Counter()  # (direction, gdrdma) of network channels
@@ -43,10 +54,54 @@ class Ledger:
         self.torn_network = 0
         self.codes: Counter[str] = Counter()
         self.code_lines: dict[str, list[ProofLine]] = {}
+        # By file, for only within one does the order of the lines tell what came first.
+        self.began: dict[str, int] = {}  # first line of NCCL
+        self.ended: dict[str, int] = {}  # last line that says that the job came to its end
+        self.last_lines: dict[str, dict[str, int]] = {}  # code: file: last line
         self.proof: dict[str, list[ProofLine]] = {}
         self.variable_lines: dict[str, ProofLine] = {}  # the first line that told each
         self.hosts = Hosts()
         self.facts = nccl_messages.Facts()
+
+    def merge(self, other: Ledger) -> None:
+        """Add what a further piece of the same run said: a file of another rank, or a later part of the log."""
+        for name in ("transports", "torn_transports", "channels", "codes"):
+            getattr(self, name).update(getattr(other, name))
+        for key, (total, on) in other.devices.items():
+            _add_counts(self.devices, key, total, on)
+        for network, (total, on) in other.networks.items():
+            _add_counts(self.networks, network, total, on)
+        for name in ("proxied_sends", "direct_sends", "orphan_tags", "torn_network"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.code_lines, other.code_lines), (self.proof, other.proof)):
+            for fact, rows in theirs.items():
+                if fact in mine or len(mine) < MAX_NAMES:
+                    kept = mine.setdefault(fact, [])
+                    kept.extend(rows[: MAX_PROOF_PER_FACT - len(kept)])
+        for name, number in other.began.items():
+            if name in self.began or len(self.began) < MAX_FILES:
+                self.began[name] = min(number, self.began.get(name, number))
+        _add_latest(self.ended, other.ended)
+        for code, last in other.last_lines.items():
+            _add_latest(self.last_lines.setdefault(code, {}), last)
+        for variable, line in other.variable_lines.items():
+            if len(self.variable_lines) < MAX_NAMES:
+                self.variable_lines.setdefault(variable, line)
+        self.hosts.merge(other.hosts)
+        self.facts.merge(other.facts)
+
+    def outlived(self, code: str, *, before_nccl: bool = False) -> bool:
+        """Whether the job came to its end after every line with this code.
+
+        Lines of files that state no end are outlived by the end that another file states. With ``before_nccl`` the
+        code must also stand before NCCL's first line, in the file that states the end: it is of an earlier step.
+        """
+        if not self.facts.finished:
+            return False
+        rows = self.last_lines.get(code, {})
+        if before_nccl:
+            return all(row < min(self.ended.get(file, 0), self.began.get(file, 0)) for file, row in rows.items())
+        return all(row < self.ended.get(file, row + 1) for file, row in rows.items())
 
     def add_channel(self, channel: Channel, by: int = 1) -> None:
         """Count the channel so many times."""
@@ -92,8 +147,8 @@ class Ledger:
         self.transports[channel.transport] += by
         self.channels[(channel.direction, gdrdma)] += by
         name = channel.network or ""
-        _add_row(self.networks, name, gdrdma, by)
-        _add_row(self.devices, (name, channel.device or 0), gdrdma, by)
+        _add_counts(self.networks, name, by, by * gdrdma)
+        _add_counts(self.devices, (name, channel.device or 0), by, by * gdrdma)
 
     def prove_channel(self, channel: Channel, shown: bytes) -> None:
         """Keep the line as proof of the channel's kind."""
@@ -122,9 +177,12 @@ class Ledger:
     def blame(self, code: str, shown: bytes) -> None:
         """Count a code, and keep its first lines."""
         self.codes[code] += 1
+        _add_latest(self.last_lines.setdefault(code, {}), {self.file: self.lines})
         rows = self.code_lines.setdefault(code, [])
         if len(rows) < MAX_PROOF_PER_FACT:
             rows.append(self._proof_line(shown, code))
 
     def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
-        return ProofLine(line=self.lines, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves)
+        return ProofLine(
+            line=self.lines, file=self.file, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves
+        )

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 
 from collectives.evidence_codes import CODES
 from collectives.evidence_ledger import Ledger
-from collectives.transport import Evidence, LogProblem, ProofLine
+from collectives.nccl_messages import Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
+from collectives.transport import Evidence, LogProblem, ProofLine, RunEvidence
 
 LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(LEVELS))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
@@ -30,6 +31,20 @@ _SET_BY_OFI = frozenset(
 )
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_warnings")
+# A launcher says them of the step that it ran: a job may go on with the next.
+_OF_A_STEP = ("job_failed", "job_stopped", "process_killed", "job_cancelled")
+# That something failed, in words of a launcher or of PyTorch, from the least telling on: a note where anything above
+# or before names a cause.
+_LEAST_TELLING = ("python_traceback", "job_failed", "job_stopped", "call_failed", "process_killed", "job_cancelled")
+# What the plugin's messages stand for where the provider is not EFA.
+_OF_OTHER_PROVIDERS = {
+    "efa_plugin_init_failed": "libfabric_plugin_failed",
+    "no_efa_provider": "libfabric_plugin_failed",
+    "efa_endpoint_failed": "libfabric_setup_failed",
+    "efa_memory_not_registered": "libfabric_setup_failed",
+    "efa_request_failed": "libfabric_request_failed",
+}
+_WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
 _BRIDGES = ("docker", "virbr")
 
 
@@ -47,7 +62,9 @@ class _Findings:
         self.ledger = ledger
         self.found: dict[str, LogProblem] = {}
 
-    def add(self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0) -> None:
+    def add(
+        self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = ""
+    ) -> None:
         if code in self.found:
             return
         meaning = CODES[code]
@@ -56,7 +73,7 @@ class _Findings:
             code=code,
             message=f"{meaning.message}{': ' + detail if detail else ''}",
             action=meaning.action,
-            severity=meaning.severity,
+            severity=severity or meaning.severity,
             lines=proof,
             count=count or self.ledger.codes[code] or 1,
         )
@@ -77,17 +94,39 @@ def find(
     """Problems, and notes: what was seen and is no problem here."""
     found = _Findings(ledger)
     for code in ledger.codes:
-        found.add(code)
+        _add_told(found, code)
     notes: list[LogProblem] = []
     _explain_messages(found, ledger, evidence, notes)
     _network(found, ledger, evidence)
     _gdr(found, evidence, ledger)
-    _within_node(found, evidence, ledger)
+    _within_node(found, evidence)
     _ports(found, ledger, ports)
     _environment(found, evidence, notes)
     _nothing_seen(found, evidence)
     order = {"fail": 0, "warn": 1, "info": 2}
     return tuple(sorted(found.found.values(), key=lambda problem: order[problem.severity])), tuple(notes)
+
+
+def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
+    """The note that says so, with the line that each run begins with."""
+    meaning = CODES["several_runs"]
+    return LogProblem(
+        code="several_runs", message=f"{meaning.message}: {len(rows)}", action=meaning.action,
+        severity=meaning.severity, lines=tuple(row.first for row in rows[:3]), count=len(rows),
+    )  # fmt: skip
+
+
+def _add_told(found: _Findings, code: str) -> None:
+    """A code that messages told, in the words of the provider that libfabric chose."""
+    provider = found.ledger.facts.provider or "efa"
+    if provider.startswith("efa") or code not in _OF_OTHER_PROVIDERS:
+        found.add(code)
+        return
+    other = _OF_OTHER_PROVIDERS[code]
+    if other == "libfabric_request_failed" and provider == "cxi":
+        other = "slingshot_request_failed"
+    lines, count = tuple(found.ledger.code_lines.get(code, ())), found.ledger.codes[code]
+    found.add(other, detail=f"provider {provider}", lines=lines, count=count)
 
 
 def _demote(found: _Findings, code: str, notes: list[LogProblem]) -> None:
@@ -103,12 +142,18 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
             _demote(found, code, notes)
     if "Libfabric" in (evidence.inter_node_transport or "") and (evidence.transports or ledger.facts.provider):
         # One protocol of the plugin failed and another was chosen.
-        _demote(found, "efa_plugin_init_failed", notes)
-        _demote(found, "no_efa_provider", notes)
+        for code in ("efa_plugin_init_failed", "no_efa_provider", "libfabric_plugin_failed"):
+            _demote(found, code, notes)
     _demote(found, "pxn_disabled_plugin", notes)
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
-    if any(problem.severity == "fail" and code != "call_failed" for code, problem in found.found.items()):
-        _demote(found, "call_failed", notes)
+    if ledger.outlived("python_traceback"):
+        _demote(found, "python_traceback", notes)  # caught: the job came to its end
+    for code in _OF_A_STEP:
+        if ledger.outlived(code, before_nccl=True):
+            _demote(found, code, notes)  # of an earlier step of the job
+    for code in _LEAST_TELLING:
+        if any(problem.severity == "fail" for other, problem in found.found.items() if other != code):
+            _demote(found, code, notes)
     if evidence.inter_node_transport is None:
         # One node needs no RDMA library.
         _demote(found, "libibverbs_missing", notes)
@@ -121,7 +166,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     inter, facts = evidence.inter_node_transport, ledger.facts
     if inter == "Socket":
         found.add("socket_fallback", lines=found.proof("NET/Socket", "network Socket"))
-    one_node = facts.nodes == 1
+    one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
     if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
         found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
     chosen = set(facts.networks) | {name for name, row in ledger.networks.items() if row[0] > 0}
@@ -145,27 +190,29 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
     state, inter = evidence.gdrdma, evidence.inter_node_transport or ""
     env, facts = evidence.environment, ledger.facts
     carried = [name for name, row in ledger.networks.items() if row[0] > 0] or [evidence.network or ""]
+    within = (
+        not inter and evidence.send.total + evidence.receive.total > 0
+    )  # of one host's channels: a matter of its own
+    if state in ("off", "partial") and not within and gpus_without_gdr(evidence.gpus):
+        lines = found.proof("GPU ") + _channel_proof(found)
+        found.add("gdr_not_supported_by_gpu", detail=", ".join(evidence.gpus), lines=lines[:3])
+        return
     if state == "partial":
-        one_way = (
-            evidence.receive.total > 0
-            and evidence.receive.gdrdma == evidence.receive.total
-            and evidence.send.total > 0
-            and evidence.send.gdrdma == 0
-            # AMD has no such rule, and only compute capability 8.0 prints "/read".
-            and evidence.library == "nccl"
-            and not any(name.endswith("/read") for name in evidence.transports)
-        )
-        if one_way:
-            by_env = env.get("NCCL_NET_GDR_READ") == "0"
-            code = "gdr_read_disabled_by_env" if by_env else "gdr_read_disabled_pre_ampere"
-        else:
-            code = "gdr_partial"
+        code = _partial(evidence, facts)
         lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
-        found.add(code, detail=_part(evidence, lacking), lines=_channel_proof(found))
-    if state == "off" and "Socket" not in carried:
+        far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
+        detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")
+        severity = ""
+        if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
+            detail += "; the log names no GPU: this rests on the direction alone, and on no line that speaks against it"
+            severity = "warn"  # not proven: a look at the GPU's name settles it
+        elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
+            detail += "; before 2.19 NCCL did so for every GPU without NVLink"
+        lines = (_channel_proof(found) + found.proof("GPUDirect RDMA too far"))[:3]
+        found.add(code, detail=detail, lines=lines, severity=severity)
+    if state == "off" and "Socket" not in carried and not within:
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
-        is_efa = "Libfabric" in inter or any("Libfabric" in name for name in carried)
-        code = "ib_without_gdrdma" if is_ib else "efa_without_gdrdma" if is_efa else "net_without_gdrdma"
+        code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
         found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
         if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
             found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
@@ -179,6 +226,56 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
             lines=found.proof("cut "),
             count=evidence.torn_lines,
         )
+
+
+def _without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:
+    """Which advice fits: that of libfabric's provider, where libfabric carries the channels."""
+    if not any("Libfabric" in name for name in (inter, *carried)):
+        return "net_without_gdrdma"
+    provider = provider or "efa"
+    if provider.startswith("efa"):
+        return "efa_without_gdrdma"
+    if provider.startswith("cxi"):
+        return "slingshot_without_gdrdma"
+    return "libfabric_over_tcp" if provider.startswith(("tcp", "sockets", "net")) else "net_without_gdrdma"
+
+
+def _partial(evidence: Evidence, facts: Facts) -> str:
+    """Why a part of the channels lacks GPUDirect RDMA: by NCCL's rule for sends, or for no reason that excuses it.
+
+    The rule (ncclTopoCheckGdr): below compute capability 8.0 and without NVLink the NIC does not read GPU memory,
+    unless the GPU is the only one of its node. Before 2.19 the rule held whatever the compute capability. Any fact
+    of the log that speaks against such a GPU takes the excuse away.
+    """
+    one_way = (
+        evidence.receive.total > 0
+        and evidence.receive.gdrdma == evidence.receive.total
+        and evidence.send.total > 0
+        and evidence.send.gdrdma == 0
+        and evidence.library == "nccl"  # AMD has no such rule
+    )
+    if not one_way:
+        return "gdr_partial"
+    if evidence.environment.get("NCCL_NET_GDR_READ") == "0":
+        return "gdr_read_disabled_by_env"
+    against = (
+        (gpus_before_ampere(evidence.gpus) is False and not (_older_than(evidence, 19) and gpus_on_pcie(evidence.gpus)))
+        or facts.local_ranks == 1  # a GPU alone on its node in every communicator: the rule leaves it out
+        or evidence.nvls  # Hopper and later
+        or evidence.nvls_use == "used"
+        or facts.mnnvl or facts.mnnvl_fabric
+        or facts.gdr_read_allowed  # "Enabled ... (distance 4 <= 4), read 1"
+        or any(not enabled for enabled, _, _ in facts.gdr_paths)  # too far: not by the rule
+        or any(name.endswith("/read") for name in evidence.transports)  # printed with NVLink on 8.0 only
+        or facts.nvlink
+    )  # fmt: skip
+    return "gdr_partial" if against else "gdr_read_disabled_pre_ampere"
+
+
+def _older_than(evidence: Evidence, minor: int) -> bool:
+    """Whether the log names a version of NCCL before 2.minor."""
+    parts = (evidence.nccl_version or "").split("+")[0].split(".")
+    return len(parts) > 1 and parts[0] == "2" and parts[1].isdecimal() and int(parts[1]) < minor
 
 
 def _distance(found: _Findings, evidence: Evidence, carried: list[str], state: str) -> None:
@@ -202,7 +299,7 @@ def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:
     return tuple(rows[:3]) or found.proof("GPUDirect RDMA refused")
 
 
-def _within_node(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
+def _within_node(found: _Findings, evidence: Evidence) -> None:
     shm = evidence.transports.get("SHM", 0)
     peer = sum(n for key, n in evidence.transports.items() if key.startswith("P2P/"))
     env = evidence.environment
@@ -212,8 +309,14 @@ def _within_node(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
         found.add("p2p_level_limited_by_env", detail=env["NCCL_P2P_LEVEL"], lines=found.proof("transport SHM"))
     elif shm and peer:
         found.add("shm_across_pairs", detail=f"{shm} of {shm + peer} channels", lines=found.proof("transport SHM"))
-    if ledger.facts.nodes == 1 and any(key.startswith("NET/") for key in evidence.transports):
-        found.add("net_within_node", lines=found.proof("NET/"))
+    if evidence.inter_node_transport is None and any(key.startswith("NET/") for key in evidence.transports):
+        causes = [f"{name}={env[name]}" for name in _WITHIN_NODE if env.get(name, "0") not in ("0", "")]
+        only = not any(key.startswith(("P2P/", "SHM")) for key in evidence.transports)
+        found.add(
+            "net_only_within_node" if only and causes else "net_within_node",
+            detail=", ".join(causes),
+            lines=(*found.told(*_WITHIN_NODE), *found.proof("NET/"))[:3],
+        )
 
 
 def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> None:

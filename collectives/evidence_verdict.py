@@ -11,8 +11,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from collectives import evidence_problems
+from collectives.evidence_codes import CODES
 from collectives.evidence_ledger import Ledger
-from collectives.transport import ChannelCount, Evidence, ProofLine
+from collectives.evidence_runs import Runs
+from collectives.nccl_messages import FABRIC
+from collectives.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
 
 MAX_PROOF = 64
 
@@ -77,13 +80,32 @@ def inter_name(network: str, provider: str | None = None) -> str:
     return network
 
 
+# The most GPUs that one operating system was seen to hold under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
+MOST_GPUS_OF_A_NODE = 16
+
+
 def single_node(ledger: Ledger) -> bool | None:
     """Whether all ranks sit in one node; None where the log does not say."""
-    if ledger.facts.nodes:
-        return ledger.facts.nodes == 1 and not ledger.facts.mnnvl
+    facts = ledger.facts
+    if facts.nodes:
+        return facts.nodes == 1 and not facts.mnnvl
     if ledger.hosts.count() > 1:
         return False
-    return True if ledger.facts.test_on_one_host else None
+    if facts.test_on_one_host or facts.all_on_one_host():
+        return True
+    return False if _more_ranks_than_a_node(ledger) else None
+
+
+def _more_ranks_than_a_node(ledger: Ledger) -> bool:
+    """Whether there are ranks that cannot sit beside the devices seen: a GPU holds one rank of a communicator."""
+    facts = ledger.facts
+    seen = facts.rank_devices()
+    highest = max((rank for rank, _ in seen), default=-1)
+    if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
+        return True
+    # Bus numbers have four digits and more; devices of NVML one or two.
+    devices = [int(device) for _, device in seen if len(device) < 3 and device.isdigit()]
+    return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
 
 
 def selected_network(ledger: Ledger) -> str | None:
@@ -190,9 +212,42 @@ def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     lines = [
         (min((rank for start, rank in ranks.items() if fact.startswith(start)), default=2), row.line, index, row)
         for index, (fact, rows) in enumerate(ledger.proof.items())
+        if not fact.startswith(FABRIC)
         for row in rows[:2]
     ]
     return tuple(row for *_, row in sorted(lines, key=lambda entry: entry[:3])[:MAX_PROOF])
+
+
+# Failures of NCCL that a job does not outlive, though no line says that it ended.
+_BROKEN = frozenset(
+    code for code, meaning in CODES.items()
+    if meaning.severity == "fail" and not meaning.gdr
+    and code.startswith(("ib_", "efa_", "slingshot_", "libfabric_"))
+) | {
+    *("memlock_too_small", "gid_index_invalid", "gid_unreadable", "shm_too_small", "shm_attach_failed"),
+    "duplicate_gpu",
+    *("nccl_version_mismatch", "bootstrap_mismatch", "rendezvous_timeout", "collective_mismatch", "net_plugin_failed"),
+    *("bootstrap_no_interface", "no_interface_in_subnet", "socket_connect_failed", "mnnvl_not_working"),
+    *("nvls_bind_failed", "no_transport_found", "cuda_failure", "cuda_memory_not_shared", "fabric_manager_not_ready"),
+    *("driver_mismatch", "network_not_found"),
+}  # fmt: skip
+
+
+def _nvls_use(ledger: Ledger) -> str:
+    """ "Multicast available" is what the hardware can do; only a communicator that set it up uses it."""
+    if ledger.facts.nvls_made:
+        return "used"
+    return {None: "unknown", True: "available", False: "not available"}[ledger.facts.nvls]
+
+
+def _mnnvl_use(ledger: Ledger) -> str:
+    if any(key.startswith("P2P/MNNVL") and count > 0 for key, count in ledger.transports.items()):
+        return "used"
+    if ledger.facts.mnnvl:
+        return "enabled"
+    if ledger.facts.mnnvl_fabric:
+        return "available"
+    return "unknown" if ledger.facts.mnnvl is None else "off"
 
 
 def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
@@ -232,7 +287,71 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         },
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
+        fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
+        nvls_use=_nvls_use(ledger),
+        mnnvl_use=_mnnvl_use(ledger),
+        mnnvl_clique=facts.mnnvl_clique or None,
+        gpus=facts.gpu_names(),
         hosts=ledger.hosts.count() or None,
     )
     problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
-    return replace(evidence, problems=problems, notes=notes)
+    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, facts.finished))
+
+
+def _outcome(problems: tuple[LogProblem, ...], finished: int) -> str:
+    if any(CODES[problem.code].ends or problem.code in _BROKEN for problem in problems):
+        return "failed"
+    return "finished" if finished else "unknown"
+
+
+def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
+    """The verdict over all runs: counts of all, and the problems of each, judged on its own."""
+    if len(runs.ledgers) < 2:
+        ledger = runs.ledgers[0] if runs.ledgers else Ledger()
+        return replace(judge(ledger, ports=ports), lines_read=runs.lines)
+    each = [judge(ledger, ports=ports) for ledger in runs.ledgers]
+    rows = tuple(
+        RunEvidence(
+            first=ledger.first, inter_node_transport=one.inter_node_transport,
+            intra_node_transport=one.intra_node_transport, gdrdma=one.gdrdma, outcome=one.outcome, proven=proven(one),
+        )
+        for ledger, one in zip(runs.ledgers, each, strict=True)
+    )  # fmt: skip
+    whole = Ledger()
+    for ledger in runs.ledgers:
+        whole.merge(ledger)
+    return replace(
+        judge(whole, ports=ports),
+        inter_node_transport=_of_all([one.inter_node_transport for one in each]),
+        problems=_joined([one.problems for one in each]),
+        notes=(evidence_problems.several_runs(rows), *_joined([one.notes for one in each])),
+        outcome=min((one.outcome for one in each), key=("failed", "unknown", "finished").index),
+        runs=rows,
+        lines_read=runs.lines,
+    )
+
+
+def _of_all(names: list[str | None]) -> str | None:
+    known = list(dict.fromkeys(name for name in names if name is not None))
+    return " + ".join(known) if len(known) < 2 else "mixed " + " + ".join(known) if known else None
+
+
+def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
+    """Problems of several runs, each code once, with the lines of all."""
+    found: dict[str, LogProblem] = {}
+    for problem in (problem for problems in each for problem in problems):
+        first = found.get(problem.code)
+        found[problem.code] = problem if first is None else replace(
+            first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count
+        )  # fmt: skip
+    order = {"fail": 0, "warn": 1, "info": 2}
+    return tuple(sorted(found.values(), key=lambda problem: order[problem.severity]))
+
+
+def proven(evidence: Evidence) -> bool:
+    """Whether the log shows the channels it should: between nodes where there are several, else within the node."""
+    if evidence.runs:
+        return all(run.proven for run in evidence.runs)
+    if evidence.gdrdma != "none":
+        return True
+    return bool(evidence.transports) and evidence.inter_node_transport in (None, "NVLink (MNNVL)")

@@ -20,6 +20,8 @@ from collectives.plan import Case, Plan
 from collectives.pulse import Journal, Pulse
 
 BATCH = 5  # iterations between two looks at the interval
+WARMUP_SHARE = 0.2  # of a size's budget; the first iteration sets up connections and so takes longest
+LEAST_ITERATIONS = 3  # of a measurement: the first, which connects; one on fresh data, verified; one that is timed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,29 +50,46 @@ class Times:
     rounds: int = 0  # verified
 
 
-def run_case(me: Rank, case: Case, budget_seconds: float) -> dict[tuple[int, ...], Times]:
-    """Measure one case in all its groups at once; every rank gets the times of all ranks."""
+def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
+    """Measure one case in all its groups at once; returns the seconds of one iteration, the same on every rank.
+
+    The first iteration tells how many more `budget_seconds` hold. Where not even a verified round and a timed one fit
+    into `left_seconds`, those of the whole run, nothing is measured.
+    """
     op = ops.OPS[case.op]
     groups = case.groups or (tuple(range(me.world)),)
     side = side_of(me, op, case.bytes, groups)
     times = no_times(me)
     name = f"{case.op} of {case.bytes} bytes"
+    if side is not None:  # NCCL connects with the first collective of a group, which is no iteration of anything
+        came = mark(me)
+        meet(me, side)
+        between(me, came, mark(me))
     started = time.monotonic()
     me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
-    _iterate(me, op, side, me.plan.warmup, name)
+    _iterate(me, op, side, 1, name)
+    first = each = slowest(me, time.monotonic() - started)
+    if left_seconds < LEAST_ITERATIONS * first:
+        return first
+    warm = budget_seconds * WARMUP_SHARE / first if first > 0 else me.plan.warmup
+    _iterate(me, op, side, max(0, min(me.plan.warmup - 1, int(warm))), name)
+    spent = slowest(me, time.monotonic() - started)
     while True:
         wrong = verified_round(me, op, side, name)
-        runs, waits = _iterate(me, op, side, BATCH, name)
+        # a large size on a slow wire: what is left of the budget holds fewer than a batch, and the round just done
+        fits = (budget_seconds - spent) / each - 1 if each > 0 else BATCH
+        runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
         share(me, times, runs, waits, wrong)
+        each = max(row[-1] for row in times.runs)
         name_liars(me, op, side, times)
         spent = slowest(me, time.monotonic() - started)
         me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
-        if _enough(me.plan, times, groups, spent, budget_seconds):
+        if _enough(me.plan, times, groups, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
             break
     if speaks():
         for ranks in groups:
             _write_measured(me, op, case, ranks, times)
-    return dict.fromkeys(groups, times)
+    return first
 
 
 def side_of(me: Rank, op: ops.Op, size_bytes: int, groups: tuple[tuple[int, ...], ...]) -> ops.Side | None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import TypeVar
 
 MAX_VALUES = 512
+MAX_PLACES = 4_096
 
 # The literal macro names are what TensorFlow's build of NCCL prints.
 _BUILD = rb"(?:\+(?:(?:cuda|hip|rocm)[\d.]*\d|cudaCUDA_MAJOR\.CUDA_MINOR))?"
@@ -33,14 +36,88 @@ _PORT = re.compile(
 _SOCKETS = re.compile(rb"\[\d+\]([^\s:\[\]]+):")
 _GDR_HCA = re.compile(rb"NET/([\w ]+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA (\d+) '?([^\s']*)")
 _GDR_HCA_24 = re.compile(rb"GPU Direct RDMA (Disabled) for HCA (\d+)")
-_GDR_PATH = re.compile(rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)")
+_GDR_PATH = re.compile(
+    rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)(?:, read ([01]))?"
+)
 _BOOTSTRAP = re.compile(rb"(?:Bootstrap ?|^NET ): Using (?:interface |\[0\])?([^\s:\[\]]+):")
 _PROVIDER = re.compile(rb"Selected [Pp]rovider is ([\w;-]+)")
-_MNNVL = re.compile(rb"MNNVL 1 cliqueId|localRank \d+ MNNVL 1\b")
+FABRIC = "fabric: "  # start of the facts that tell how NCCL uses NVSwitch; in no proof of a transport
+_NVLS_CHANNELS = re.compile(rb"(\d{1,5}) nvls channels")
+_NO_MNNVL = re.compile(rb"nNodes \d+ .*MNNVL 0\b")
+# "MNNVL 1 cliqueId 0 cliqueSize 8 cliqueRank 0" (2.21 on), "... localRank 0 MNNVL 1"; the fabric that a GPU tells of:
+# "MNNVL busId 0x... fabric UUID 0.0 cliqueId 0x0 state 3 healthMask 0x0" (state 3: NVML's COMPLETED).
+_MNNVL = re.compile(rb"MNNVL ([01])(?: cliqueId|\b)")
+_CLIQUE = re.compile(rb"MNNVL 1 cliqueId \w+ cliqueSize (\d{1,5})")
+_FABRIC = re.compile(rb"MNNVL busId \S+ fabric UUID (?!0+\.0+ )\S+ cliqueId \S+ state 3\b")
+_PLACE = re.compile(rb"(\d{1,7})\[([0-9a-f]{1,12})\] -> (\d{1,7})\[([0-9a-f]{1,12})\]")
 
+# Names of GPUs as the driver prints them ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB", "NVIDIA GB10").
+_GPU_NAME = re.compile(
+    rb"(?:NVIDIA[ -]|Tesla[ -]|(?<![A-Za-z])(?=GeForce|Quadro))((?:Tesla |GeForce |Quadro |TITAN |RTX )?"
+    rb"(?:GB10|GB[23]00|G?H\d{2,3}|B[123]\d\d|[ALPTVKM]\d{1,3}[GSXm]?|RTX|GTX|PRO|TITAN|T1000|T\d{3})\b[\w -]{0,40})"
+)
+_TEST_GPU = re.compile(rb" device +\d+ \[[\w:.]+\] +(?:NVIDIA )?(\w[\w -]{1,48})")
+# Compute capability 8.0 and above; below it NCCL sends without GPUDirect RDMA unless NVLink joins the GPU to another
+# (ncclTopoCheckGdr, src/graph/paths.cc).
+_AMPERE_OR_LATER = re.compile(
+    r"\b(?:GB\d+|G?H\d{2,3}|B[123]\d\d|A\d{1,4}[GXm]?|L4|L40S?|L20|L2|RTX [3-9]0[5-9]0|RTX A\d+|RTX PRO|"
+    r"RTX \d000(?: SFF)? Ada)\b"
+)
+_BEFORE_AMPERE = re.compile(
+    r"\b(?:[VPKM]\d{1,3}m?|T4G?|T1000|T\d{3}|TITAN\b.*|GTX \d+\w*|RTX 20\d\d|RTX [4568]000|GV100|GP100)(?=\b|-)"
+)
+_CARD = re.compile(r"PCIE|PCIe|\b(?:A(?:2|10|10G|16|30|40)|L4|L40S?|L20|L2|T4G?)\b|\bRTX\b")
+_HAS_NVLINK = re.compile(r"SXM|NVLink|GV100|GP100")
+# GeForce has no GPUDirect RDMA ("only on Tesla and Quadro class GPUs", NVIDIA's GPUDirect RDMA guide), nor has GB10,
+# whose memory is the host's (DGX Spark's user guide).
+_NO_GDR = re.compile(r"\bGeForce\b|\bGB10\b")
+
+
+_SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
+
+END = "the end of the job"
+# What a test, a trainer or a launcher prints at its end, and only there.
+_FINISHED = re.compile(
+    rb"# Avg bus bandwidth|'train_runtime':|exits successfully|Trainer\.fit` stopped|"
+    rb"Job 'raysubmit_\w+' succeeded|^Successfully completed\.$|"
+    rb"(?:[Ee]xit code: |exited with code )0\b"
+)
 
 # nccl-tests' own list: "#  Rank  0 Group  0 Pid   4068 on   node-1 device  0 [0x0f] NVIDIA H100".
 _TEST_RANK = re.compile(rb"Rank +(\d{1,6}) +(?:Group +\d+ +)?Pid +\d+ on +(\S{1,128}) device ")
+
+
+_Name = TypeVar("_Name")
+_Value = TypeVar("_Value")
+
+
+def _fill(mine: dict[_Name, _Value], theirs: dict[_Name, _Value], most: int) -> None:
+    """Add what is not known yet, up to so many entries."""
+    for name, value in theirs.items():
+        if len(mine) < most:
+            mine.setdefault(name, value)
+
+
+def gpus_before_ampere(names: Iterable[str]) -> bool | None:
+    """Whether the GPUs of these names send without GPUDirect RDMA by default; None where the names do not tell."""
+    kinds = {
+        None if not (_AMPERE_OR_LATER.search(name) or _BEFORE_AMPERE.search(name))
+        else not _AMPERE_OR_LATER.search(name) and not _HAS_NVLINK.search(name)
+        for name in names
+    }  # fmt: skip
+    if False in kinds:
+        return False
+    return True if kinds == {True} else None
+
+
+def gpus_on_pcie(names: Collection[str]) -> bool:
+    """Whether the names say that all these GPUs are cards: NVLink joins some of them in pairs, and most not at all."""
+    return all(bool(_CARD.search(name)) for name in names) and bool(names)
+
+
+def gpus_without_gdr(names: Collection[str]) -> bool:
+    """Whether all these GPUs have no GPUDirect RDMA by design."""
+    return all(bool(_NO_GDR.search(name)) for name in names) and bool(names)
 
 
 class Facts:
@@ -65,16 +142,98 @@ class Facts:
         self.bootstrap: dict[str, None] = {}
         self.gdr_hca: Counter[tuple[str, bool]] = Counter()  # (network, enabled)
         self.gdr_paths: Counter[tuple[bool, int, int]] = Counter()  # (enabled, distance, limit)
-        self.provider: str | None = None
+        self.gdr_read_allowed = False  # a path that GPUDirect RDMA may be used on for sends
+        self.providers: Counter[str] = Counter()  # of libfabric
         self.nvls: bool | None = None
-        self.mnnvl = False
+        self.nvls_made = 0  # communicators that set it up
+        self.mnnvl: bool | None = None  # of a communicator
+        self.mnnvl_fabric = False  # a GPU tells of a fabric that reaches over nodes
+        self.mnnvl_clique = 0
+        self.nvlink = False  # the best graph found joins GPUs by it: "type NVL/PIX"
+        self.gpus: Counter[str] = Counter()  # names
+        self.finished = 0  # lines that say that the job, or the test, came to its end
+        self.rank_places: dict[int, tuple[bytes, bytes]] = {}  # of the largest communicator: rank: (host, GPU)
+        self.places_of = 0  # its size
+        self._places: set[bytes] = set()
         self.test_ranks: dict[int, bytes] = {}  # rank of nccl-tests: host
+
+    @property
+    def provider(self) -> str | None:
+        """The provider of libfabric that most processes chose."""
+        return max(self.providers, key=lambda name: self.providers[name]) if self.providers else None
+
+    def add_place(self, place: bytes) -> None:
+        """Keep which ranks and devices a channel joins."""
+        if len(self._places) < MAX_PLACES:
+            self._places.add(place)
+
+    def rank_devices(self) -> set[tuple[int, bytes]]:
+        """Ranks and devices, as channel lines show them: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
+        found: set[tuple[int, bytes]] = set()
+        for place in self._places:
+            if match := _PLACE.search(place):
+                found.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
+        return found
+
+    def add_rank(self, rank: int, ranks: int, host: bytes, gpu: bytes) -> None:
+        """Keep where a rank of the largest communicator sits."""
+        if ranks > self.places_of:
+            self.places_of, self.rank_places = ranks, {}
+        if ranks == self.places_of and len(self.rank_places) < MAX_PLACES:
+            self.rank_places.setdefault(rank, (host, gpu))
+
+    def gpu_names(self) -> tuple[str, ...]:
+        """Names of GPUs that the log holds. Without one, DGX Spark is known by where its parts sit."""
+        if self.gpus:
+            return tuple(sorted(self.gpus))
+        # GB10 and its ConnectX-7 have places of their own: PCI domain f for the GPU, two domains for the two ports.
+        at_f = any(gpu == b"f01000" for _, gpu in self.rank_places.values())
+        ports = {port.split(":")[0] for row in self.ports.values() for port in row}
+        return ("GB10",) if at_f and any(_SPARK_PORT.fullmatch(port) for port in ports) else ()
+
+    def all_on_one_host(self) -> bool:
+        """Whether every rank of the largest communicator is known, on one host, each with a GPU of its own."""
+        whole = self.places_of > 0 and self.places_of >= self.ranks and len(self.rank_places) == self.places_of
+        places = self.rank_places.values()
+        whole = whole and all(rank < self.places_of for rank, _ in self.rank_devices())
+        return whole and len({host for host, _ in places}) == 1 and len(set(places)) == self.places_of
+
+    def merge(self, other: Facts) -> None:
+        """Add what a further piece of the same run states."""
+        for name in ("versions", "networks", "assigned", "gdr_hca", "gdr_paths", "providers", "gpus"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("ranks", "nodes", "local_ranks", "mnnvl_clique"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in ("no_ib_device", "ib_listed", "nvls_made", "finished"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("nvls", "mnnvl"):
+            if getattr(other, name) is not None:
+                setattr(self, name, bool(getattr(self, name)) or getattr(other, name))
+        self.rccl_version = self.rccl_version or other.rccl_version
+        self.gdr_read_allowed |= other.gdr_read_allowed
+        self.mnnvl_fabric |= other.mnnvl_fabric
+        self.nvlink |= other.nvlink
+        _fill(self.environment, other.environment, MAX_VALUES)
+        for host, row in other.ports.items():
+            if host in self.ports or len(self.ports) < MAX_VALUES * 8:
+                self.ports.setdefault(host, {}).update(row)
+        self.whole_lists |= other.whole_lists
+        for index, kinds in other.port_of_index.items():
+            self.port_of_index.setdefault(index, set()).update(kinds)
+        _fill(self.sockets, other.sockets, 64)
+        _fill(self.bootstrap, other.bootstrap, 64)
+        _fill(self.test_ranks, other.test_ranks, MAX_VALUES * 8)
+        for rank, (host, gpu) in other.rank_places.items():
+            self.add_rank(rank, other.places_of, host, gpu)
+        for place in other._places:
+            self.add_place(place)
 
     @property
     def test_on_one_host(self) -> bool:
         """Whether nccl-tests lists every rank, all on one host."""
         count = len(self.test_ranks)
         whole = count > 0 and max(self.test_ranks) + 1 == count and self.ranks in (0, count)
+        whole = whole and all(rank < count for rank, _ in self.rank_devices())
         return whole and len(set(self.test_ranks.values())) == 1
 
     def take(self, message: bytes, host: bytes) -> list[str]:
@@ -100,11 +259,45 @@ class Facts:
             self._ranks(message, said)
         if b"GPU Direct RDMA" in message:
             self._gdr(message, said)
+        if b"NVLS" in message or b"MNNVL" in message or b" nvls channels" in message:
+            self._nvlink(message, said)
+        if b"type NVL/" in message:
+            self.nvlink = True
+        if b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message:
+            self._gpus(message, said)
+        if _FINISHED.search(message):
+            self.finished += 1
+            said.append(END)
+        return said
+
+    def _nvlink(self, message: bytes, said: list[str]) -> None:
         if b"NVLS multicast support is " in message:
             self.nvls = (self.nvls or False) or b" is available" in message
-        if b"MNNVL 1" in message and _MNNVL.search(message):
-            self.mnnvl = True
-        return said
+            said.append(f"{FABRIC}NVLS multicast {'' if b' is available' in message else 'not '}available")
+        elif b"NVLS comm 0x" in message or b"Connected NVLS tree" in message:
+            self.nvls_made += 1
+            said.append(f"{FABRIC}NVLS in use")
+        if match := _NVLS_CHANNELS.search(message):
+            said.append(f"{FABRIC}{'no' if match[1] == b'0' else 'some'} NVLS channels")
+        if match := _MNNVL.search(message):
+            self.mnnvl = bool(self.mnnvl) or match[1] == b"1"
+            if match[1] == b"1":
+                said.append(f"{FABRIC}MNNVL of a communicator")
+            elif self.nodes > 1 and _NO_MNNVL.search(message):
+                said.append(f"{FABRIC}MNNVL off")
+        if match := _CLIQUE.search(message):
+            self.mnnvl_clique = max(self.mnnvl_clique, int(match[1]))
+        if _FABRIC.search(message):
+            self.mnnvl_fabric = True
+            said.append(f"{FABRIC}NVLink reaches over nodes")
+
+    def _gpus(self, message: bytes, said: list[str]) -> None:
+        match = _GPU_NAME.search(message) or _TEST_GPU.search(message)
+        if match and len(self.gpus) < 64:
+            name = b" ".join(match[1].split()).decode("utf-8", "replace")
+            if name not in self.gpus:
+                said.append(f"GPU {name}")
+            self.gpus[name] += 1
 
     def take_wrapped(self, message: bytes, host: bytes) -> None:
         """A message joined with the line after it: only what cannot be told from half of it."""
@@ -148,9 +341,9 @@ class Facts:
         elif (match := _IB_USING.search(message)) and _PORT.search(match[1]):
             self._ports(match, host)
             said.append("RDMA devices in use")
-        elif match := _PROVIDER.search(message):
-            self.provider = match[1].decode()
-            said.append(f"libfabric provider {self.provider}")
+        elif (match := _PROVIDER.search(message)) and len(self.providers) < 64:
+            self.providers[match[1].decode()] += 1
+            said.append(f"libfabric provider {match[1].decode()}")
 
     def _ports(self, match: re.Match[bytes], host: bytes) -> None:
         self.ib_listed += 1
@@ -184,6 +377,7 @@ class Facts:
             said.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
         elif match := _GDR_PATH.search(message):
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
+            self.gdr_read_allowed |= key[0] and match[4] == b"1"
             if key in self.gdr_paths or len(self.gdr_paths) < 64:
                 self.gdr_paths[key] += 1
             if not key[0]:

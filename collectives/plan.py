@@ -6,8 +6,9 @@ It is written and read by the same version of this package; nothing here comes f
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import cattrs
 
@@ -75,6 +76,7 @@ class Plan:
     distinct_hosts: bool = False
     step: StepPlan | None = None
     search: SearchPlan | None = None
+    links: dict[str, Any] = field(default_factory=dict)  # of this host, for the ranks to tell each other
 
 
 def write(plan: Plan, path: Path) -> None:

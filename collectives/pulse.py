@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from collectives import traffic
+
 BEAT_SECONDS = 0.5
 MISSED_BEATS = 6  # of a rank that gets no turn on a busy host; silence_seconds, not this, ends a run
 LOOKED_AT = 64  # ranks whose beats are looked at in a second
@@ -71,7 +73,8 @@ class Pulse:
         """Tell the parent, in the file, also when the store does not answer."""
         while True:
             silent = None if self._answered_at is None else round(time.monotonic() - self._answered_at, 1)
-            self._journal.write("beat", arrived=self.arrived, where=self.where, store_silent_seconds=silent)
+            self._journal.write("beat", arrived=self.arrived, where=self.where, store_silent_seconds=silent,
+                                moved_bytes=sum(traffic.moved(store_port()).values()))  # fmt: skip
             time.sleep(BEAT_SECONDS)
 
     def _show(self) -> None:
@@ -119,6 +122,11 @@ class Pulse:
             "where": where,
             "silent_seconds": round(now - since, 1),
         }
+
+
+def store_port() -> int:
+    """Where the job's store listens; 0 where no launcher said."""
+    return int(os.environ.get("MASTER_PORT") or 0)
 
 
 def block_sigterm() -> None:

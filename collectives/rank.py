@@ -9,17 +9,19 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from collectives import measure, replay, search
+from collectives import measure, replay, search, traffic
 from collectives.faults import parse_faults
 from collectives.measure import Rank
-from collectives.plan import FAULT_VARIABLE, read
+from collectives.plan import FAULT_VARIABLE, Case, read
 from collectives.processes import die_with_parent
-from collectives.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm
+from collectives.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, store_port
 
+FORETELLS = 64  # a size tells of another up to so many times its own: a smaller one is latency more than bandwidth
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
 
 
@@ -75,7 +77,12 @@ def _join(me: Rank, host: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=me.plan.limit_seconds))
     me.control = dist.group.WORLD
     hello = {"rank": me.rank, "host": host, "versions": _versions(me), "environment": _environment()}
-    hello |= {"shm_free_bytes": _shm_free_bytes(), "memlock_bytes": _memlock_bytes(), "rdma": _rdma_devices()}
+    hello |= {
+        "links": me.plan.links,
+        "shm_free_bytes": _shm_free_bytes(),
+        "memlock_bytes": _memlock_bytes(),
+        "rdma": _rdma_devices(),
+    }
     everyone: list[Any] = [None] * me.world
     dist.all_gather_object(everyone, hello, group=me.control)
     me.journal.write("joined", ranks=everyone if measure.speaks() else [])
@@ -90,15 +97,43 @@ def _work(me: Rank) -> None:
     if me.plan.step is not None:
         replay.run(me, me.plan.step)
         started = time.monotonic()  # the replay has a budget of its own
+    singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
+    skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
         left = me.plan.budget_seconds - measure.slowest(me, time.monotonic() - started)
-        if left <= 0:
-            if measure.speaks():
-                me.journal.write("skipped", cases=[[c.op, c.bytes] for c in me.plan.cases[index:]])
-            break
-        measure.run_case(me, case, left / (len(me.plan.cases) - index))
+        if left <= 0 or (foretold(case, singles) or 0.0) * measure.LEAST_ITERATIONS > left:
+            skipped.append(case)
+            continue
+        share = left / (len(me.plan.cases) - index)
+        singles[case] = measure.run_case(me, case, share, left)
+        if singles[case] * measure.LEAST_ITERATIONS > left:
+            skipped.append(case)
+    if skipped and measure.speaks():
+        me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])
+    _tell_traffic(me)
     dist.barrier(group=me.control)
     dist.destroy_process_group()
+
+
+def foretold(case: Case, singles: Mapping[Case, float]) -> float | None:
+    """Seconds of one iteration, from the largest size that was run; None where none of them tells of the bandwidth."""
+    known = [other for other in singles if other.bytes * FORETELLS >= case.bytes]
+    alike = [other for other in known if other.op == case.op] or known
+    if not alike:
+        return None
+    largest = max(alike, key=lambda other: other.bytes)
+    return singles[largest] * case.bytes / largest.bytes
+
+
+def _tell_traffic(me: Rank) -> None:
+    """Write down over which interfaces the ranks' TCP connections went."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * me.world
+    dist.all_gather_object(everyone, traffic.carried(store_port()), group=me.control)
+    if measure.speaks():
+        rows = [[rank, *row] for rank, rows in enumerate(everyone) for row in rows]
+        me.journal.write("carried", rows=rows)
 
 
 def _versions(me: Rank) -> dict[str, str]:

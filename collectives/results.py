@@ -14,6 +14,19 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a measurement is held against: the bus bandwidth of a healthy run, in bytes per second."""
+
+    name: str  # "as it should be", "as it is"
+    low: float | None = None  # None: unknown, `why` says the reason
+    typical: float | None = None
+    high: float | None = None
+    algorithm: str = ""  # "ring", "NVLS"
+    ring_high: float | None = None  # the most that the ring reaches, where another algorithm is expected
+    why: tuple[str, ...] = ()  # derivation with its sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One collective at one size over one group."""
 
@@ -31,6 +44,7 @@ class Measurement:
     rank_median_seconds: tuple[float, ...] = ()  # by rank: who is slow
     expected_busbw_bytes_per_second: float | None = None
     expectation: tuple[str, ...] = ()  # derivation of the expected value
+    bars: tuple[Bar, ...] = ()  # the first gives the expected value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +108,16 @@ class PairSearch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What one rank's TCP connections moved over one of its addresses; RDMA and shared memory are not in it."""
+
+    rank: int
+    interface: str  # "net1"; "" where no interface had the address
+    address: str
+    bytes: int  # sent and received
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """All that one run of the benchmark established, whole or partial."""
 
@@ -112,5 +136,7 @@ class BenchResult:
     search: PairSearch | None = None
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
+    carried: tuple[Carried, ...] = ()  # what the ranks' TCP connections moved, by interface
+    nvlink_domains: tuple[str, ...] = ()  # of the hosts, each once; "" of a host that shares NVLink with no other
     stopped_by: str | None = None  # "SIGTERM", "its caller": cut short from outside, no fault of what was measured
     schema_version: int = SCHEMA_VERSION

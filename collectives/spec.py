@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from collectives.ops import OPS
 from collectives.plan import Case, SearchPlan, StepPlan
+from collectives.results import Bar
 
 BACKENDS = ("gloo", "nccl")
 _ENDPOINT = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
@@ -17,19 +19,8 @@ class SpecError(ValueError):
     """A setting of the benchmark is not possible; the text names it, its value and what is allowed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
-    """What one op should reach, from whoever knows the topology; small sizes follow from the latency."""
-
-    op: str
-    busbw_bytes_per_second: float
-    latency_seconds: float = 0.0
-    derivation: tuple[str, ...] = ()
-
-    def busbw_at(self, size_bytes: int, ranks: int) -> float | None:
-        """Give the bus bandwidth expected at one size: t = latency + S x factor / bandwidth."""
-        moved = size_bytes * OPS[self.op].factor(ranks)
-        return moved / (self.latency_seconds + moved / self.busbw_bytes_per_second) if moved else None
+# Op, S in bytes, global ranks of the group, and the rows that all ranks of the run said of themselves when they joined.
+Expect = Callable[[str, int, tuple[int, ...], Sequence[Mapping[str, Any]]], tuple[Bar, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +54,15 @@ class BenchSpec:
     silence_seconds: float = 30.0  # longer than the longest single iteration
     step: StepPlan | None = None  # replay a job's step as well: shape.step_plan(...)
     search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
-    expectations: tuple[Expectation, ...] = ()
+    expect: Expect | None = None  # what each result is held against, from whoever knows the topology
+    links: Mapping[str, Any] = field(default_factory=dict)  # of this host, told to every rank: plain JSON values
     lock_path: str | None = None
     gpu_pids: tuple[int, ...] = ()  # other work on this host's GPUs, as the caller has seen it
     force: bool = False
 
     def __post_init__(self) -> None:
         """Check every setting."""
-        for op in (*self.ops, *(case.op for case in self.cases), *(e.op for e in self.expectations)):
+        for op in (*self.ops, *(case.op for case in self.cases)):
             _check("op", op, op in OPS, f"one of {', '.join(OPS)}")
         _check("backend", self.backend, self.backend in (None, *BACKENDS), "gloo, nccl or None")
         for name in ("ranks_per_host", "hosts", "min_iterations", "max_iterations", "min_bytes"):

@@ -14,6 +14,7 @@ class ProofLine:
     line: int
     text: str  # cut at 300 characters
     proves: str
+    file: str = ""  # where several were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,18 @@ class ChannelCount:
 
     total: int = 0
     gdrdma: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvidence:
+    """One run of several in a log."""
+
+    first: ProofLine  # the line it begins with
+    inter_node_transport: str | None
+    intra_node_transport: str | None
+    gdrdma: str
+    outcome: str
+    proven: bool  # its log shows the channels it should
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +78,14 @@ class Evidence:
     devices: dict[str, ChannelCount] = field(default_factory=dict)  # "IB/0": NET channels over one device
     notes: tuple[LogProblem, ...] = ()  # seen, but no fault: hand-set variables on a proven wire, unknown warnings
     gdr_paths: tuple[str, ...] = ()  # "enabled, PXB within PXB" decoded by version; capability, not proof
-    nvls: bool | None = None  # NVLink SHARP multicast announced
+    nvls: bool | None = None  # NVLink SHARP multicast announced: what the hardware could do
+    nvls_use: str = "unknown"  # "used" (a communicator made it), "available", "not available", "unknown"
+    mnnvl_use: str = "unknown"  # "used" (channels), "enabled" (a communicator), "available", "off", "unknown"
+    mnnvl_clique: int | None = None  # GPUs of the clique that a communicator reaches over NVLink
+    outcome: str = "unknown"  # "failed" (a line says how), "finished" (a line says so), "unknown"
+    gpus: tuple[str, ...] = ()  # names of GPUs that the log holds
+    runs: tuple[RunEvidence, ...] = ()  # where the log holds more than one; counts above are of all of them
+    # How NCCL uses NVSwitch: a line each on NVLS and MNNVL, `proves` says what; text of the log, as `proof` is.
+    fabric: tuple[ProofLine, ...] = field(default=(), compare=False)
     hosts: int | None = None  # distinct hosts that wrote NCCL lines
     schema_version: int = SCHEMA_VERSION

@@ -31,6 +31,7 @@ class Where:
     rendezvous: str | None  # "host:port"
     startup_seconds: float
     total_seconds: float
+    measuring_seconds: float | None = None  # from the meeting of all ranks to the end; None: only `total_seconds` holds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class RankState:
     host: str = ""
     pid: int | None = None
     arrived: int = 0
+    moved_bytes: int = 0  # over its TCP connections, as of its last beat
     where: str = "starting"
     joined: bool = False
     last: str | None = None  # "end", "error", "terminated"
@@ -71,7 +73,8 @@ class Watch:
         self._plan, self._where, self._on_event = plan, where, on_event
         self._offsets: dict[Path, int] = {}
         self._started = self._progress_at = time.monotonic()
-        self._progress = -1
+        self._progress = (-1, 0)
+        self._joined_at: float | None = None
         self._failed_at: float | None = None
         self._ending = False  # from here on the store is gone because we ended it
 
@@ -80,7 +83,13 @@ class Watch:
         self.read()
         now = time.monotonic()
         joined = bool(self.states) and all(state.joined for state in self.states.values())
-        progress = sum(state.arrived for state in self.states.values()) + (1 if joined else 0)
+        if joined and self._joined_at is None:
+            self._joined_at = now
+        # A rank that waits for a large transfer comes to no meeting; that its bytes move shows that it goes on.
+        progress = (
+            sum(state.arrived for state in self.states.values()) + (1 if joined else 0),
+            sum(state.moved_bytes for state in self.states.values()),
+        )
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
         failed = any(state.last == "error" or _dead(state) for state in self.states.values())
@@ -93,7 +102,10 @@ class Watch:
         if not joined and now - self._started > self._where.startup_seconds:
             return f"the ranks did not join within {self._where.startup_seconds:g} s"
         if joined and now - self._progress_at > self._plan.silence_seconds:
-            return f"no rank moved for {self._plan.silence_seconds:g} s"
+            return f"no rank moved for {self._plan.silence_seconds:g} s, nor any byte between them"
+        limit = self._where.measuring_seconds
+        if limit is not None and self._joined_at is not None and now - self._joined_at > limit:
+            return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
         if now - self._started > self._where.total_seconds:
             return f"not done after {self._where.total_seconds:g} s"
         return None
@@ -129,6 +141,7 @@ class Watch:
             state.view = event
         elif kind == "beat" and not self._ending:
             state.store_silent_seconds = event["store_silent_seconds"]
+            state.moved_bytes = event["moved_bytes"]
         if kind not in ("beat", "view"):
             self.outcome.events.append(event)
             self._on_event({"rank": state.rank, "host": state.host, **event})
@@ -198,6 +211,12 @@ class Watch:
         told = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
         if self._where.hosts == 1 or self._where.rendezvous is None:
             return told
+        if self._where.node_rank == 0:  # it is the place itself: what answers there now says nothing
+            missing = (
+                f"not all of {self._where.hosts} hosts came to {self._where.rendezvous} within "
+                f"{self._where.startup_seconds:g} s: the others have not started, or cannot reach it"
+            )
+            return [f"{host}: {missing}", *told]
         address, _, port = self._where.rendezvous.rpartition(":")
         try:
             socket.create_connection((address.strip("[]"), int(port)), timeout=3).close()
