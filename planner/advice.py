@@ -103,7 +103,7 @@ class Recommendation:
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...] = ()
     needs: tuple[PodNeed, ...] = ()
-    backend: str = "nccl"  # "gloo" where there is no GPU
+    backend: str = "nccl"  # "gloo" where there is no GPU, "rccl" where the GPUs are AMD's: not judged
     model: ModelSpec | None = None
     train: TrainSpec | None = None
     chosen: RankedLayout | None = None  # None: nothing fits, see `rejected`

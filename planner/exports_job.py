@@ -1,6 +1,6 @@
 """Exports for the fine-tune job that ships: its YAML, the torchrun line, and the environment in three shapes.
 
-Surface: finetune.config (names of the YAML), torchrun's options, Kubernetes' EnvVar and ResourceRequirements.
+Surface: planner.job_config (names of the YAML), torchrun's options, Kubernetes' EnvVar and ResourceRequirements.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 
 from planner.advice import Recommendation
 
@@ -17,6 +18,17 @@ _NAME_LIMIT = 63  # bytes of a host name's label: the pods' names, too
 # Extended resource: DNS subdomain / name.
 _RESOURCE = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{1,63}|hugepages-[0-9]+[KMG]i")
 _GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # NVIDIA's device plugins name GPUs so, its network operator NICs not
+# RFC 1123 subdomain, as Kubernetes wants the names of claims, secrets, classes and accounts.
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_SUBDOMAIN_LIMIT = 253
+# Label values, and label keys after their prefix (Kubernetes' "qualified name").
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:/@+\[\]-]*")
+# apimachinery pkg/api/resource: a number that is not negative, with one suffix.
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,2})?")
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _AGENT = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?/?")
 _ENVIRONMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -28,11 +40,69 @@ RESERVED_ENVIRONMENT = frozenset(
 
 MOUNT = "/mnt/shared"  # where the pods see the claim
 AGENT = "http://topoflight-node.topoflight:9402"  # the Service of deploy/daemonset that stays on the pod's own node
+CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the next job
+RESTARTS = 3  # times that an interrupted job starts again by itself
+PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
 COMMAND = ("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml", "--plan", "/etc/config/plan.json")
 
 
 class JobError(ValueError):
     """A job that cannot be rendered; names the setting, its value and what is allowed."""
+
+
+def quantity(text: str) -> Decimal | None:
+    """A Kubernetes quantity ("500m", "96Gi", "1e3") as a number; None where it is none, or below 0."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        return None
+    number, suffix = Decimal(found[1]), found[2] or ""
+    if suffix in _BINARY:
+        return number * Decimal(1 << _BINARY[suffix])
+    return number.scaleb(_DECIMAL.get(suffix, 0) if suffix in _DECIMAL else int(suffix[1:] or 0))
+
+
+def toleration(taint: str) -> dict[str, str]:
+    """The toleration of a taint in kubectl's words, KEY[=VALUE][:EFFECT]; NoSchedule where no effect is named."""
+    rest, colon, effect = taint.partition(":")
+    key, equals, value = rest.partition("=")
+    allowed = _is_label_key(key) and (not value or _LABEL_VALUE.fullmatch(value)) and (not colon or effect in _EFFECTS)
+    if not allowed:
+        raise JobError(f"--tolerate {taint!r}: must be KEY[=VALUE][:EFFECT] with EFFECT one of {', '.join(_EFFECTS)}")
+    matched = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **matched, "effect": effect or "NoSchedule"}
+
+
+def check_object_name(what: str, name: str) -> None:
+    """JobError where Kubernetes would refuse it as the name of an object; `what` says whose."""
+    if len(name) > _SUBDOMAIN_LIMIT or not _SUBDOMAIN.fullmatch(name):
+        raise JobError(f"{what}={name!r}: must be lower-case letters, digits, '-' and '.', {_SUBDOMAIN_LIMIT} at most")
+
+
+def check_size(what: str, size: str) -> None:
+    """JobError where it is no amount of storage or of cores above 0."""
+    if not quantity(size):  # None, or 0
+        raise JobError(f"{what}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
+
+
+def _is_label_key(key: str) -> bool:
+    prefix, slash, name = key.rpartition("/")
+    if slash and (len(prefix) > _SUBDOMAIN_LIMIT or not _SUBDOMAIN.fullmatch(prefix)):
+        return False
+    return bool(_LABEL_VALUE.fullmatch(name))
+
+
+def _check_limit(name: str, amount: str) -> None:
+    """What the API server asks of an amount: devices are whole, huge pages are whole pages."""
+    if name in ("cpu", "memory", "ephemeral-storage"):
+        check_size(f"resource {name}", amount)
+    elif not _RESOURCE.fullmatch(name):
+        raise JobError(f"resource {name!r}: must be cpu, memory, ephemeral-storage, hugepages-SIZE or domain/name")
+    elif name.startswith("hugepages-"):
+        page, bytes_wanted = quantity(name.removeprefix("hugepages-")), quantity(amount)
+        if not page or not bytes_wanted or bytes_wanted % page:
+            raise JobError(f"resource {name}={amount!r}: must be bytes in whole pages, such as 5120Mi")
+    elif not amount.isdecimal():
+        raise JobError(f"resource {name}={amount!r}: must be a whole number, for devices are not shared out in parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +127,16 @@ class JobSpec:
     topology_label: str | None = None  # Kueue topology level that all pods must share
     service_account: str | None = None
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerate: tuple[str, ...] = ()  # taint keys, any value
+    tolerate: tuple[str, ...] = ()  # taints as KEY[=VALUE][:EFFECT]
     preflight_image: str | None = None  # runs the gate in an init container
     preflight_require: tuple[str, ...] = ()
+    measure: bool = False  # all pods measure their network together before the ranks train
     agent: str | None = None  # URL of the node's agent, which is told how the job flew
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
     device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: of GPU and NIC, as the cluster calls them
     active_deadline_seconds: int | None = None
+    restarts: int = RESTARTS  # of ranks that saved and ended, and of pods that were lost
+    peer_wait_seconds: int = PEER_WAIT_SECONDS
 
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.namespace):
@@ -75,6 +148,10 @@ class JobSpec:
         for what in ("nodes", "processes_per_node"):
             if getattr(self, what) < 1:
                 raise JobError(f"{what}={getattr(self, what)}: must be at least 1")
+        if self.restarts < 0 or self.peer_wait_seconds < 1:
+            raise JobError(
+                f"restarts={self.restarts} peer_wait_seconds={self.peer_wait_seconds}: must be 0 and 1 at least"
+            )
         last = f"-worker-{self.nodes - 1}"  # what PyTorchJob and JobSet ("-node-0-1") add at most
         if len(self.name) + len(last) > _NAME_LIMIT:
             allowed = _NAME_LIMIT - len(last)
@@ -84,12 +161,29 @@ class JobSpec:
                 raise JobError(f"environment {name!r}: not a variable's name")
             if name in RESERVED_ENVIRONMENT:
                 raise JobError(f"environment {name}: set by the job controller, which refuses it from outside")
-        for name in self.limits:
-            if name not in ("cpu", "memory", "ephemeral-storage") and not _RESOURCE.fullmatch(name):
-                raise JobError(f"resource {name!r}: must be cpu, memory or domain/name")
-
+        for name, amount in self.limits.items():
+            _check_limit(name, amount)
+        self._check_references()
         if self.agent is not None and not _AGENT.fullmatch(self.agent):
             raise JobError(f"agent={self.agent!r}: must be http://HOST:PORT or https://HOST:PORT")
+
+    def _check_references(self) -> None:
+        """What names other objects, nodes or images: one that cannot exist would leave the pods waiting for it."""
+        for what in ("claim", "token_secret", "queue", "service_account"):
+            if (named := getattr(self, what)) is not None:
+                check_object_name(what, named)
+        for what in ("image", "preflight_image"):
+            if (reference := getattr(self, what)) is not None and not _IMAGE.fullmatch(reference):
+                raise JobError(f"{what}={reference!r}: must be an image's reference, such as registry.example/name:tag")
+        keys = [*self.node_selector, *([] if self.topology_label is None else [self.topology_label])]
+        for key in keys:
+            if not _is_label_key(key):
+                raise JobError(f"label {key!r}: must be NAME or DOMAIN/NAME in letters, digits, '-', '_' and '.'")
+        for key, value in self.node_selector.items():
+            if value and not _LABEL_VALUE.fullmatch(value):
+                raise JobError(f"label {key}={value!r}: must be letters, digits, '-', '_' and '.', 63 at most")
+        for taint in self.tolerate:
+            toleration(taint)
 
     @property
     def qualified_networks(self) -> str:
@@ -104,12 +198,14 @@ def from_advice(
     image: str,
     nodes: int,
     allocatable: Sequence[str] | None = None,
+    named: Sequence[str] = (),
     **settings: object,
 ) -> JobSpec:
     """A job with the recommendation inside: environment, processes per node, and what the pods need.
 
     `allocatable` names the extended resources that the nodes offer, None where they were not asked; a need that names
     a family ("rdma/*: 1") takes the one of that family, and is an error where it is missing or not the only one.
+    `named` are the resources that the user named: where any is of the family, that is the need met.
     """
     if advice.chosen is None:
         raise JobError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
@@ -123,21 +219,28 @@ def from_advice(
     for need in advice.needs:
         if need.name == "resource":
             resource, _, count = need.value.partition(": ")
-            limits[_named(resource, allocatable)] = count
+            if not (resource.endswith("/*") and family(resource, named)):
+                limits[_named(resource, allocatable)] = count
         elif need.name == "network":
             networks.append(need.value)
         elif need.name == "shm_bytes":
             shm = int(need.value)
         elif need.name == "capability":
             lock = lock or need.value == "IPC_LOCK"
+    environment = {s.name: s.value for s in advice.settings}
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
+        environment.setdefault("NCCL_DEBUG", "INFO")  # what `logs POD | topoflight evidence -` reads
     given = dict(settings)
     given.setdefault("command", COMMAND)
-    given["limits"] = {**limits, **dict(given.get("limits") or {})}  # type: ignore[call-overload]
+    limits |= dict(given.get("limits") or {})  # type: ignore[call-overload]
+    given["limits"] = limits
+    gpus = limits.get("nvidia.com/gpu", "")
+    if advice.backend == "nccl" and gpus.isdecimal() and int(gpus) < world // nodes:
+        raise JobError(f"resource nvidia.com/gpu={gpus}: the plan has {world // nodes} ranks in a pod, one per GPU")
     return JobSpec(
         name=name, image=image, nodes=nodes, processes_per_node=world // nodes,
-        environment={s.name: s.value for s in advice.settings}, networks=tuple(dict.fromkeys(networks)),
+        environment=environment, networks=tuple(dict.fromkeys(networks)),
         shm_bytes=shm, ipc_lock=lock, **given,  # type: ignore[arg-type]
     )  # fmt: skip
 

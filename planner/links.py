@@ -264,6 +264,8 @@ def links_of(
     first = cluster.nodes[0]
     usable = [sum(gpu.usable for gpu in n.gpus) for n in cluster.nodes]
     per_node = min(usable, default=0) or ranks_per_node or 1
+    if ranks_per_node and first.gpus and ranks_per_node != per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node}: the cluster's nodes have {per_node} usable GPUs each")
     nodes = len(cluster.nodes)
     inside, across = _measured(measurements, across=False), _measured(measurements, across=True)
     alpha = _alpha(measurements)

@@ -1,11 +1,13 @@
 """Judges an environment that exists: what NCCL will really do with it, name by name.
 
 Each finding says what NCCL does, not what was meant. Names and their releases: `nccl_names`; values: `lint_values`;
-the machine: `lint_machine`; leftovers of debugging: `lint_leftovers`. docs/nccl-env.md explains the codes.
+the machine: `lint_machine`; settings against each other: `lint_pairs`;
+leftovers of debugging: `lint_leftovers`. docs/nccl-env.md explains the codes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from planner.env_render import RESERVED
@@ -20,9 +22,19 @@ from planner.lint_leftovers import (
     check_torch,
 )
 from planner.lint_machine import MACHINE_CODES, check_machine
-from planner.lint_values import VALUE_CODES, check_value, strtoll
+from planner.lint_pairs import PAIR_CODES, check_alone, check_pairs
+from planner.lint_values import VALUE_CODES, check_kind, check_value, fits
 from planner.nccl_env_situation import NodeView
-from planner.nccl_names import NEWEST_READ, Version, family, names, nearest, replacement, torch_names, version_text
+from planner.nccl_names import (
+    Version,
+    names,
+    nearest,
+    newest_read,
+    plugin_of,
+    replacement,
+    torch_names,
+    version_text,
+)
 from probes.api import Finding, Severity, Snapshot
 from topology.build import build
 from topology.graph import NodeTopology
@@ -31,11 +43,10 @@ NAME_CODES = (
     "env.name.removed",
     "env.name.reserved",
     "env.name.too_new",
+    "env.name.unexported",
     "env.name.unknown",
-    "env.pair.shadowed",
-    "env.pair.sockets",
 )
-CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *VALUE_CODES, *MACHINE_CODES, *LEFTOVER_CODES)))
+CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *PAIR_CODES, *VALUE_CODES, *MACHINE_CODES, *LEFTOVER_CODES)))
 """Every code `lint` may return."""
 
 _OF_LINKS = {"NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"}  # what they do depends on the links between GPUs
@@ -49,11 +60,16 @@ def lint(
     snapshot: Snapshot | None = None,
     source: str = "",
     topology: NodeTopology | None = None,
+    unresolved: Mapping[str, str] | None = None,
+    unexported: Mapping[str, str] | None = None,
+    own: frozenset[str] = frozenset(),
+    nodes: int | None = None,
 ) -> tuple[Finding, ...]:
     """Findings about one environment, worst first.
 
     `nccl_version` None judges by every release known; `snapshot` is of the machine it is for, `topology` what was built
-    from it.
+    from it. Of names in `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables
+    of a shell that no program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says.
     """
     version: Version | None = None
     if nccl_version is not None:
@@ -65,10 +81,14 @@ def lint(
     found: list[Finding] = []
     plugin = _plugin_in_use(environment, node, source)
     for name, value in environment.items():
-        found += _judge_name(name, value, version, source, node, plugin=plugin)
+        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own)
+    for name, raw in (unresolved or {}).items():
+        found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
+    found += _unexported(unexported or {})
     found += check_torch(environment)
     found += check_allocator(environment)
-    found += _pairs(environment)
+    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}))))
+    found += check_alone(environment, node, nodes)
     if node.efa_count():
         found += check_efa(environment)
     if snapshot is not None:
@@ -85,8 +105,17 @@ def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) 
 
 
 def _judge_name(
-    name: str, value: str, version: Version | None, source: str, node: NodeView, *, plugin: bool
+    name: str,
+    value: str,
+    version: Version | None,
+    source: str,
+    node: NodeView,
+    *,
+    plugin: bool,
+    known: bool = True,
+    own: frozenset[str] = frozenset(),
 ) -> Iterator[Finding]:
+    """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
         yield _finding(
             "env.name.reserved", Severity.FAIL, name, value,
@@ -96,14 +125,15 @@ def _judge_name(
         return
     if name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
-            yield _unknown(name, value, "PyTorch")
+            yield _unknown(name, value, "PyTorch", known=known)
         return
-    if "NCCL" not in name.upper() or name.startswith(("OFI_NCCL_", "RCCL_", "MSCCL_")) or family(name):
+    if known and node.snapshot is None:
+        yield from check_kind(name, value)
+    if plugin_of(name):
         return
     entry = names().get(name)
     if entry is None:
-        if name.upper().lstrip().startswith("NCCL") or "NCCL_" in name.upper():
-            yield from _unknown_nccl(name, value, version)
+        yield from _unknown_nccl(name, value, version, known=known, own=own)
         return
     if entry.status == "other":
         yield from check_renamed(name, value, entry)
@@ -122,11 +152,27 @@ def _judge_name(
         remedy = f"Update NCCL, or unset {name}."
         yield _finding("env.name.too_new", Severity.WARN, name, value, message, remedy)
         return
-    yield from check_value(name, value, entry, version)
-    yield from check_leftover(name, value, entry, version, node, plugin=plugin)
+    if known:
+        yield from check_value(name, value, entry, version)
+        yield from check_leftover(name, value, entry, version, node, plugin=plugin)
 
 
-def _unknown_nccl(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables of the shell that carries them: a program started from it has them only where they are exported."""
+    for name, raw in values.items():
+        entry = names().get(name)
+        if name in torch_names() or (entry is not None and entry.status == "current"):
+            yield _finding(
+                "env.name.unexported", Severity.WARN, name, raw,
+                "set in the shell and never exported: no program that the script starts sees it.",
+                f"Write export {name} after it.",
+            )  # fmt: skip
+
+
+def _unknown_nccl(
+    name: str, value: str, version: Version | None, *, known: bool, own: frozenset[str]
+) -> Iterator[Finding]:
+    """A name that NCCL would read if it were spelt so; others, `my_NCCL_DIR` or `nccl_path`, are somebody's own."""
     stripped = name.strip().removeprefix("export ").strip().upper()
     if stripped != name and stripped in names():
         why = (
@@ -137,48 +183,43 @@ def _unknown_nccl(name: str, value: str, version: Version | None) -> Iterator[Fi
             f"NCCL does not read this name, {why}: it has no effect.", f"Write {stripped}={value.strip()}.",
         )  # fmt: skip
         return
-    if version is not None and version > NEWEST_READ:
+    if not name.startswith("NCCL_"):
+        return
+    if version is not None and version > newest_read():
         yield _finding(
             "env.name.unknown", Severity.INFO, name, value,
-            f"no NCCL up to {version_text(NEWEST_READ)} reads it; whether {version_text(version)} does is unknown.",
+            f"no NCCL up to {version_text(newest_read())} reads it; whether {version_text(version)} does is unknown.",
             f"Check the documentation of NCCL {version_text(version)}.",
         )  # fmt: skip
         return
-    yield _unknown(name, value, "NCCL")
+    yield _unknown(name, value, "NCCL", known=known, own=own)
 
 
-def _unknown(name: str, value: str, reader: str) -> Finding:
-    close = nearest(name)
-    meant = f" Probably meant: {' or '.join(close)}" if close else ""
-    if close and (right := names().get(close[0])) and right.default:
-        meant += f", which stays at its default: {right.default}"
-    remedy = f"Write {close[0]}={value}." if close else f"Drop {name}."
-    message = f"no {reader} reads this name: it has no effect, and no message says so.{meant}{'.' if meant else ''}"
-    return _finding("env.name.unknown", Severity.WARN, name, value, message, remedy)
+# A path, a release, an address of the web or an image: what scripts and builds keep for themselves under such names.
+_OWN_VALUE = re.compile(
+    r"[~.]?/\S*(?: .*)?|[\w.-]+:[\w.-]+|\$\S*|v?\d+(?:\.\d+)+(?:[-+]\S*)?|\w+://\S*|[\w.-]+(?:/[\w.-]+)+(?::[\w.-]+)?|\S+@\S+|\S+\.(?:so|git|tar\.gz|deb|sh)\S*|[0-9a-f]{12,}"
+)
 
 
-def _pairs(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings that cancel each other."""
-    off = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] != 0
-    for name, cause, acts in (
-        ("NCCL_IB_HCA", "NCCL_IB_DISABLE", off),
-        ("NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", off),
-        ("NCCL_IB_TC", "NCCL_IB_DISABLE", off),
-        ("NCCL_IB_HCA", "NCCL_NET", environment.get("NCCL_NET", "").lower() == "socket"),
-        ("NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE", strtoll(environment.get("NCCL_P2P_DISABLE", ""))[0] == 1),
-    ):
-        if acts and name in environment:
-            value = environment[name]
-            message = f"{cause}={environment[cause]} comes first: {name} has no effect."
-            yield _finding("env.pair.shadowed", Severity.WARN, name, value, message, f"Unset {cause} or {name}.")
-    threads = strtoll(environment.get("NCCL_SOCKET_NTHREADS", ""))[0]
-    sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
-    if threads * sockets > 64:  # env.rst: the product cannot exceed 64
-        yield _finding(
-            "env.pair.sockets", Severity.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
-            f"times NCCL_NSOCKS_PERTHREAD={sockets} is {threads * sockets} sockets a connection; NCCL caps it at 64.",
-            "Keep the product of both at 64 or less.",
-        )  # fmt: skip
+def _unknown(name: str, value: str, reader: str, *, known: bool, own: frozenset[str] = frozenset()) -> Finding:
+    close = tuple(each for each in nearest(name) if not known or fits(each, value))
+    message = f"no {reader} reads this name: it has no effect, and no message says so."
+    if close:
+        right = names().get(close[0])
+        stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
+        remedy = f"Did you mean {' or '.join(close)}? Correct the name, or unset it."
+        return _finding("env.name.unknown", Severity.WARN, name, value, message + stays, remedy)
+    if name in own:
+        message = f"no {reader} reads this name; the script does."
+        return _finding("env.name.unknown", Severity.INFO, name, value, message, "Nothing, if that is all it is for.")
+    if _OWN_VALUE.fullmatch(value.strip()):
+        message = f"no {reader} reads this name; by its value a script or a build may."
+        return _finding(
+            "env.name.unknown", Severity.INFO, name, value, message, "Nothing, where your own script reads it."
+        )
+    return _finding(
+        "env.name.unknown", Severity.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
+    )
 
 
 def _without_doubles(found: list[Finding]) -> Iterator[Finding]:

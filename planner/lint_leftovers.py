@@ -21,6 +21,7 @@ LEFTOVER_CODES = (
     "env.efa.needless",
     "env.torch.allocator",
     "env.torch.debug",
+    "env.torch.hang",
     "env.torch.renamed",
 )
 
@@ -52,7 +53,7 @@ _EFFECTS: Mapping[str, str] = MappingProxyType(
         "NCCL_MAX_NCHANNELS": "fewer channels cap the bandwidth; deprecated since 2.17 for NCCL_MAX_CTAS",
         "NCCL_MIN_CTAS": "more blocks take SMs from the computation",
         "NCCL_MAX_CTAS": "fewer blocks cap the bandwidth",
-        "NCCL_NVLS_ENABLE": "0 gives up NVLink SHARP; 1 makes a missing multicast support an error",
+        "NCCL_NVLS_ENABLE": "0 gives up NVLink SHARP; 1 and 2 use it where it is supported",
         "NCCL_MNNVL_ENABLE": "0 gives up NVLink across hosts; 1 makes a missing IMEX an error",
         "NCCL_CUMEM_ENABLE": "0 gives up NVLS and buffer registration, which need cuMem",
         "NCCL_CUMEM_HOST_ENABLE": "it overrides how host memory is allocated; 0 works around /dev/shm or NUMA trouble",
@@ -178,6 +179,20 @@ def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield finding(
                 "env.torch.debug", Severity.WARN, name, value,
                 f"{effect}.", f"Unset {name} for training.",
+            )  # fmt: skip
+
+    dead = "collectives that fail or time out end no process: a rank that dies leaves the others waiting for ever"
+    for name, off, severity in (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", dead, Severity.WARN),
+        ("NCCL_ASYNC_ERROR_HANDLING", dead, Severity.WARN),
+        ("TORCH_NCCL_ENABLE_MONITORING", "where PyTorch's watchdog itself hangs, nothing ends the job", Severity.INFO),
+    ):
+        value = environment.get(name, "")
+        if value.strip().lower() in ("0", "false", "no", "n", "f", "off"):
+            yield finding(
+                "env.torch.hang", severity, name, value,
+                f"{off}.",
+                f"Unset {name}: the default ends the job.",
             )  # fmt: skip
 
 

@@ -7,10 +7,13 @@ ndv*-topo.xml), the makers' instance pages for NIC counts and rates, published n
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.hardware import GIGA, gpu_named, nvlink_plan_bytes_per_second
+from topology.complete import with_gpus
+from topology.expect import node_expectations
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
+from topology.reach_paths import with_reach
 
 
 class MachineError(ValueError):
@@ -59,6 +62,9 @@ CATALOGUE: tuple[Machine, ...] = (
     _m("p5e.48xlarge", "NVIDIA H200", 8, 18, 8, 32, 100, "efa", 192, _AWS, "p5e", host=2048),
     _m("p5en.48xlarge", "NVIDIA H200", 8, 18, 8, 16, 200, "efa", 192, _AWS, "p5en", host=2048),
     _m("p6-b200.48xlarge", "NVIDIA B200", 8, 18, 8, 8, 400, "efa", 192, _AWS, "p6-b200", host=2048),
+    _m("p6-b300.48xlarge", "NVIDIA B300", 8, 18, 8, 16, 400, "efa", 192, _AWS, "p6-b300"),
+    # An UltraServer of 18 has 28.8 Tb/s of EFA.
+    _m("p6e-gb200.36xlarge", "NVIDIA GB200", 4, 18, 4, 4, 400, "efa", 144, _AWS, "p6e-gb200", nvlink_nodes=18),
     _m("g5.12xlarge", "NVIDIA A10G", 4, 0, 1, 1, 40, "ethernet", 48, _AWS, host=192),
     _m("g5.48xlarge", "NVIDIA A10G", 8, 0, 1, 1, 100, "efa", 192, _AWS, "g5", host=768),
     _m("g6e.48xlarge", "NVIDIA L40S", 8, 0, 1, 4, 100, "efa", 192, _AWS, "g6e", host=1536),
@@ -70,8 +76,11 @@ CATALOGUE: tuple[Machine, ...] = (
     _m("ND96asr_v4", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 8, 200, "hca", 96, _AZURE, "ndv4", host=900),
     _m("ND96amsr_A100_v4", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 8, 200, "hca", 96, _AZURE, host=1900),
     _m("ND96isr_H100_v5", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 400, "hca", 96, _AZURE, "ndv5", host=1900),
+    _m("ND96isr_H200_v5", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 96, _AZURE),
+    _m("ND128isr_GB200_v6", "NVIDIA GB200", 4, 18, 4, 4, 400, "hca", 128, _AZURE, nvlink_nodes=18),
     _m("BM.GPU4.8", "NVIDIA A100-SXM4-40GB", 8, 12, 8, 16, 100, "hca", 64, _OCI, host=2048),
     _m("BM.GPU.H100.8", "NVIDIA H100 80GB HBM3", 8, 18, 8, 16, 200, "hca", 112, _OCI, host=2048),
+    _m("BM.GPU.H200.8", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 112, _OCI),
     _m("dgx-a100", "NVIDIA A100-SXM4-80GB", 8, 12, 8, 8, 200, "hca", 128, _HGX, "a100", host=2048),
     _m("dgx-h100", "NVIDIA H100 80GB HBM3", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-h100", "h100", host=2048),
     _m("dgx-h200", "NVIDIA H200", 8, 18, 8, 8, 400, "hca", 112, _HGX, "hgx-h200", "h200", host=2048),
@@ -157,7 +166,7 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
                nvlinks_per_pair=(f"NV{row.nvlinks}",))
         for start in range(0, row.gpus, row.island)
     ) if row.nvlinks else ()  # fmt: skip
-    return NodeTopology(
+    node = NodeTopology(
         hostname=hostname or row.name,
         gpus=gpus,
         nics=nics,
@@ -169,19 +178,24 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         sku=row.name,
         source=f"catalogue: {row.source}",
     )
+    return with_reach(replace(node, expectations=node_expectations(node)))
 
 
-def cluster(name: str, nodes: int = 1) -> ClusterTopology:
-    """`nodes` equal machines of the catalogue."""
+def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> ClusterTopology:
+    """`nodes` equal machines of the catalogue, of which a job uses `gpus_per_node` GPUs each; by default all.
+
+    Raises MachineError for an unknown machine, ValueError for more GPUs than it has.
+    """
     if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 65536:
         raise MachineError(f"nodes={nodes!r}: must be a whole number from 1 to 65536")
     row = machine(name)
-    node = get(name)
+    node = get(name) if gpus_per_node is None else with_gpus(get(name), gpus_per_node)
+    near = {nic for nearest in node.nearest_nic for nic in nearest.nics}
     transport = {"efa": "efa", "hca": "rdma", "ethernet": "tcp"}[row.nic_kind]
     if row.nvlink_nodes >= nodes > 1:
         transport = "nvlink"
     return ClusterTopology(
         nodes=(node,) * nodes,
-        inter_node_bytes_per_second=row.nics * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,
+        inter_node_bytes_per_second=len(near) * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,
         inter_node_transport=transport if nodes > 1 else None,
     )

@@ -7,18 +7,31 @@ alone, so hostile names stay data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import yaml
 
-from planner.job import MOUNT, JobSpec
+from planner.flight_record import KILLED, RESUMABLE
+from planner.job import CACHE, MOUNT, JobSpec, toleration
 
 Document = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 GROUP_ANNOTATION = "kueue.x-k8s.io/podset-group-name"  # of Kueue 0.13: two pod sets placed as one
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
+# What each API's controller labels a job's pods with, its name as the value.
+POD_LABELS = {
+    "job": "job-name",
+    "pytorchjob": "training.kubeflow.org/job-name",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name",
+}
+PORT = 29500  # where pod 0 listens for the others: torchrun's own default
+GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
+# How a pod ends that another one shall take the place of: it saved and ended, SIGKILL, SIGTERM. All else fails the job.
+RETRIED = (RESUMABLE, KILLED + 9, KILLED + 15)
+GRACE_SECONDS = 120  # for a checkpoint after SIGTERM; Kubernetes' own 30 are few for a large model
 AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
 AGENT_TOKEN = "/var/run/secrets/topoflight"  # noqa: S105 - a folder
 
@@ -54,16 +67,17 @@ def render(documents: Iterable[Document]) -> str:
 
 def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     """A namespaced TrainingRuntime that holds what a TrainJob cannot patch (shm, IPC_LOCK, networks), and the job."""
-    pod = pod_template(spec, container="node")
+    pod = pod_template(spec, api="trainjob", container="node", meet=f"{spec.name}-node-0-0.{spec.name}")
+    pod["spec"]["restartPolicy"] = "Never"  # JobSet's default is OnFailure, which takes no failure policy
     container = pod["spec"]["containers"][0]
     # The Trainer carries limits and requests of a TrainJob over to the pod and nothing else of its resources
     # (pkg/runtime/core/trainingruntime.go, plugins/jobset/builder.go): claims reach it from the runtime alone, and only
     # where the TrainJob has no resources of its own.
     resources = {} if spec.resource_claim_template else container.pop("resources", {})
     environment = container.pop("env", [])
-    container.pop("command", None)
+    command = container.pop("command")
     # Said once more than the Trainer needs: Kueue 0.15.0 counts a TrainJob's pods by its runtime's Job, not by numNodes
-    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, "template": pod}
+    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, **_failures(spec), "template": pod}
     if spec.active_deadline_seconds:  # of the batch/v1 Job below: a TrainJob has a deadline of its own from 2.2 only
         body["activeDeadlineSeconds"] = spec.active_deadline_seconds
     runtime = {
@@ -89,7 +103,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     }
     trainer: Document = {
         "image": spec.image,
-        "command": list(spec.command),
+        "command": command,
         "numNodes": spec.nodes,
         "numProcPerNode": spec.processes_per_node,
         "env": environment,
@@ -110,16 +124,27 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
 
 
 def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
-    """PyTorchJob v1: Master 1 and Worker n-1, container `pytorch`, as OpenShift AI 2.19 documents it."""
+    """PyTorchJob v1: Master 1 and Worker n-1, container `pytorch`, as OpenShift AI 2.19 documents it.
+
+    Its operator makes a pod anew that ended with 128 or more, or that was lost, without counting (training-operator
+    pkg/controller.v1/common/pod.go and its issue 2045), and takes a failed init container for a lost pod. So the pods
+    count by themselves, on the claim, and end with the gate's code; without a claim nothing is made anew.
+    """
     counts = {"Master": 1, "Worker": spec.nodes - 1} if spec.nodes > 1 else {"Master": 1}
     replicas: Document = {}
     for role, count in counts.items():
-        template = pod_template(spec, container="pytorch")
+        template = pod_template(spec, api="pytorchjob", container="pytorch", meet=f"{spec.name}-master-0")
         if spec.topology_label and spec.nodes > 1:
             # Kueue holds each pod set to one domain by itself; in a group Master and Worker share theirs
             template["metadata"]["annotations"][GROUP_ANNOTATION] = spec.name
-        replicas[role] = {"replicas": count, "restartPolicy": "OnFailure", "template": template}
-    policy: Document = {}
+        replicas[role] = {
+            "replicas": count,
+            "restartPolicy": "ExitCode" if spec.claim and spec.restarts else "Never",
+            "template": template,
+        }
+    policy: Document = {"cleanPodPolicy": "None"}  # the pods' logs stay
+    if spec.claim and spec.restarts:
+        policy["backoffLimit"] = spec.restarts * spec.nodes  # not 0, which would end the job at the first failure
     if spec.queue:
         policy["suspend"] = True
     if spec.active_deadline_seconds:
@@ -128,30 +153,17 @@ def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
         "metadata": _metadata(spec, labels=_queue(spec)),
-        "spec": {"nprocPerNode": str(spec.processes_per_node), "pytorchReplicaSpecs": replicas},
-    }
-    if policy:
-        job["spec"]["runPolicy"] = policy
+        "spec": {
+            "nprocPerNode": str(spec.processes_per_node), "runPolicy": policy, "pytorchReplicaSpecs": replicas,
+        },
+    }  # fmt: skip
     return (*claim_templates(spec), job)
 
 
 def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
     """A headless Service and an Indexed Job whose pods meet through torchrun: needs no operator."""
-    port = 29500  # torchrun's own default
-    address = f"{spec.name}-0.{spec.name}"
-    pod = pod_template(spec, container="rank")
-    body = pod["spec"]
-    body.update(subdomain=spec.name, restartPolicy="Never")
-    container = body["containers"][0]
-    rest = (
-        [word for word in spec.command if word != "torchrun"]
-        if spec.command[:1] == ("torchrun",)
-        else list(spec.command)
-    )
-    container["command"] = [
-        "torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.processes_per_node}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={spec.name}", *rest,
-    ]  # fmt: skip
+    pod = pod_template(spec, api="job", container="rank", meet=f"{spec.name}-0.{spec.name}")
+    pod["spec"].update(subdomain=spec.name, restartPolicy="Never")
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -160,7 +172,7 @@ def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # the pods must find each other before any is ready
             "selector": {"job-name": spec.name},
-            "ports": [{"name": "rendezvous", "port": port}],
+            "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
     job: Document = {
@@ -171,7 +183,7 @@ def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
             "completions": spec.nodes,
             "parallelism": spec.nodes,
             "completionMode": "Indexed",
-            "backoffLimit": 0,
+            **_failures(spec),
             "template": pod,
         },
     }
@@ -182,22 +194,46 @@ def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
     return (*claim_templates(spec), service, job)
 
 
-def pod_template(spec: JobSpec, *, container: str) -> Document:
-    """The pod of every API: resources, environment, shm, networks, and the gate before it."""
+def _failures(spec: JobSpec) -> Document:
+    """Of a batch/v1 Job: pods that were lost, or saved and ended, come again; any other exit code ends it at once.
+
+    One interruption may take every pod, so each restart counts as many failures. The gate's exit code is one of the
+    others. Specification: Kubernetes, "Handling retriable and non-retriable pod failures with Pod failure policy".
+    """
+    return {
+        "backoffLimit": spec.restarts * spec.nodes,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": list(RETRIED)}},
+            ]
+        },
+    }
+
+
+def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Document:
+    """The pod of every API: resources, environment, shm, networks, and the gate before it; `meet` names pod 0."""
+    gated = bool(spec.preflight_image) and api == "pytorchjob"  # it would try a gate that failed again and again
     main: Document = {
         "name": container,
         "image": spec.image,
-        "command": list(spec.command),
-        "env": [{"name": name, "value": value} for name, value in {**spec.environment, **_agent(spec)}.items()]
-        + _token(spec),
+        "command": _command(spec, meet, gated=gated),
+        "env": _variables({**_environment(spec), **_agent(spec)}) + _token(spec),
         "resources": _resources(spec),
         "securityContext": _security(spec),
-        "volumeMounts": _mounts(spec),
+        "volumeMounts": _mounts(spec) + ([{"name": "gate", "mountPath": GATE}] if gated else []),
     }
     body: Document = {"containers": [{key: value for key, value in main.items() if value not in ([], {})}]}
     if spec.preflight_image:
-        body["initContainers"] = [_gate(spec)]
-    volumes = _volumes(spec)
+        body["initContainers"] = [_gate(spec, code_to_file=gated)]
+    body["terminationGracePeriodSeconds"] = GRACE_SECONDS
+    if spec.nodes > 1:  # one pod per node
+        apart = {
+            "topologyKey": "kubernetes.io/hostname",
+            "labelSelector": {"matchLabels": {POD_LABELS[api]: spec.name}},
+        }
+        body["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    volumes = _volumes(spec) + ([{"name": "gate", "emptyDir": {"sizeLimit": "1Mi"}}] if gated else [])
     if volumes:
         body["volumes"] = volumes
     if spec.resource_claim_template:
@@ -207,7 +243,7 @@ def pod_template(spec: JobSpec, *, container: str) -> Document:
     if spec.node_selector:
         body["nodeSelector"] = dict(spec.node_selector)
     if spec.tolerate:
-        body["tolerations"] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in spec.tolerate]
+        body["tolerations"] = [toleration(taint) for taint in spec.tolerate]
     template: Document = {"spec": body}
     annotations: dict[str, str] = {}
     if spec.networks:
@@ -219,16 +255,45 @@ def pod_template(spec: JobSpec, *, container: str) -> Document:
     return template
 
 
-def _gate(spec: JobSpec) -> Document:
+def _command(spec: JobSpec, meet: str, *, gated: bool) -> list[str]:
+    """finetune.pod, which waits for the other pods and starts torchrun in all of them at once."""
+    words = [
+        "python", "-m", "finetune.pod", f"--nodes={spec.nodes}", f"--ranks={spec.processes_per_node}",
+        f"--meet={meet}:{PORT}", f"--restarts={spec.restarts}", f"--wait={spec.peer_wait_seconds}",
+    ]  # fmt: skip
+    if spec.config_map:
+        words.append("--launched=/etc/config/launched")
+    if spec.measure:  # where the pods meet, not in an init container: a pod that is made anew would have no peers there
+        words.append("--measure")
+    if gated:
+        words.append(f"--gate={GATE}/code")
+    return [*words, "--", *(() if spec.command[:1] == ("torchrun",) else ("torchrun",)), *spec.command]
+
+
+def _gate(spec: JobSpec, *, code_to_file: bool) -> Document:
     """The preflight as an init container: its exit code stops the pod before the job starts."""
     words = ["topoflight", "preflight", "-o", "table"]
     for check in spec.preflight_require:
         words += ["--require", check]
+    mounts = [mount for mount in _mounts(spec) if mount["mountPath"] == "/dev/shm"]  # noqa: S108
+    if code_to_file:
+        words = ["sh", "-c", f"{shlex.join(words)}; echo $? > {GATE}/code"]
+        mounts.append({"name": "gate", "mountPath": GATE})
     gate: Document = {"name": "preflight", "image": spec.preflight_image, "command": words}
+    gate["env"] = _variables(_environment(spec))  # it judges what the job will run with
     gate["resources"] = _resources(spec)  # it judges the devices that this pod gets, not the node's
     gate["securityContext"] = _security(spec)
-    gate["volumeMounts"] = [mount for mount in _mounts(spec) if mount["mountPath"] == "/dev/shm"]  # noqa: S108
+    gate["volumeMounts"] = mounts
     return {key: value for key, value in gate.items() if value not in ([], {})}
+
+
+def _environment(spec: JobSpec) -> dict[str, str]:
+    """The job's own, with the hub's cache on the claim: else every pod downloads the model, at every start."""
+    return {**({"HF_HOME": CACHE} if spec.claim else {}), **spec.environment}
+
+
+def _variables(values: Mapping[str, str]) -> list[Document]:
+    return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def _token(spec: JobSpec) -> list[Document]:
@@ -258,7 +323,14 @@ def _resources(spec: JobSpec) -> Document:
 
 
 def _security(spec: JobSpec) -> Document:
-    return {"capabilities": {"add": ["IPC_LOCK"]}} if spec.ipc_lock else {}
+    """Pod Security's profile "restricted", of each container by itself: what an operator adds to the pod is its own.
+
+    IPC_LOCK, which RDMA wants, is beyond that profile, and only root in the container keeps it.
+    """
+    common: Document = {"allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"}}
+    if spec.ipc_lock:
+        return {**common, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    return {**common, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def _mounts(spec: JobSpec) -> list[Document]:

@@ -5,12 +5,16 @@ Specification: NCCL docs/userguide/source/env.rst, src/graph/{topo,paths}.cc, sr
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 from planner.advice import Note, Reason, Setting
+from planner.machines import CATALOGUE
 from planner.nccl_env_situation import NodeView, Situation
 from topology.graph import PathClass
+
+_ENV_RST = "NCCL docs/userguide/source/env.rst"
 
 
 def unread(case: Situation) -> Note | None:
@@ -21,20 +25,28 @@ def unread(case: Situation) -> Note | None:
 
 def mnnvl(case: Situation) -> Note | None:
     """NCCL_MNNVL_ENABLE: automatic, but it needs IMEX."""
+    if case.one_node:
+        return None
     cliques: Counter[str] = Counter()
     for node in case.nodes:
         facts = node.gpu()
         cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
     shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _tray(case)]
-    if not shared:
+    racks = [node.hostname for node in case.nodes if not node.snapshot and _of_a_rack(node)]
+    if not shared and not racks:
         return None
     text = (
         "Set nothing: NVLink across hosts is on by default (2). It needs the IMEX service in state READY on every host "
         "of the domain (nvidia-imex-ctl -N), in Kubernetes a ComputeDomain; without it NCCL falls back to the network."
     )
-    return Note(
-        topic="NCCL_MNNVL_ENABLE", text=text, evidence=f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
-    )
+    evidence = f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)" if shared else f"{racks[0]}: catalogue"
+    return Note(topic="NCCL_MNNVL_ENABLE", text=text, evidence=evidence)
+
+
+def _of_a_rack(node: NodeView) -> bool:
+    """A machine of the catalogue whose NVLink domain spans several nodes."""
+    sku = node.topology.sku if node.topology else None
+    return any(row.name == sku and row.nvlink_nodes > 1 for row in CATALOGUE)
 
 
 def _tray(case: Situation) -> bool:
@@ -61,7 +73,9 @@ def nvls(case: Situation) -> Note | None:
 
 
 def gdr_c2c(case: Situation) -> Note | None:
-    """NCCL_NET_GDR_C2C: on by default since 2.27."""
+    """NCCL_NET_GDR_C2C: on by default since 2.27; of a network's card, so nothing for one node."""
+    if case.one_node:
+        return None
     facts = [(node, gpus) for node in case.nodes if (gpus := node.gpu()) is not None]
     coherent = [node.hostname for node, gpus in facts if any(gpu.c2c_links for gpu in gpus.gpus)]
     if not coherent:
@@ -90,9 +104,14 @@ def gdrdma(case: Situation) -> Note | None:
     return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=state)
 
 
-# Azure's HPC images carry one file per series and name it in /etc/nccl.conf (github.com/Azure/azhpc-images, topology).
-_AZURE_TOPOLOGY = (("A100", "/opt/microsoft/ndv4-topo.xml"), ("H100", "/opt/microsoft/ndv5-topo.xml"))
-_WHOLE_BOARD = 8  # GPUs of an ND VM; smaller series have other files
+# Azure's HPC images carry one file per series in /opt/microsoft and name it in /etc/nccl.conf (github.com/Azure/
+# azhpc-images, components/customizations). GPUs of other series have other files, or none.
+_AZURE_TOPOLOGY = (
+    (r"A100.*PCIe", "ncv4"),
+    (r"A100", "ndv4"),
+    (r"H[12]00(?!.*(NVL|PCIe))", "ndv5"),
+    (r"V100", "ndv2"),
+)
 
 
 def topo_file(case: Situation) -> Setting | Note | None:
@@ -117,25 +136,36 @@ def topo_file(case: Situation) -> Setting | Note | None:
         if path is not None:
             rule = (
                 "This VM hides its PCIe tree, so NCCL cannot tell which HCA is near which GPU; the provider's images "
-                "carry the file that says it. In a container mount it at the same path; without it NCCL only warns"
+                "carry the file that says it. In a container mount it at the same path: where it is missing NCCL goes "
+                "on without it, and since 2.27 says so at INFO level only"
             )
-            source = "NCCL docs/userguide/source/env.rst; Azure azhpc-images, topology"
-            return Setting(name=topic, value=path, reason=Reason(rule=rule, evidence=evidence, source=source))
+            source = f"{_ENV_RST}; NCCL src/graph/xml.cc; Azure azhpc-images 8e9d055 (2026-07-29)"
+            reason = Reason(rule=rule, evidence=f"{evidence}; {path} is there", source=source)
+            return Setting(name=topic, value=path, reason=reason)
+        if nvidia := [path for path in _topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
+            text = "Set nothing: NCCL reads the hypervisor's topology file unasked."
+            return Note(topic=topic, text=text, evidence=f"{evidence}; {nvidia[0]}")
         text = (
-            "This VM hides its PCIe tree, so NCCL cannot tell which NIC is near which GPU. Where the provider has a "
-            "topology file, name it with NCCL_TOPO_FILE; /var/run/nvidia-topologyd/virtualTopology.xml needs no naming."
+            "Unknown: this VM hides its PCIe tree, so NCCL cannot tell which NIC is near which GPU, and none of the "
+            "topology files of its provider is on this disk. Where the provider has one, mount it and name it with "
+            "NCCL_TOPO_FILE; a wrong path is silent at NCCL_DEBUG=WARN since 2.27."
         )
         return Note(topic=topic, text=text, evidence=evidence)
     return None
 
 
+def _topology_files(node: NodeView) -> tuple[str, ...]:
+    facts = node.pci()
+    return facts.topology_files if facts else ()
+
+
 def _azure_file(node: NodeView) -> str | None:
-    info, facts = node.hostinfo(), node.gpu()
-    if info is None or facts is None or "microsoft" not in (info.vendor or "").lower():
-        return None
-    models = " ".join(gpu.name or "" for gpu in facts.gpus)
-    whole = len(facts.gpus) == _WHOLE_BOARD
-    return next((path for model, path in _AZURE_TOPOLOGY if whole and model in models), None)
+    """The file of this VM's series, where it is on the disk."""
+    models = " ".join(node.gpu_names())
+    series = next((name for pattern, name in _AZURE_TOPOLOGY if re.search(pattern, models)), None)
+    wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
+    there = _topology_files(node)
+    return next((path for path in wanted if path in there), None)
 
 
 def _virtual_tree(node: NodeView) -> str | None:

@@ -5,11 +5,12 @@ Specification: NCCL src/transport/net_ib/init.cc (every ACTIVE port with link la
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from planner.nccl_env_situation import NodeView, PortView, rdma_device_of
+from planner.nccl_env_situation import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +28,14 @@ def choose_ports(node: NodeView) -> PortChoice:
     keep = node.taken_ports()
     dropped: dict[str, str] = {}
     secondary = _secondary_devices(node)
-    for rule in (_hardware, _of_this_pod(secondary), _one_link_layer):
+    for rule in (_hardware, _of_this_pod(secondary), _one_link_layer, _one_subnet, _addressed):
         keep = _without(keep, unfit := rule(keep))
         dropped |= unfit
     keep = _without(keep, far := _near_a_gpu(node)(keep))
-    keep = _without(keep, unfit := _not_management(node)(keep))
-    return PortChoice(keep=keep, dropped=dropped | unfit, far=far, secondary=secondary)
+    for rule in (_not_management(node), _no_storage(node)):
+        keep = _without(keep, unfit := rule(keep))
+        dropped |= unfit
+    return PortChoice(keep=keep, dropped=dropped, far=far, secondary=secondary)
 
 
 def _without(ports: Sequence[PortView], unfit: dict[str, str]) -> tuple[PortView, ...]:
@@ -57,10 +60,9 @@ Rule = Callable[[Sequence[PortView]], dict[str, str]]
 
 def _hardware(ports: Sequence[PortView]) -> dict[str, str]:
     """Soft-RoCE and soft-iWARP run on the CPU: not beside a real HCA."""
-    software = ("rxe", "siw")
-    if all(view.device.kind in software for view in ports):
+    if all(map(is_software, ports)):
         return {}
-    return {view.name: "RDMA in software (rxe, siw)" for view in ports if view.device.kind in software}
+    return {view.name: "RDMA in software (rxe, siw)" for view in ports if is_software(view)}
 
 
 def _of_this_pod(secondary: dict[str, str]) -> Rule:
@@ -86,14 +88,68 @@ def _one_link_layer(ports: Sequence[PortView]) -> dict[str, str]:
         layer = view.port.link_layer or ""
         rates[layer] += view.port.rate_bytes_per_second or 0.0
         counts[layer] += 1
-    if len(counts) < 2:
-        return {}
+    if len(counts) < 2 or (len(set(counts.values())) == 1 and len(set(rates.values())) == 1):
+        return {}  # one layer, or two fabrics of one size: `undecided`
     main = max(counts, key=lambda layer: (rates[layer], counts[layer], layer == "InfiniBand"))
     return {
         view.name: f"{view.port.link_layer}, while the training fabric is {main}"
         for view in ports
         if view.port.link_layer != main
     }
+
+
+def _one_subnet(ports: Sequence[PortView]) -> dict[str, str]:
+    """InfiniBand ports of another subnet prefix hang on another subnet manager: no packet goes from one to the other.
+
+    InfiniBand Architecture 4.1.1: the upper 64 bits of GID 0 are the subnet's prefix, fe80:: unless it was changed.
+    """
+    prefixes = {view.name: prefix for view in ports if (prefix := subnet_prefix(view))}
+    counts = Counter(prefixes.values())
+    if len(counts) < 2 or len(prefixes) < len(ports):
+        return {}
+    (main, most), (_, next_most) = counts.most_common(2)
+    if most == next_most:
+        return {}  # two fabrics of one size: which of them is for training, nothing here says
+    return {
+        name: f"InfiniBand subnet {prefix}, while {most} ports are in {main}"
+        for name, prefix in prefixes.items()
+        if prefix != main
+    }
+
+
+def subnet_prefix(view: PortView) -> str | None:
+    """The InfiniBand subnet a port is in, None for RoCE and where the table was not read."""
+    if view.port.link_layer != "InfiniBand" or not view.port.gids:
+        return None
+    first = gid_address(min(view.port.gids, key=lambda gid: gid.index))
+    return first.exploded[:19] if first is not None and first.version == 6 else None
+
+
+def undecided(ports: Sequence[PortView]) -> dict[str, list[str]]:
+    """Fabrics of one size that do not reach each other, each with its ports; empty where there is one fabric.
+
+    Ports that are each alone in their InfiniBand subnet are rails, as are RoCE ports each in an IP subnet of its own.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for view in ports:
+        layer, prefix = view.port.link_layer or "?", subnet_prefix(view)
+        found[f"{layer} subnet {prefix}" if prefix else layer].append(view.name)
+    layers = {view.port.link_layer for view in ports}
+    shared = any(len(names) > 1 for names in found.values())
+    return dict(found) if len(layers) > 1 or (len(found) > 1 and shared) else {}
+
+
+def _addressed(ports: Sequence[PortView]) -> dict[str, str]:
+    """A RoCE port with nothing but link-local GIDs reaches no other node, and NCCL takes it all the same."""
+    bare = [view for view in ports if is_unaddressed(view)]
+    if not bare or not any(gid_addresses(view) for view in ports):
+        return {}
+    return {view.name: "its GIDs are link-local only: its interface has no IP address" for view in bare}
+
+
+def is_unaddressed(view: PortView) -> bool:
+    """Whether a RoCE port's table was read and holds link-local entries alone."""
+    return view.port.link_layer == "Ethernet" and view.port.gids_known and not gid_addresses(view, None)
 
 
 def _not_management(node: NodeView) -> Rule:
@@ -120,6 +176,26 @@ def _not_management(node: NodeView) -> Rule:
     return unfit
 
 
+def _no_storage(node: NodeView) -> Rule:
+    """A port in the subnet of a mounted file system's server carries storage, where every GPU has another as near."""
+    info = node.hostinfo()
+    servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
+    near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
+
+    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for view in ports:
+            subnet = port_subnet(node, view) if servers else None
+            server = next((each for each in servers if subnet is not None and each in subnet), None)
+            if server is not None:
+                found[view.name] = f"storage: a file system is mounted from {server} in its subnet {subnet}"
+        left = {view.device.name for view in ports if view.name not in found}
+        spared = near and all(nics & left for nics in near if nics & {view.device.name for view in ports})
+        return found if found and spared else {}
+
+    return unfit
+
+
 def _near_a_gpu(node: NodeView) -> Rule:
     """Where every GPU has a NIC near it, NCCL's search ends there and never reaches a NIC that is near none.
 
@@ -142,6 +218,16 @@ def _near_a_gpu(node: NodeView) -> Rule:
         }
 
     return unfit
+
+
+def is_software(view: PortView) -> bool:
+    """Whether the device is soft-RoCE or soft-iWARP: the CPU moves its data."""
+    return view.device.kind in ("rxe", "siw")
+
+
+def is_virtual_function(view: PortView) -> bool:
+    """Whether the device is an SR-IOV virtual function: its name is given in the order in which functions appear."""
+    return bool(view.device.is_vf) or (view.device.model or "").endswith(" VF")
 
 
 def missing_ports(node: NodeView) -> tuple[PortView, ...]:

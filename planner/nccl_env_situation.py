@@ -6,7 +6,8 @@ Nothing is decided here; a fact that no probe read is None or empty, and the rul
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from collectives.transport import Evidence
@@ -17,12 +18,14 @@ from probes.hostinfo import HostinfoFacts
 from probes.interfaces import Interface, InterfacesFacts
 from probes.limits import LimitsFacts
 from probes.pci import PciFacts
+from probes.pci_ends import amd_gpus, is_cassini
 from probes.rdma import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NodeTopology
 
 # Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
 # ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.
 VERBS_KINDS = ("hca", "rxe", "siw", "other")
+_HSN = re.compile(r"hsn\d+")  # how HPE's host software names Slingshot's interfaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,33 @@ class NodeView:
             return len(facts.gpus)
         return len(self.topology.gpus) if self.topology else 0
 
+    def gpu_names(self) -> tuple[str, ...]:
+        """Models of the node's GPUs, as far as they are known."""
+        facts = self.gpu()
+        if facts is not None:
+            return tuple(gpu.name for gpu in facts.gpus if gpu.name)
+        return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
+
+    def amd_gpus(self) -> tuple[str, ...]:
+        """Bus ids of AMD's GPUs, by PCI class and vendor; a display of the CPU's own beside NVIDIA's is none to use."""
+        facts = self.pci()
+        if facts is None:
+            return tuple(gpu.name for gpu in self.topology.gpus if "MI3" in (gpu.model or "")) if self.topology else ()
+        return tuple(device.bus_id for device in amd_gpus(facts))
+
+    def cxi(self) -> tuple[str, ...]:
+        """HPE Slingshot's Cassini NICs by interface or bus id: no verbs device, reached through libfabric's cxi."""
+        facts, links = self.pci(), self.interfaces()
+        known = links.interfaces if links else ()
+        on_bus = {device.bus_id for device in facts.devices if is_cassini(device)} if facts else set()
+        named = {each.bus_id: each.name for each in known if each.bus_id in on_bus}
+        found = [named.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
+        by_driver = [each.name for each in known if (each.driver or "").startswith("cxi") and each.name not in found]
+        if not found and not by_driver and not self.verbs_ports():
+            # Slingshot 10 has the same names on ConnectX cards, which are verbs devices; without one it is 11.
+            by_driver = [each.name for each in known if _HSN.fullmatch(each.name) and not each.driver]
+        return tuple(found + by_driver)
+
     def efa_count(self) -> int:
         """EFA devices of the node."""
         facts = self.rdma()
@@ -118,6 +148,7 @@ class Situation:
     nccl_version: Version | None
     multi_node: bool | None  # None: not said and not to be seen; the job may come to span nodes
     evidence: Evidence | None
+    ranks_per_node: int | None = None  # None: one per GPU, or two without any
 
     @property
     def gpus(self) -> int:
@@ -125,9 +156,27 @@ class Situation:
         return max(sum(node.gpu_count() for node in self.nodes), self.cluster.world_size)
 
     @property
+    def amd(self) -> bool:
+        """Whether the GPUs are AMD's, which RCCL serves."""
+        return not any(node.gpu_count() for node in self.nodes if node.snapshot) and any(
+            node.amd_gpus() for node in self.nodes
+        )
+
+    @property
+    def cxi(self) -> bool:
+        """Whether any node has NICs of HPE Slingshot."""
+        return any(node.cxi() for node in self.nodes)
+
+    @property
     def backend(self) -> str:
-        """The torch.distributed backend this cluster runs."""
+        """What carries the collectives: "nccl", "rccl" (not judged), or "gloo" where there is no GPU."""
+        if self.amd:
+            return "rccl"
         return "nccl" if self.gpus or self.unread("gpu") else "gloo"
+
+    def unread_nodes(self, wanted: Callable[[NodeView], object | None]) -> tuple[str, ...]:
+        """The nodes of which these facts are not known, for whatever reason."""
+        return tuple(node.hostname for node in self.nodes if wanted(node) is None)
 
     def unread(self, probe: str) -> str:
         """Why a probe could not finish on some node; empty where it answered or found nothing to read."""
@@ -147,6 +196,10 @@ class Situation:
         """Whether any node has a port that NCCL's IB transport would take."""
         return any(node.taken_ports() for node in self.nodes)
 
+    def ranks_on(self, node: NodeView) -> int:
+        """Ranks of the job on this node; two without GPUs, the least that makes a collective."""
+        return self.ranks_per_node or node.gpu_count() or len(node.amd_gpus()) or 2
+
     @property
     def one_node(self) -> bool:
         """Whether the job certainly stays on one node."""
@@ -164,13 +217,15 @@ def situation(
     nccl_version: tuple[int, ...] | None = None,
     multi_node: bool | None = None,
     evidence: Evidence | None = None,
+    ranks_per_node: int | None = None,
 ) -> Situation:
     """Join snapshots and topology by host name; several nodes are multi-node unless it is denied."""
     nodes = tuple(_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
     version = _version(nccl_version, evidence)
-    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence)
+    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence,
+                     ranks_per_node=ranks_per_node)  # fmt: skip
 
 
 def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
@@ -186,7 +241,10 @@ def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Versio
 
 
 def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
-    """Every probed node, and of the nodes that nobody probed one of each kind: the others would answer the same."""
+    """Every probed node, and of the nodes that were not probed one of each kind: the others would answer the same.
+
+    Nodes are of one kind where they share their parts; what was probed of one of a kind stands for all of it.
+    """
     topologies = {node.hostname: node for node in cluster.nodes}
     probed = {snapshot.hostname for snapshot in snapshots}
     if len(snapshots) == 1 and topologies and not probed & set(topologies):
@@ -195,7 +253,8 @@ def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[
         return
     for snapshot in snapshots:
         yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=topologies.get(snapshot.hostname))
-    left = [node for node in cluster.nodes if node.hostname not in probed]
+    asked = {(id(node.gpus), id(node.nics)) for node in cluster.nodes if node.hostname in probed}
+    left = [node for node in cluster.nodes if (id(node.gpus), id(node.nics)) not in asked]
     kinds = {(id(node.gpus), id(node.nics)): node for node in reversed(left)}
     for node in reversed(kinds.values()):
         yield NodeView(hostname=node.hostname, snapshot=None, topology=node)
@@ -206,7 +265,7 @@ def by_host(texts: Iterable[tuple[str, str]]) -> str:
     hosts: dict[str, list[str]] = {}
     for host, text in texts:
         hosts.setdefault(text, []).append(host)
-    return "; ".join(f"{_some(names)}: {text}" for text, names in hosts.items())
+    return "; ".join(f"{some(names)}: {text}" for text, names in hosts.items())
 
 
 def together(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -220,12 +279,17 @@ def together(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 _NAMED_HOSTS = 3  # of a group: enough to find one, short enough to read
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """A few of the names, and how many more there are."""
     more = len(names) - _NAMED_HOSTS
     return ", ".join(names[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
-def gid_address(gid: Gid) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def gid_address(gid: Gid) -> Address | None:
     """The IP address of a GID, IPv4 where it is mapped; None where the text is no GID."""
     try:
         address = ipaddress.IPv6Address(gid.gid)
@@ -234,7 +298,38 @@ def gid_address(gid: Gid) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
     return address.ipv4_mapped or address
 
 
-def networks(interface: Interface) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+def gid_addresses(view: PortView, kind: str | None = "RoCE v2") -> tuple[Address, ...]:
+    """The addresses of a port's GIDs of one type, None of any: IPv6's link-local ones (fe80::) left out.
+
+    IPv4 first, each in the table's order, as NCCL looks for them (src/transport/net_ib/connect.cc, ncclIbGetGidIndex;
+    validGid there takes no fe80:: entry; 169.254.0.0/16 it takes, by which directly joined hosts reach each other).
+    """
+    entries = (gid_address(gid) for gid in view.port.gids if kind is None or gid.type == kind)
+    found = [a for a in entries if a is not None and not (a.version == 6 and a.is_link_local)]
+    return tuple(sorted(found, key=lambda address: address.version))
+
+
+def port_subnet(node: NodeView, view: PortView) -> Network | None:
+    """The IP subnet that a RoCE port's traffic is in: that of its GID's address, else of its interface.
+
+    The address may be on a VLAN or a macvlan on the port's interface, or on the bond that the interface is a part of.
+    """
+    facts = node.interfaces()
+    if facts is None:
+        return None
+    subnets = [subnet for each in facts.interfaces for subnet in networks(each)]
+    for address in gid_addresses(view):
+        if (found := next((subnet for subnet in subnets if address in subnet), None)) is not None:
+            return found
+    by_name = {each.name: each for each in facts.interfaces}
+    own = [each for name in (view.port.netdev, view.device.bond) if name and (each := by_name.get(name))]
+    own += [each for below in tuple(own) if below.master and (each := by_name.get(below.master))]
+    names = {each.name for each in own}
+    own += [each for each in facts.interfaces if each.parent in names or each.rdma_device == view.device.name]
+    return next((subnet for each in own for subnet in networks(each)), None)
+
+
+def networks(interface: Interface) -> tuple[Network, ...]:
     """The subnets an interface has an address in, link-local ones left out."""
     found = []
     for text in interface.addresses:

@@ -5,8 +5,11 @@ Specification: PyTorch docs notes/cuda (allocator), ProcessGroupNCCL.hpp (TORCH_
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from planner.advice import Note, Reason, Setting
 from planner.nccl_env_situation import NodeView, Situation
+from planner.platforms import published
 
 
 def allocator(case: Situation) -> Setting | None:
@@ -36,38 +39,65 @@ def watchdog(case: Situation) -> Note | None:
 
 
 def omp_threads(case: Situation) -> Setting | Note | None:
-    """OMP_NUM_THREADS: torchrun sets 1 where several ranks share a node, which idles a CPU-only host."""
+    """OMP_NUM_THREADS: torchrun sets 1 where several ranks share a node, and nothing for a rank that is alone."""
     topic = "OMP_NUM_THREADS"
-    shares = [share for node in case.nodes if (share := _cores_per_rank(node)) is not None]
+    if case.amd:
+        return None
+    shares = [share for node in case.nodes if (share := _cores_per_rank(case, node)) is not None]
     if not shares:
         return None
-    node_text, threads, evidence = min(shares, key=lambda share: share[1])
-    source = "PyTorch torch/distributed/run.py: OMP_NUM_THREADS is 1 per rank unless set"
+    share = min(shares, key=lambda share: share.threads)
+    source = "PyTorch torch/distributed/run.py: OMP_NUM_THREADS is 1 for each of several ranks of a node, unless set"
+    if share.ranks == 1:
+        if case.backend == "gloo" or share.limited:
+            rule = (
+                "torchrun sets nothing for a rank that is alone on its node, which then starts a thread for each core "
+                "that it sees, whatever its container may use: name the cores that it has"
+            )
+            reason = Reason(rule=rule, evidence=share.evidence, source=source)
+            return Setting(name=topic, value=str(share.threads), reason=reason)
+        text = (
+            "Unset: a rank that is alone on its node starts a thread per core; where a pod has a CPU limit, set that."
+        )
+        return Note(topic=topic, text=text, evidence=f"{share.hostname}: {share.evidence}")
     if case.backend == "gloo":
-        if threads <= 1:
+        if share.threads <= 1:
             return Note(topic=topic, text="Set nothing: torchrun's 1 thread per rank is what the cores allow.")
         rule = (
-            "The ranks compute on the CPU, and torchrun would give each a single thread: share the cores among 2 ranks"
+            "The ranks compute on the CPU, and torchrun would give each a single thread: share the cores among "
+            f"{share.ranks} ranks"
         )
-        return Setting(name=topic, value=str(threads), reason=Reason(rule=rule, evidence=evidence, source=source))
+        reason = Reason(rule=rule, evidence=share.evidence, source=source)
+        return Setting(name=topic, value=str(share.threads), reason=reason)
     text = (
         "Set nothing: torchrun gives each rank 1 thread, enough where the GPU computes. With parameters or optimizer "
-        f"on the CPU (offload) set it to {threads}, the cores of one rank."
+        f"on the CPU (offload) set it to {share.threads}, the cores of one rank."
     )
-    return Note(topic=topic, text=text, evidence=f"{node_text}: {evidence}")
+    return Note(topic=topic, text=text, evidence=f"{share.hostname}: {share.evidence}")
 
 
-def _cores_per_rank(node: NodeView) -> tuple[str, int, str] | None:
+class _Share(NamedTuple):
+    """What one rank has of its node's cores."""
+
+    hostname: str
+    threads: int
+    ranks: int
+    limited: bool  # by the cgroup, below the cores that it sees
+    evidence: str
+
+
+def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
     info, limits = node.hostinfo(), node.limits()
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
-    quota = limits.cgroup_cpus if limits else None
+    quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's own CPU limit is no job's
     usable = min(cores, int(quota)) if quota else cores
-    # A host without GPUs is given 2 ranks: the least that makes a collective.
-    ranks = node.gpu_count() or 2
-    limited = f", {quota:g} by cgroup" if quota and quota < cores else ""
-    return node.hostname, max(usable // ranks, 1), f"{cores} cores{limited}, {ranks} ranks"
+    ranks = case.ranks_on(node)
+    limited = bool(quota and quota < cores)
+    by_cgroup = f", {quota:g} by cgroup" if limited else ""
+    evidence = f"{cores} cores{by_cgroup}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return _Share(node.hostname, max(usable // ranks, 1), ranks, limited, evidence)
 
 
 def cpu_binding(case: Situation) -> Note | None:
@@ -79,8 +109,9 @@ def cpu_binding(case: Situation) -> Note | None:
         nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
         if len(nodes) > 1:
             text = (
-                "NCCL binds its own threads to the CPUs near each GPU (NCCL_IGNORE_CPU_AFFINITY stays unset). The "
-                "ranks are not bound: torchrun --numa-binding=node keeps their memory near their GPU too."
+                "NCCL binds its own threads to the CPUs near each GPU"
+                + ("" if published(case, "NCCL_IGNORE_CPU_AFFINITY") else " (NCCL_IGNORE_CPU_AFFINITY stays unset)")
+                + ". The ranks are not bound: torchrun --numa-binding=node keeps their memory near their GPU too."
             )
             evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
             return Note(topic="CPU binding", text=text, evidence=evidence)

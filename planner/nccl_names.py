@@ -1,13 +1,15 @@
 """The names NCCL reads, release by release, and the right name for a wrong one.
 
-Specification: `data/nccl_env_names.tsv`, extracted from github.com/NVIDIA/nccl commit 5067397 (2.30.7) and its tags.
+Specification: `data/nccl_env_names.tsv`, from NCCL's source up to 2.30.7 and from the published libraries
+(bench/nccl_names.py); `data/plugin_env_names.tsv` for what plugins read.
 """
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -15,9 +17,6 @@ from typing import Literal
 
 Version = tuple[int, int, int]
 Status = Literal["current", "removed", "other"]
-
-NEWEST_READ: Version = (2, 30, 7)
-"""The newest release the table was extracted from: a newer NCCL may read names that are not in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,46 +26,26 @@ class NcclName:
     name: str
     status: Status
     first: Version | None  # None: since 2.3.5 or earlier
-    last: Version | None  # None: still read by NEWEST_READ
+    last: Version | None  # None: still read by the newest
     doc_class: str  # "system", "debugging", "internal"; "" where other software reads it
     kind: str  # "integer" (strtoll, base 0), "text"; "" unknown
     default: str
     reader: str  # source file in NCCL, or the other software
 
 
-# Prefixes other software owns wholesale; NCCL itself never reads them, or reads them through a plugin.
-FAMILIES: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_INSPECTOR_": "NCCL's inspector profiler plugin",
-        "NCCL_PROFILE_": "NCCL's example profiler plugin",
-        "NCCL_PROFILER_": "NCCL's profiler plugins",
-        "NCCL_FASTRAK_": "Google's FasTrak network plugin",
-        "NCCL_GPUDIRECTTCPX": "Google's GPUDirect-TCPX network plugin",
-        "NCCL_TESTS_": "nccl-tests",
-        "NCCL_GIB_": "Google's gIB network plugin",
-        "NCCL_SHARP_": "nccl-rdma-sharp-plugins",
-        "NCCL_UCX_": "nccl-rdma-sharp-plugins",
-        "NCCL_OFI_": "aws-ofi-nccl",
-    }
-)
-
-# Wrong names seen in the wild whose right name is not the nearest spelling, or which need a word more.
+# Wrong names seen in the wild whose right name is not the nearest spelling; each takes the same kind of value.
 _KNOWN_WRONG: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "NCCL_IB_HBA": ("NCCL_IB_HCA",),
         "NCCL_MIN_CHANNELS": ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"),
         "NCCL_MAX_CHANNELS": ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"),
-        "NCCL_NET_GDR_ENABLE": ("NCCL_NET_GDR_LEVEL",),
         "NCCL_GDR_LEVEL": ("NCCL_NET_GDR_LEVEL",),
-        "NCCL_LL128_ENABLE": ("NCCL_PROTO",),
-        "NCCL_TIMEOUT": ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_IB_TIMEOUT"),
+        "NCCL_GDR_READ": ("NCCL_NET_GDR_READ",),
         "NCCL_IFNAME": ("NCCL_SOCKET_IFNAME",),
         "NCCL_INTERFACE": ("NCCL_SOCKET_IFNAME",),
         "NCCL_DEBUG_LEVEL": ("NCCL_DEBUG",),
         "NCCL_ALGORITHM": ("NCCL_ALGO",),
         "NCCL_PROTOCOL": ("NCCL_PROTO",),
-        "NCCL_NVLS_DISABLE": ("NCCL_NVLS_ENABLE",),
-        "NCCL_NET_DISABLE": ("NCCL_NET",),
     }
 )
 
@@ -84,13 +63,10 @@ _REPLACED_BY: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Below this similarity a guess would mislead.
-_CLOSE_ENOUGH = 0.8  # difflib ratio: one letter of five; NCCL_IB_HCAS and NCCL_SOCKET_IFNAMES pass, NCCL_FOO does not
-
 
 def parse_version(text: str) -> Version:
     """A release as a tuple: "2.21.5+cuda12.4" is (2, 21, 5); missing parts are 0."""
-    parts = text.strip().lstrip("v").split("+")[0].split("-")[0].split(".")
+    parts = re.split(r"[+-]|\.post", text.strip().lstrip("v"))[0].split(".")
     try:
         numbers = [int(part) for part in parts]
     except ValueError:
@@ -142,19 +118,103 @@ def names() -> Mapping[str, NcclName]:
     return MappingProxyType(table)
 
 
-def family(name: str) -> str | None:
-    """The software that owns the name's prefix, where one does."""
-    return next((owner for prefix, owner in FAMILIES.items() if name.startswith(prefix)), None)
+@cache
+def _stamps() -> Mapping[str, str]:
+    """What the head of the table says of itself: `newest`, `read on`, `libraries`."""
+    text = files("planner").joinpath("data/nccl_env_names.tsv").read_text(encoding="utf-8")
+    found = (line.removeprefix("# ").partition(": ") for line in text.splitlines() if line.startswith("# "))
+    return MappingProxyType({key: value for key, colon, value in found if colon})
+
+
+@cache
+def newest_read() -> Version:
+    """The newest release the table was extracted from: a newer NCCL may read names that are not in it."""
+    return parse_version(_stamps()["newest"])
+
+
+def read_on() -> date:
+    """The day on which the table was extracted."""
+    return date.fromisoformat(_stamps()["read on"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginName:
+    """A variable, or with `prefix` a family of them, that a plugin or other software reads."""
+
+    plugin: str
+    name: str
+    prefix: bool
+    reader: str
+    source: str
+
+
+@cache
+def plugin_names() -> tuple[PluginName, ...]:
+    """The table by plugin; whole names before prefixes."""
+    text = files("planner").joinpath("data/plugin_env_names.tsv").read_text(encoding="utf-8")
+    rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
+    found = [
+        PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)
+        for plugin, name, reader, source in rows
+    ]
+    return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
+
+
+def plugin_of(name: str) -> PluginName | None:
+    """The plugin that reads a name, where one does."""
+    return next(
+        (each for each in plugin_names() if name == each.name or (each.prefix and name.startswith(each.name))), None
+    )
 
 
 def nearest(name: str) -> tuple[str, ...]:
-    """The names that were probably meant, best first; empty where none is near."""
-    if name.startswith("TORCH_NCCL_"):
-        return tuple(difflib.get_close_matches(name, torch_names(), n=1, cutoff=_CLOSE_ENOUGH))
+    """Names that differ by a slip of the pen, best first; empty where none is near.
+
+    Near are names of the same words where one word differs by a letter or two, or where only underscores differ:
+    another word (TIMEOUT for IFNAME) is another name, whatever the share of equal letters.
+    """
     if name in _KNOWN_WRONG:
         return _KNOWN_WRONG[name]
-    live = [known for known, entry in names().items() if entry.status != "removed"]
-    return tuple(difflib.get_close_matches(name, live, n=2, cutoff=_CLOSE_ENOUGH))
+    if f"TORCH_{name}" in torch_names():
+        return (f"TORCH_{name}",)
+    if name.startswith("TORCH_NCCL_"):
+        live: list[str] = sorted(torch_names())
+    else:
+        live = sorted(known for known, entry in names().items() if entry.status != "removed")
+    found = [(distance, known) for known in live if (distance := _slip(name, known)) is not None]
+    return tuple(known for _distance, known in sorted(found)[:2])
+
+
+def _slip(wrong: str, right: str) -> int | None:
+    """How many letters two names differ by, where that is a slip; None where they are different names."""
+    if wrong.replace("_", "") == right.replace("_", ""):
+        return 0
+    ours, theirs = wrong.split("_"), right.split("_")
+    if len(ours) != len(theirs):
+        return None
+    differing = [(one, other) for one, other in zip(ours, theirs, strict=True) if one != other]
+    if len(differing) != 1:
+        return None
+    one, other = differing[0]
+    if max(len(one), len(other)) <= 2:  # TC and SL: another word
+        return None
+    distance = _letters(one, other)
+    return distance if distance <= (1 if max(len(one), len(other)) < 6 else 2) else None
+
+
+def _letters(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours (optimal string alignment)."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for row, letter in enumerate(one, start=1):
+        now = [row]
+        for column, wanted in enumerate(other, start=1):
+            cost = min(last[column] + 1, now[column - 1] + 1, last[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and letter == other[column - 2] and one[row - 2] == wanted:
+                cost = min(cost, before[column - 2] + 1)
+            now.append(cost)
+        before, last = last, now
+    return last[-1]
 
 
 def replacement(name: str) -> str | None:

@@ -20,12 +20,15 @@ from planner import network_rails
 from planner.job import JobError
 from probes.api import Snapshot
 from probes.interfaces import InterfacesFacts
+from probes.pci import PciFacts
 from probes.rdma import RdmaFacts
 
 Document = dict[str, Any]
 
 # Linux: an interface's name has at most 15 bytes, and no slash or white space.
 _INTERFACE = re.compile(r"[^\s/]{1,15}")
+# NVIDIA's image of the NIC driver; its version goes with the operator's release and the nodes' kernel.
+_OFED_DRIVER = {"repository": "nvcr.io/nvidia/mellanox", "image": "doca-driver"}
 _RDMA_SHARES = 63  # pods that may share one HCA: the network operator's own example
 
 
@@ -42,6 +45,8 @@ class NetworkSpec:
     resource_name: str = "rdma_shared_device_eth"
     infiniband_name: str = "rdma_shared_device_ib"
     range: str = "192.168.2.0/24"  # addresses that whereabouts hands out; of several interfaces, on the first
+    # Who brings the NIC's driver: the nodes themselves, or the network operator's ofedDriver; None: not known
+    host_mofed: bool | None = True
     gateway: str | None = None  # within the range; each further interface has its own, at the same place
 
     def __post_init__(self) -> None:
@@ -88,7 +93,11 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
             "no active InfiniBand port, and no active RoCE port with a netdev, is on every one of these nodes; scan "
             "them on the host network (EFA needs none of these resources: AWS' device plugin is all)"
         )
-    given: dict[str, Any] = {"interfaces": (), "infiniband": infiniband}
+    # nvidia_peermem loads against the peer memory interface of NVIDIA's NIC driver alone (CUDA's GPUDirect RDMA guide):
+    # where it is loaded that driver is on the node already
+    loaded = [facts.peermem_loaded for snapshot in snapshots if (facts := snapshot.facts(PciFacts))]
+    there = True if loaded and len(loaded) == len(snapshots) and all(loaded) else None
+    given: dict[str, Any] = {"interfaces": (), "infiniband": infiniband, "host_mofed": there}
     if common:
         ports = {port for snapshot in snapshots for name in common for port in _ports(snapshot, name)}
         given |= {
@@ -137,7 +146,7 @@ def _infiniband(snapshot: Snapshot) -> bool:
 
 
 def nic_cluster_policy(spec: NetworkSpec) -> Document:
-    """NVIDIA network operator: the shared RDMA device plugin for the probed interfaces, and nothing besides.
+    """NVIDIA network operator: the shared RDMA device plugin for the probed interfaces, and the NIC driver if asked.
 
     The image is that of the operator's releases 24.10 and 25.1; later releases start it by the same command.
     """
@@ -156,6 +165,7 @@ def nic_cluster_policy(spec: NetworkSpec) -> Document:
         "kind": "NicClusterPolicy",
         "metadata": {"name": "nic-cluster-policy"},  # the operator accepts this name alone
         "spec": {
+            **({"ofedDriver": dict(_OFED_DRIVER)} if spec.host_mofed is False else {}),
             "rdmaSharedDevicePlugin": {
                 "image": "k8s-rdma-shared-dev-plugin",
                 "repository": "ghcr.io/mellanox",
@@ -201,17 +211,18 @@ def network_attachment(spec: NetworkSpec) -> Document:
     }
 
 
-def cluster_policy_rdma() -> Document:
+def cluster_policy_rdma(spec: NetworkSpec) -> Document:
     """The GPU operator's ClusterPolicy: its driver loads nvidia_peermem; a patch, to be merged.
 
-    The GPU driver waits for the network operator's driver container unless it is told that the host brings the NIC's
-    driver (gpu-operator, validator/main.go, USE_HOST_MOFED); `nic_cluster_policy` makes no such container.
+    The GPU driver waits for the network operator's driver container (ofedDriver) unless it is told that the host brings
+    the NIC's driver (gpu-operator, validator/main.go, USE_HOST_MOFED). Where that is not known it is left out.
     """
+    rdma: Document = {"enabled": True, **({"useHostMofed": True} if spec.host_mofed else {})}
     return {
         "apiVersion": "nvidia.com/v1",
         "kind": "ClusterPolicy",
         "metadata": {"name": "gpu-cluster-policy"},
-        "spec": {"driver": {"rdma": {"enabled": True, "useHostMofed": True}}},
+        "spec": {"driver": {"rdma": rdma}},
     }
 
 
@@ -257,7 +268,7 @@ def network(spec: NetworkSpec) -> tuple[Document, ...]:
     """Everything that a cluster needs for RDMA in pods, in the order to apply it."""
     rails = spec.rails()
     second = (*map(macvlan_network, rails), *map(network_attachment, rails))
-    return (memlock_machine_config(), nic_cluster_policy(spec), cluster_policy_rdma(), *second)
+    return (memlock_machine_config(), nic_cluster_policy(spec), cluster_policy_rdma(spec), *second)
 
 
 def _ipam(spec: NetworkSpec) -> dict[str, str]:

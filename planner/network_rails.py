@@ -122,14 +122,21 @@ def _settings(
         return [Setting(name="GLOO_SOCKET_IFNAME", value="net1", reason=first)]
     name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
     made = [Setting(name="NCCL_SOCKET_IFNAME", value=name, reason=first)]
-    values = {_hcas(snapshot, ports) for snapshot, ports in zip(snapshots, rails, strict=True)}
-    if len(values) == 1:  # else the HCAs have other names on each node, and no list fits all
+    pairs = list(zip(snapshots, rails, strict=True))
+    values = {_hcas(snapshot, ports) for snapshot, ports in pairs}
+    # Several values: the HCAs have other names on each node, and no list fits all.
+    if len(values) == 1 and any(_left_out(snapshot, ports) for snapshot, ports in pairs):
         rule = "A pod may see every HCA of the node, but only those behind its networks have a GID it can use"
         known = Reason(rule=rule, evidence=seen, source="NCCL src/transport/net_ib/init.cc")
         made.append(Setting(name="NCCL_IB_HCA", value=values.pop(), reason=known))
     rule = "Each rail is a subnet of its own, and nothing in the pod routes from one to another"
     apart = Reason(rule=rule, evidence=seen, source="NCCL docs/userguide/source/env.rst")
     return [*made, Setting(name="NCCL_CROSS_NIC", value="0", reason=apart)]
+
+
+def _left_out(snapshot: Snapshot, ports: Sequence[PortView]) -> bool:
+    """Whether NCCL would take a port besides the rails': only then a list of names is worth what it may break."""
+    return bool({view.name for view in _node(snapshot).taken_ports()} - {view.name for view in ports})
 
 
 def _hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:

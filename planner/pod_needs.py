@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.advice import PodNeed, Reason
-from planner.nccl_env_hcas import choose_ports
+from planner.nccl_env_hcas import choose_ports, is_virtual_function
 from planner.nccl_env_situation import NodeView, Situation
 
 _TROUBLESHOOTING = "NCCL docs/userguide/source/troubleshooting.rst"
@@ -34,7 +34,7 @@ def pod_needs(case: Situation) -> tuple[PodNeed, ...]:
 
 def _needs(case: Situation) -> Iterator[PodNeed]:
     largest = max(case.nodes, key=lambda node: node.gpu_count())
-    yield _shm(largest)
+    yield _shm(largest, case.ranks_on(largest))
     if case.gpus:
         yield PodNeed(
             name="resource",
@@ -47,7 +47,7 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
         )
     if case.one_node:
         return
-    if case.rdma_ports or case.efa:
+    if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
         yield from _locked_memory(case)
     if case.efa:
         yield from _efa(case)
@@ -55,10 +55,15 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
         yield from _roce_in_pod(node)
 
 
-def _shm(node: NodeView) -> PodNeed:
-    ranks = node.gpu_count() or 2
+def _has_hcas(node: NodeView) -> bool:
+    """Whether a machine that nobody probed, of the catalogue or of a matrix, is known to have RDMA devices."""
+    nics = node.topology.nics if node.topology and not node.snapshot else ()
+    return any(nic.kind in ("hca", "efa") for nic in nics)
+
+
+def _shm(node: NodeView, ranks: int) -> PodNeed:
     limits = node.limits()
-    have = limits.shm_size_bytes if limits else None
+    have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
         evidence += f"; /dev/shm of {limits.whose}: {have / 2**20:.0f} MiB"
@@ -149,14 +154,21 @@ def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
             )
     if choice.secondary:
         devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
+        functions = sum(is_virtual_function(view) for view in choice.keep)
+        rule = (
+            "The RDMA device reaches a pod only as the resource of its device plugin; its name is the cluster's own: "
+            "look it up in the node's allocatable (rdma/..., openshift.io/..., nvidia.com/...)"
+        )
+        if functions:
+            rule += (
+                "; a virtual function is handed out once, so that the pod needs as many as it has networks on them, "
+                "each of the resource that its network names"
+            )
         yield PodNeed(
             name="resource",
-            value="rdma/*: 1",
+            value=f"rdma/*: {functions or 1}",
             reason=Reason(
-                rule=(
-                    "The RDMA device reaches a pod only as the resource of its device plugin; its name is the "
-                    "cluster's own: look it up in the node's allocatable (rdma/..., openshift.io/..., nvidia.com/...)"
-                ),
+                rule=rule,
                 evidence=f"{node.hostname}: {devices}",
                 source="Kubernetes device plugins: node.status.allocatable",
             ),

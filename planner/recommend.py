@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from collectives.results import Measurement
 from collectives.transport import Evidence
 from planner import machines, nccl_env
-from planner.advice import Note, RankedLayout, Recommendation
+from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.hardware import GIB, gpu_named
-from planner.layout import Layout, Precision
+from planner.layout import Layout, LayoutError, Precision
 from planner.lengths import check_histogram
 from planner.links import Links, links_of
-from planner.memory import memory_parts
+from planner.memory import DEFAULT_MEMORY, memory_parts
 from planner.rules import Question, first_broken
-from planner.search import Candidate, Found, search
+from planner.search import Candidate, Found, fitting, search
 from planner.specs import ModelSpec, TrainSpec
 from planner.stacks import engine_named
 from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from probes.api import Snapshot
+from probes.gpu import GpuFacts
+from probes.gpu_health import held_bytes
 from probes.hostinfo import HostinfoFacts
 from topology.graph import ClusterTopology
 
 _RUNNERS_UP = 4
+OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # whose states planner.memory counts
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "fp8")
 # A fine-tune's customary global batch, and a pre-training run's tokens per step, where the user named none.
 _DEFAULT_FINETUNE_BATCH = 64
@@ -96,6 +100,24 @@ def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> flo
     return rows[0].host_gib * GIB if rows and rows[0].host_gib else None
 
 
+def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
+    """Bytes of each GPU that a job may have: its memory without what others hold of it at the time of the scan."""
+    probed = {s.hostname: {gpu.index: gpu for gpu in f.gpus} for s in snapshots if (f := s.facts(GpuFacts))}
+    sizes, held = [], []
+    for node in cluster.nodes:
+        for one in (gpu for gpu in node.gpus if gpu.memory_bytes):
+            gpu = probed.get(node.hostname, {}).get(one.index)
+            taken = (held_bytes(gpu) or 0) if gpu is not None and gpu.uuid == one.uuid else 0
+            sizes.append((one.memory_bytes or 0) - taken)
+            if gpu is not None and taken:
+                pids = ", ".join(str(process.pid) for process in (gpu.processes or ())[:4])
+                held.append(f"{taken / GIB:.1f} GiB of {one.name} on {node.hostname}" + (f" (pid {pids})" * bool(pids)))
+    if held:
+        more = f" and of {len(held) - 4} more GPUs" if len(held) > 4 else ""
+        unknowns.append(f"other processes hold {', '.join(held[:4])}{more}: the forecast has the rest of the memory")
+    return sizes
+
+
 def _batch(train: TrainSpec, world: int, unknowns: list[str]) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
@@ -127,6 +149,8 @@ def plan(
     world = links.ranks_per_node * links.nodes
     if train.precision not in _PRECISIONS:
         raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
+    if train.optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(OPTIMIZERS)}")
     precision: Precision = next(p for p in _PRECISIONS if p == train.precision)
     if not has_gpu and precision != "fp32":
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
@@ -144,7 +168,7 @@ def plan(
     adam = min(train.host_threads * ADAM_THREAD_BYTES_PER_SECOND, ADAM_RANK_BYTES_PER_SECOND)
     capacity = rates.memory_bytes
     if has_gpu:
-        sizes = [g.memory_bytes for node in cluster.nodes for g in node.gpus if g.memory_bytes]
+        sizes = _free_memory(cluster, snapshots, unknowns)
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append("device memory unknown: nothing was rejected for its memory")
@@ -179,17 +203,52 @@ def plan(
     )  # fmt: skip
 
 
-def search_planned(planned: Planned) -> Found:
-    """Run the search on gathered numbers."""
+def search_planned(planned: Planned, named: Mapping[str, object] | None = None) -> Found:
+    """Run the search on gathered numbers; with `named` among the layouts that have these values."""
     return search(
         planned.question, planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
-        sigma=base_sigma(planned.job, calibrated=planned.calibrated),
+        sigma=base_sigma(planned.job, calibrated=planned.calibrated), named=named,
     )  # fmt: skip
 
 
+def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
+    """The best layout with these values, as `recommend` would show it; degrees that are not named are 1.
+
+    Where the rules or the memory allow none, the layout as it stands at the plan's global batch, with the reason in
+    `why`. Raises LayoutError for values that no layout can have.
+    """
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, **named}
+    degrees.setdefault("sharding", "zero3" if degrees["dp_shard"] > 1 else "ddp")
+    degrees.setdefault("precision", planned.precision)
+    shape = Layout(world_size=planned.world, **degrees)
+    if shape.data_parallel == 1:
+        del degrees["sharding"]  # over one rank every kind of it is the same
+    if {"micro_batch", "gradient_accumulation"} <= set(named):
+        planned = replace(planned, global_batch=shape.global_batch)
+    found = search_planned(planned, degrees)
+    if found.best:
+        best = found.best[0]
+        forecast = forecast_of(planned.job, best, planned.capacity, calibrated=planned.calibrated, scale=planned.scale)
+        return ranked(planned.job, best, forecast, None)
+    accumulation, left = divmod(planned.global_batch, shape.data_parallel * shape.micro_batch)
+    if "gradient_accumulation" not in named:
+        if left:
+            raise LayoutError(
+                f"global batch {planned.global_batch} does not divide by {shape.data_parallel} data-parallel ranks x "
+                f"micro_batch {shape.micro_batch}; name --global-batch or another micro_batch"
+            )
+        shape = replace(shape, gradient_accumulation=accumulation)
+    budget = planned.capacity * DEFAULT_MEMORY.safe_share if planned.capacity else None
+    picked = fitting(planned.question, shape, budget, on_cpu=not planned.question.has_gpu, named=named)
+    return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
+
+
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
-    """Forecast one given layout, whether or not it would be chosen; `why` names the first rule it breaks."""
+    """Forecast one given layout, whether or not it would be chosen.
+
+    `why` names the first rule it breaks, or by how much it misses the memory.
+    """
     parts = step_parts(planned.job, layout)
     memory = memory_parts(
         planned.question.model, planned.question.train, layout, planned.question.stack,
@@ -197,11 +256,18 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     )  # fmt: skip
     candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
     broken = first_broken(planned.question, layout)
+    why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
+    budget = planned.capacity * DEFAULT_MEMORY.safe_share if planned.capacity else None
+    if not why and budget is not None and memory.total > budget:
+        why = (
+            f"breaks memory-fits: {(memory.total - budget) / GIB:.1f} GiB over the {budget / GIB:.1f} GiB "
+            f"({DEFAULT_MEMORY.safe_share:.0%}) that a rank may fill"
+        )
     return RankedLayout(
         layout=layout,
         forecast=forecast_of(planned.job, candidate, planned.capacity, calibrated=planned.calibrated,
                              scale=planned.scale),
-        why=f"breaks {broken[0]}: {broken[1]}" if broken else "",
+        why=why,
     )  # fmt: skip
 
 
@@ -217,15 +283,23 @@ def recommend(
     *,
     ranks_per_node: int | None = None,
     links: Links | None = None,
+    multi_node: bool | None = None,
 ) -> Recommendation:
-    """Answer for one job on one cluster."""
+    """Answer for one job on one cluster; `multi_node` None: one node may come to be several."""
+    env = nccl_env.settings(
+        snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
+        evidence=evidence, ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    if env.backend == "rccl":
+        reason = "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
+        return Recommendation(
+            settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train,
+            rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,),
+        )  # fmt: skip
     planned = plan(
         cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links
     )
     found = search_planned(planned)
-    env = nccl_env.settings(
-        snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or None, evidence=evidence
-    )
     chosen = None
     runners: list[RankedLayout] = []
     helps: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ time, and of the checkpointing choices only the lightest that fits is timed (mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from planner.advice import Rejected
@@ -16,6 +16,7 @@ from planner.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
 from planner.rules import Question, first_broken
 from planner.steptime import Job, StepParts, step_parts
 
+_FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
 # Two forecasts nearer than a ninth of their standard deviation (2 % where the GPU is known) are equal: the one that
@@ -162,9 +163,13 @@ def _key(layout: Layout) -> str:
 
 def search(
     question: Question, job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
-    scale: float = 1.0, sigma: float = 0.18,
+    scale: float = 1.0, sigma: float = 0.18, named: Mapping[str, object] | None = None,
 ) -> Found:  # fmt: skip
-    """Forecast every allowed layout; `scale` is the calibration's factor on time."""
+    """Forecast every allowed layout; `scale` is the calibration's factor on time.
+
+    With `named` only layouts whose fields have these values are tried, and what is not named is chosen as ever.
+    """
+    named = named or {}
     found = Found()
     tie = 1.0 + TIE_SHARE * sigma
     best: dict[str, Candidate] = {}
@@ -181,6 +186,8 @@ def search(
         stack.name == "topoflight" and (train.method != "full" or train.packing)
     )
     for tp, pp, cp, ep in _degrees(question, world, found):
+        if any(named.get(name, degree) != degree for name, degree in (("tp", tp), ("pp", pp), ("cp", cp))):
+            continue
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             uneven[dp] = None
@@ -204,12 +211,14 @@ def search(
                         gradient_accumulation=accumulation, precision=precision, fused_cross_entropy=fused,
                         compile=stack.compile,
                     )  # fmt: skip
+                    if any(getattr(base, name) != value for name, value in named.items() if name not in _FITTED):
+                        continue
                     broken = first_broken(question, base)
                     if broken is not None:
                         forbidden.setdefault(broken[0], Rejected(what=_key(base), rule=broken[0], reason=broken[1]))
                         continue
                     found.tried += 1
-                    picked = _fitting(question, base, budget, on_cpu=on_cpu)
+                    picked = fitting(question, base, budget, on_cpu=on_cpu, named=named)
                     key = _key(base)
                     if isinstance(picked, float):
                         over[key] = min(over.get(key, picked), picked)
@@ -229,8 +238,8 @@ def search(
         found.rejected.append(
             Rejected(what="GPipe", rule="dominated", reason="the bubble of 1F1B, but all micro-batches held at once")
         )
-    named = {row.rule for row in found.rejected}
-    found.rejected += [row for rule, row in forbidden.items() if rule not in named]
+    listed = {row.rule for row in found.rejected}
+    found.rejected += [row for rule, row in forbidden.items() if rule not in listed]
     for dp in uneven:
         reason = f"global batch {global_batch} does not divide by {dp}"
         found.rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
@@ -246,21 +255,25 @@ def search(
     return found
 
 
-def _fitting(
-    question: Question, base: Layout, budget: float | None, *, on_cpu: bool
+def fitting(
+    question: Question, base: Layout, budget: float | None, *, on_cpu: bool, named: Mapping[str, object]
 ) -> tuple[Layout, MemoryParts] | float:
     """The lightest checkpointing that fits, else offloading, or by how many bytes even full checkpointing misses."""
     least = float("inf")
     choices: tuple[Checkpointing, ...] = ("none", "selective", "full")
     for choice in choices:
-        if choice not in question.stack.checkpointing:
+        if choice not in question.stack.checkpointing or named.get("checkpointing", choice) != choice:
             continue
+        if named.get("offload", "none") != "none":
+            break
         layout = base if choice == "none" else replace(base, checkpointing=choice)
         memory = memory_parts(question.model, question.train, layout, question.stack, on_cpu=on_cpu)
         if budget is None or memory.total <= budget:
             return layout, memory
         least = min(least, memory.total - budget)
     for where in question.stack.offloads:  # slow, so only where nothing else fits
+        if named.get("offload", where) != where or named.get("checkpointing", "full") != "full":
+            continue
         layout = replace(base, checkpointing="full", offload=where)
         if first_broken(question, layout) is not None:
             continue

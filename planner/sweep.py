@@ -24,12 +24,14 @@ class SweepPoint:
     reason: str = ""  # why nothing fits
 
 
-def sweep(machine: str, nodes: Sequence[int], model: ModelSpec, train: TrainSpec) -> tuple[SweepPoint, ...]:
-    """Recommend for each number of nodes, with the same global batch where it is given."""
+def sweep(
+    machine: str, nodes: Sequence[int], model: ModelSpec, train: TrainSpec, *, gpus_per_node: int | None = None
+) -> tuple[SweepPoint, ...]:
+    """Recommend for each number of nodes, with the same global batch where it is given; by default with all GPUs."""
     points: list[SweepPoint] = []
     base: float | None = None
     for count in nodes:
-        planned = plan(machines.cluster(machine, count), (), model, train)
+        planned = plan(machines.cluster(machine, count, gpus_per_node=gpus_per_node), (), model, train)
         found = search_planned(planned)
         if not found.best:
             misses = [r.reason for r in found.rejected if r.rule == "memory-fits"]
