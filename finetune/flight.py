@@ -114,6 +114,7 @@ class Recorder:
         self.document: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION, "status": "running", "reason": None, "exit_code": None,
             "started_at": _now(), "ended_at": None, "host": os.uname().nodename,
+            "restarts": int(os.environ.get("TOPOFLIGHT_RESTARTS", "0")),
             "layout": {"asked": dataclasses.asdict(asked), "family": asked.family, "effective": None},
             "forecast": dict(forecast), "notes": [], "communication": None, "parts": [],
         }  # fmt: skip
@@ -179,11 +180,14 @@ class Recorder:
                 if value is not None:
                     self._board.add_scalar(name, value, step)
 
-    def median_seconds(self) -> float | None:
-        """The typical step, without warm-up, what memory was measured of, and profiled steps."""
+    def counted_steps(self) -> list[float]:
+        """Seconds of the steps without warm-up, those that memory was measured of, and profiled ones."""
         first = WARM_UP if self.device.type == "cuda" else MEMORY_STEPS
-        kept = [s for i, s in enumerate(self.seconds) if i >= first and i not in self.profiled]
-        return statistics.median(kept or self.seconds) if self.seconds else None
+        return [s for i, s in enumerate(self.seconds) if i >= first and i not in self.profiled]
+
+    def median_seconds(self) -> float | None:
+        """The typical of the counted steps; of all, where the run was too short to leave any."""
+        return statistics.median(self.counted_steps() or self.seconds) if self.seconds else None
 
     def peak_memory(self) -> tuple[int, str]:
         """This rank's peak and what it counts."""
@@ -203,7 +207,8 @@ class Recorder:
         mfu = rate * self.flops / (peak * ranks) if rate and self.flops and peak else None
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
-            "step_seconds": typical, "tokens_per_second": rate, "mfu": mfu, "memory_bytes": memory,
+            "step_seconds": typical, "counted_steps": len(self.counted_steps()), "tokens_per_second": rate, "mfu": mfu,
+            "memory_bytes": memory,
             "memory_counts": counts, "rss_peak_bytes": resident, "rss_growth_bytes": resident - self.baseline_rss,
         }  # fmt: skip
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from finetune import checkpoint, data, flight, model, optim, parallel, parts, verify
-from finetune.config import ConfigError, EndedError, JobConfig
 from finetune.plan import Plan
 from finetune.rows import load_tokenizer
+from planner.job_config import ConfigError, EndedError, JobConfig
 from planner.layout import Layout
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL

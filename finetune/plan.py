@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import MAX_FILE_BYTES, ConfigError, JobConfig
+from planner.job_config import MAX_FILE_BYTES, ConfigError, JobConfig
 from planner.layout import Layout, LayoutError
 from probes import bounded
 from probes.plain import loads as plain

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from finetune import hub
-from finetune.config import ConfigError, JobConfig
+from planner.job_config import ConfigError, JobConfig
 
 IGNORED = -100  # torch's cross_entropy ignore_index
 CHAT_TEMPLATE = (

@@ -1,8 +1,10 @@
 """Which network the ranks' gloo connections really take: as the kernel has them, whatever was set.
 
 Surface: this process's established TCP connections and the host's interfaces, by psutil (/proc/net/tcp, getifaddrs).
-A connection is gloo's where two ranks hold its two ends; so does the store at MASTER_PORT, which is left out. Behind
-address translation no ends match: then nothing is known, and nothing is said.
+A connection is gloo's where two ranks hold its two ends; so does the store at MASTER_PORT, which is left out. Source
+translation, which a pod network may do between nodes, shows the accepting rank another address than the connecting rank
+has, while both see the same accepting end: one end that two ranks see is enough then. Where no end is seen twice, as
+with the destination translated too, nothing is known, and that is said.
 """
 
 from __future__ import annotations
@@ -52,13 +54,35 @@ def _plain(address: str) -> str:
 def taken(ranks: Sequence[Seen]) -> list[list[tuple[str, tuple[str, ...]]]]:
     """For each rank the addresses that its connections to other ranks start from, with their interfaces."""
     turned = {(other, own) for seen in ranks for own, other in seen.connections}
-    return [
-        [
-            (address, seen.interfaces.get(address, ()))
-            for address in sorted({own[0] for own, other in seen.connections if (own, other) in turned})
-        ]
-        for seen in ranks
-    ]
+    found = []
+    for rank, seen in enumerate(ranks):
+        rest = [pair for other, theirs in enumerate(ranks) if other != rank for pair in theirs.connections]
+        accepting, reached = {own for own, _ in rest}, {other for _, other in rest}
+        mine = {
+            own[0]
+            for own, other in seen.connections
+            if (own, other) in turned
+            or (not _local(other[0]) and other in accepting)
+            or (not _local(own[0]) and own in reached)
+        }
+        found.append([(address, seen.interfaces.get(address, ())) for address in sorted(mine)])
+    return found
+
+
+def told(ranks: Sequence[Seen]) -> list[str]:
+    """The transports of rank 0, or why they are not known; none where it is alone."""
+    if taken(ranks)[0]:
+        return [spell(*one) for one in taken(ranks)[0]]
+    if len(ranks) < 2:
+        return []
+    if not ranks[0].connections:
+        return ["gloo: unknown: this rank's TCP connections cannot be read"]
+    return ["gloo: unknown: no end of a connection is seen by two ranks, as behind address translation (NAT)"]
+
+
+def _local(address: str) -> bool:
+    """Of loopback: every host has it, so that the same end on two hosts says nothing."""
+    return ipaddress.ip_address(address).is_loopback
 
 
 def spell(address: str, interfaces: Sequence[str]) -> str:

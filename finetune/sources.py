@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune import hub
-from finetune.config import ConfigError, JobConfig, parse_mapping
+from planner.job_config import ConfigError, JobConfig, parse_mapping
 
 FORMATS = (".jsonl", ".json", ".parquet")
 # Every rank keeps its rows in memory, as tokens some thirty times their bytes: more than this is the wrong file.

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune import channels, sockets
-from finetune.config import EndedError
 from finetune.parallel import COLUMN, ROW, Engine
+from planner.job_config import EndedError
 from planner.layout import Layout
 
 PADDING = 1.05  # uneven splits leave some ranks a little more than an even share
@@ -164,7 +164,7 @@ def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> dict
     if got["backend"] == "gloo":  # the ranks have just talked: their connections are up
         seen = _everyone(sockets.look())
         wrong += sockets.differences(seen, environment)
-        got["transports"] = [sockets.spell(*one) for one in sockets.taken(seen)[0]]
+        got["transports"] = sockets.told(seen)
     if wrong:
         raise mismatch(wrong)
     return got
