@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from agent import keep
 from agent.gate import Check
+from agent.inputs import InputError
 from agent.view import Group, View, grouped, look
 from collectives.results import Measurement
 from planner import exports, machines, models, nccl_env
@@ -23,18 +22,19 @@ from planner.lengths import LengthsError, check_histogram
 from planner.recommend import recommend
 from planner.specs import ModelSpec, TrainSpec
 from probes.api import Snapshot
-from probes.gpu import GpuFacts
 from topology.build import build
 from topology.cluster import join
+from topology.complete import with_gpus
 from topology.graph import ClusterTopology
 
 _FRAMEWORKS = tuple(name for name in exports.formats() if name not in ("env", "shell"))
-EXPORTS: tuple[str, ...] = ("env", "shell", "k8s", *_FRAMEWORKS)
+ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
+EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *_FRAMEWORKS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 _FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
 
 
-class RequestError(click.ClickException):
+class RequestError(InputError):
     """A question that cannot be answered as it stands; names the setting, the value and what is allowed."""
 
 
@@ -169,9 +169,10 @@ def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendati
 
     Failed checks, and warnings of GPUs: a clock that is held down slows every rank, and no forecast counts on it.
     """
+    mended = "interfaces.choice.wrong" if any(s.name == "NCCL_SOCKET_IFNAME" for s in advice.settings) else ""
     groups = [
         group
-        for group in grouped(checks)
+        for group in grouped(check for check in checks if check.id != mended)
         if group.status == "fail" or (group.status == "warn" and group.id.startswith("gpu."))
     ]
     said = tuple(f"the forecast takes sound machines: {_fault(group)}" for group in groups[:_FAULTS_SAID])
@@ -199,47 +200,62 @@ def answer(
     try:
         if calibration is None and request.calibration is not None:
             calibration = load_calibration(request.calibration)
-        model = model_of(request)
-        cluster = cluster_of(request, snapshots)
-        if model is None:
-            return environment_only(request, cluster, snapshots)
-        advice = recommend(
-            cluster,
-            snapshots,
-            model,
-            train_of(request),
-            measurements=measured,
-            calibration=calibration,
-            nccl_version=version(request.nccl_version),
-            ranks_per_node=ranks or request.ranks_per_node or default_ranks(request, snapshots),
-        )
-        return with_budget(advice, request)
+        ranks = ranks or request.ranks_per_node
+        cluster = cluster_of(request, snapshots, ranks)
+        return of_cluster(request, cluster, snapshots, measured=measured, calibration=calibration, ranks=ranks)
     except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
         raise RequestError(str(error)) from None
+
+
+def of_cluster(
+    request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
+    measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
+) -> Recommendation:  # fmt: skip
+    """Ask the planner of these nodes. Raises RequestError, ValueError, LayoutError where the question does not fit."""
+    model = model_of(request)
+    if model is None:
+        return environment_only(request, cluster, snapshots)
+    advice = recommend(
+        cluster, snapshots, model, train_of(request), measurements=measured, calibration=calibration,
+        nccl_version=version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
+        multi_node=spans_nodes(request, cluster),
+    )  # fmt: skip
+    return with_budget(advice, request)
+
+
+def spans_nodes(request: Request, cluster: ClusterTopology) -> bool | None:
+    """Whether the job spans nodes; None for one node where no number was requested: it may come to span more."""
+    return len(cluster.nodes) > 1 or (None if request.nodes is None else False)
 
 
 def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
     """The NCCL environment alone, where no model was named."""
     found = nccl_env.settings(
-        snapshots, cluster, nccl_version=version(request.nccl_version), multi_node=len(cluster.nodes) > 1 or None
+        snapshots,
+        cluster,
+        nccl_version=version(request.nccl_version),
+        multi_node=spans_nodes(request, cluster),
+        ranks_per_node=request.ranks_per_node,
     )
-    backend = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
+    backend = "nccl" if any(node.gpus for node in cluster.nodes) else "rccl" if found.backend == "rccl" else "gloo"
     return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
 
 
-def default_ranks(request: Request, snapshots: Sequence[Snapshot]) -> int | None:
+def default_ranks(request: Request, cluster: ClusterTopology) -> int | None:
     """Two gloo ranks on a host without GPUs, so that there is something to lay out; else one per GPU."""
-    if request.machine:
-        return None
-    has_gpu = any((facts := s.facts(GpuFacts)) and facts.gpus for s in snapshots)
-    return None if has_gpu else 2
+    return None if request.machine or any(node.gpus for node in cluster.nodes) else 2
 
 
-def cluster_of(request: Request, snapshots: Sequence[Snapshot]) -> ClusterTopology:
-    """The cluster meant: a catalogue machine, one host several times over, or the hosts given."""
+def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None = None) -> ClusterTopology:
+    """The cluster meant: a catalogue machine, one host several times over, or the hosts given.
+
+    `ranks` per node, where named, use so many of a node's GPUs. ValueError where it has fewer.
+    """
     if request.machine:
-        return machines.cluster(request.machine, request.nodes or 1)
+        return machines.cluster(request.machine, request.nodes or 1, gpus_per_node=ranks)
     nodes = [build(snapshot) for snapshot in snapshots]
+    if ranks is not None:
+        nodes = [with_gpus(node, ranks) if node.gpus else node for node in nodes]
     if request.nodes and request.nodes != len(nodes):
         if len(nodes) != 1:
             raise RequestError(f"--nodes {request.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")

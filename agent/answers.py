@@ -85,11 +85,9 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
             if name == "what_if":  # a form: an empty field is one left out, so that the handler reads them itself
                 operation["parameters"] = [{"name": n, "in": "query", "schema": _TEXT} for n in FORM]
                 answers["400"] = {"description": _WORDS[400], "content": {"text/html": {"schema": _TEXT}}}
-            for status in _ERRORS.get(name, _OTHERS):
-                answers[str(status)] = {
-                    "description": _WORDS[status],
-                    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-                }
+            for status in {*_ERRORS.get(name, _OTHERS), 400}:  # 400: an unknown parameter, which no endpoint takes
+                answer = answers.setdefault(str(status), {"description": _WORDS[status], "content": {}})
+                answer["content"][MEDIA_TYPE] = {"schema": {"$ref": "#/components/schemas/Problem"}}
                 if status == 413:  # Starlette refuses it before any handler
                     answers["413"]["content"] = {"text/plain": {"schema": _TEXT}}
             operation["responses"] = dict(sorted(answers.items()))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent import units
+from agent import bars, units
 from agent.advise import Request
 from agent.job_settings import EMBEDDED_MODEL, planned_for, said
 from agent.output import Progress
+from collectives.bench import visible_backend
 from collectives.calibrate import CalibrationRequest, calibrate
-from collectives.plan import SearchPlan
+from collectives.plan import Case, SearchPlan
 from collectives.shape import AXES, StepShape, step_plan
-from collectives.spec import BenchSpec, Expectation, SpecError
+from collectives.spec import BenchSpec, SpecError, sweep
+from planner import nccl_env
 from planner.calibration import Calibration, parse_calibration
 from planner.models import model_named
 from planner.weights import weights
@@ -23,6 +26,7 @@ from probes.api import Snapshot
 from probes.gpu import GpuFacts
 from topology.build import build
 from topology.cluster import join
+from topology.reach_paths import Due
 
 # What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
 EMBEDDED_REQUEST: dict[str, Any] = {
@@ -59,36 +63,28 @@ def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
     )
 
 
-def preflight_spec(found: Sequence[Snapshot], ranks: int, budget_seconds: float, *, force: bool) -> BenchSpec:
-    """All-gather and reduce-scatter over a short sweep, judged against what the links promise."""
+SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and where the wire begins to count
+STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for ranks to meet; a pod may first have to fetch its image
+BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
+ALONE_SECONDS = 60.0  # of the verb bench
+
+
+def preflight_spec(
+    found: Sequence[Snapshot], ranks: int, budget_seconds: float, *, force: bool, hosts: int = 1, quick: bool = False,
+    backend: str | None = None, due: Due | None = None,
+) -> BenchSpec:  # fmt: skip
+    """A short sweep, then what can be judged: each op with 64 MiB and more of every rank. `quick` leaves the sweep out.
+
+    Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
+    """
+    judged = bars.expected(found, ranks) if (backend or visible_backend()) == "nccl" else None
+    large = (bars.judged_bytes(ranks * hosts),) if judged and ranks * hosts > 1 else ()
+    sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
+    cases = tuple(Case(op=op, bytes=size) for size in sizes for op in bars.JUDGED_OPS)
     return BenchSpec(
-        ranks_per_host=ranks, budget_seconds=budget_seconds, gpu_pids=gpu_processes(found), force=force,
-        expectations=expectations(found, ranks),
+        ops=bars.JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
+        gpu_pids=gpu_processes(found), force=force, expect=judged, links=bars.links_of(found, ranks, due),
     )  # fmt: skip
-
-
-def expectations(found: Sequence[Snapshot], ranks: int) -> tuple[Expectation, ...]:
-    """What the links of these hosts promise, and NCCL's own latency, for the ops that have a derivation."""
-    if not found:
-        return ()
-    cluster = join(tuple(build(snapshot) for snapshot in found))
-    from collectives.latency import nccl_latency
-    from collectives.ops import OPS
-
-    nodes = len(cluster.nodes)
-    usable = {gpu.name for gpu in cluster.nodes[0].gpus if gpu.usable}
-    link = "NVLink" if any(usable <= set(island.gpus) for island in cluster.nodes[0].islands) else "PCIe"
-    best: dict[str, Expectation] = {}
-    for expected in (*cluster.nodes[0].expectations, *cluster.expectations):
-        whole = expected.scope in ("node", "cluster") and expected.op in OPS
-        if whole and expected.busbw_bytes_per_second:
-            latency = nccl_latency(expected.op, ranks=ranks * nodes, nodes=nodes, link=link)
-            seconds, words = latency or (0.0, "")
-            best[expected.op] = Expectation(
-                op=expected.op, busbw_bytes_per_second=expected.busbw_bytes_per_second, latency_seconds=seconds,
-                derivation=(*expected.derivation, words) if words else expected.derivation,
-            )  # fmt: skip
-    return tuple(best.values())
 
 
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
@@ -96,16 +92,36 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     from agent.hosts import snapshots
 
     found = snapshots(())
-    spec = preflight_spec(found, options["ranks"] or default_ranks(found), options["budget"], force=options["force"])
+    ranks = options["ranks"] or default_ranks(found)
+    budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
+    spec = preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],
+                          quick=options["quick"])  # fmt: skip
+    named = options["sizes"] or options["min_bytes"] or options["max_bytes"]
+    least = options["min_bytes"] or SWEEP_BYTES[0]
+    most = max(options["max_bytes"] or SWEEP_BYTES[-1], least)
+    ops = options["ops"] or spec.ops
+    sizes = options["sizes"] or sweep(least, most, 4)
+    if not named:
+        sizes = tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(
-        spec, ops=options["ops"] or spec.ops, sizes_bytes=options["sizes"], min_bytes=options["min_bytes"],
-        max_bytes=max(options["max_bytes"], options["min_bytes"]), precision=percent(options["precision"]),
+        spec, ops=ops, cases=tuple(Case(op=op, bytes=size) for size in sizes for op in ops),
+        sizes_bytes=options["sizes"], precision=percent(options["precision"]),
         hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
         node_rank=options["node_rank"] if options["hosts"] > 1 else None,
         search=SearchPlan() if options["search"] else None,
-        # This host's links say nothing of what joins several.
-        expectations=spec.expectations if options["hosts"] == 1 else (),
+        startup_seconds=options["startup"] or (STARTUP_SECONDS if options["hosts"] == 1 else HOSTS_SECONDS),
+        environment=network_environment(found) if options["hosts"] > 1 and not options["no_advice"] else {},
     )  # fmt: skip
+
+
+def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
+    """What a job between hosts is advised to set on this one, less what is set already: its network is measured.
+
+    In a pod with a secondary network that is the interface's name; without it the ranks would take the default network.
+    """
+    cluster = join([build(snapshot) for snapshot in found])
+    advised = nccl_env.settings(found, cluster, multi_node=True).settings
+    return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 
 def percent(text: str) -> float:
@@ -210,7 +226,8 @@ def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
         )
     # The budget is the user's for everything: the step is what was asked for, one size beside it is a check.
     step = step_plan(shape, budget_seconds=spec.budget_seconds * REPLAY_SHARE)
+    sizes = spec.sizes_bytes or SWEEP_BYTES[:1]
     return replace(
-        spec, step=step, sizes_bytes=spec.sizes_bytes or (spec.min_bytes,),
+        spec, step=step, cases=tuple(Case(op=op, bytes=size) for op in spec.ops for size in sizes),
         budget_seconds=spec.budget_seconds * (1 - REPLAY_SHARE),
     )  # fmt: skip

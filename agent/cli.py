@@ -6,6 +6,7 @@ libraries. Exit codes: docs/exit-codes.md.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import logging
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from agent.exits import EXIT_TOOL_ERROR, EXIT_USAGE
+from agent.exits import EXIT_TOOL_ERROR
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's disk, no fault of the program
 
@@ -53,6 +54,16 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)  # noqa: S101 - a wiring mistake, held by a test
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb and its words; one that is not known is answered with those that are close."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], VERBS, n=2, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else f"; verbs: {', '.join(VERBS)}"
+            ctx.fail(f"no verb {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """List the verbs from the table, without importing them."""
@@ -93,12 +104,9 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         sys.exit(130)
-    except click.UsageError as error:
+    except click.ClickException as error:  # of usage and input 2, else 1
         error.show()
-        sys.exit(EXIT_USAGE)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(EXIT_TOOL_ERROR)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # the reader of our pipe has gone (`| head`): no error of ours, and nothing more can be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,12 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agent import units
-from agent.gate import Check, GateError
+from agent.bars import BASELINE_LEAST
+from agent.expect import KEYS, Expectation, Seen, seen, settled
+from agent.expect import checks_of as expectations
+from agent.gate import Check, GateError, Status
+from agent.judged import BUSBW, bar_words, status_of
 from agent.kube import Client, path_of
 from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from collectives.results import Bar
 
-CLUSTER_CODES = ("cluster.node.silent",)
-_SILENT = CLUSTER_CODES[0]
+CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+_SILENT, _VERDICT = CLUSTER_CODES
 
 
 def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
@@ -39,7 +44,9 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     return tuple(held.record(name) or replace(nobody, name=name, host=name) for name in names)
 
 
-def checks_of(names: Iterable[str], held: Fleet, *, now: float | None = None) -> tuple[Check, ...]:
+def checks_of(
+    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
+) -> tuple[Check, ...]:
     """What the agents found on these nodes; a node that says nothing is a failure, for nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Check] = []
@@ -51,8 +58,55 @@ def checks_of(names: Iterable[str], held: Fleet, *, now: float | None = None) ->
                                 remedy="topoflight explain cluster.node.silent"))  # fmt: skip
             continue
         checks.append(Check(id=_SILENT, status="pass", node=name))
-        checks += _published(name, record)
+        found = published(name, record)
+        if expected is not None:
+            found = [*settled((*found, *expectations(expected, _seen(record, held), name)))]
+        checks += [*found, *_against_equals(record, held.records())]
     return tuple(checks)
+
+
+LEAST_EQUALS = 5  # nodes: the best of fewer may be as sick as the rest
+
+
+def _against_equals(record: NodeRecord, others: Iterable[NodeRecord]) -> list[Check]:
+    """A node's own benchmark against the best tenth of equal nodes: same GPUs, op, size and ranks.
+
+    Nothing where it published no benchmark; unknown where fewer than five equal nodes did.
+    """
+    equals = [o for o in others if (o.product, o.gpus) == (record.product, record.gpus) and o.product]
+    made = []
+    for mine in record.measured:
+        same = [
+            float(one["busbw"])
+            for other in equals
+            for one in other.measured
+            if all(one.get(key) == mine.get(key) for key in ("op", "bytes", "job"))
+        ]
+        value, subject = float(mine["busbw"]), str(mine["op"])
+        if len(same) < LEAST_EQUALS:
+            why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
+            made.append(Check(id=BUSBW, status="unknown", node=record.name, subject=subject, message=why))
+            continue
+        best = sorted(same, reverse=True)[max(0, -(-len(same) // 10) - 1)]
+        bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
+        status = status_of(value, bar)
+        made.append(
+            Check(
+                id=BUSBW, status=status, node=record.name, subject=subject,
+                message=f"{units.rate(value)} of {bar_words(bar)} of the best tenth of {len(same)} equal nodes",
+                remedy="" if status == "pass" else "`topoflight preflight --measure` on that node shows both bars.",
+            )
+        )  # fmt: skip
+    return made
+
+
+def _seen(record: NodeRecord, held: Fleet) -> Seen:
+    """What the node has by its record; of a record of another release nothing is known."""
+    node = held.topology(record)
+    if node is None:
+        why = f"the record of {record.name} holds no graph of this release"
+        return Seen(why=dict.fromkeys(KEYS, why))
+    return seen(held.snapshot(record), node)
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:
@@ -60,12 +114,29 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
         return "no agent publishes it"
     if not record.scanned_at_seconds:
         return "its agent has never answered"
+    if record.stopped_at_seconds is not None:
+        return f"its agent ended {units.ago(max(0.0, now - record.stopped_at_seconds))} ago"
     return f"silent for {units.ago(record.age_seconds(now))}"
 
 
-def _published(name: str, record: NodeRecord) -> list[Check]:
-    return [
-        Check(id=str(found.get("code", "")), status="fail" if found.get("severity") == "fail" else "warn", node=name,
-              subject=str(found.get("subject", "")), message=str(found.get("message", "")))
+def published(name: str, record: NodeRecord) -> list[Check]:
+    """The findings of a node's record as checks."""
+    """The findings of a record, and its verdict where that is worse than they are: no word of an agent gets lost."""
+    statuses: dict[str, Status] = {"fail": "fail", "unknown": "unknown"}
+    found = [
+        Check(id=str(found.get("code", "")), status=statuses.get(str(found.get("severity")), "warn"), node=name,
+              subject=str(found.get("subject", "")), message=str(found.get("message", "")),
+              remedy=str(found.get("remedy", "")),
+              required=found.get("severity") == "unknown")
         for found in record.findings
     ]  # fmt: skip
+    worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""
+    if worst and not any(check.status in (worst, "fail") for check in found):
+        found.append(
+            Check(id=_VERDICT, status=statuses[worst], node=name, required=worst == "unknown",
+                  message=f"its agent says {worst} and publishes no finding that says why",
+                  remedy="topoflight explain cluster.node.verdict")
+        )  # fmt: skip
+    else:
+        found.append(Check(id=_VERDICT, status="pass", node=name))
+    return found

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from agent import terminal
 from agent.cmd_preflight import with_model_options, with_options
 from agent.exits import EXIT_FAILED, EXIT_PASS
-from agent.hosts import host_option, root_option
-from agent.output import Progress, console, render
-from agent.units import count
+from agent.hosts import host_option, machine_option, refuse_two_sources, root_option
+from agent.inputs import InputError, NothingFitsError
+from agent.output import Progress, console, render, waiting
+from agent.units import count, seconds
 from planner.advice import Recommendation
-from planner.job import AGENT
+from planner.job import AGENT, RESTARTS
 from probes.api import Snapshot
+
+if TYPE_CHECKING:
+    from agent.kube import Client
+    from collectives.results import BenchResult
 
 cluster_options = (
     click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
@@ -27,10 +37,11 @@ cluster_options = (
     click.option("--image", default=None, help="Cluster: the fine-tune image."),
     click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
     click.option("--namespace", default="default", show_default=True),
-    click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="Cluster: pods, one per node."),
+    click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="Cluster: pods, one on a node."),
     click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Cluster: of each pod."),
     click.option("--node-selector", multiple=True, metavar="LABEL=VALUE"),
-    click.option("--tolerate", multiple=True, metavar="TAINT"),
+    click.option("--tolerate", multiple=True, metavar="KEY[=VALUE][:EFFECT]",
+                 help="Cluster: taint of the nodes that the pods bear. EFFECT: NoSchedule, unless named."),
     click.option("--claim", default=None, help="Cluster: PersistentVolumeClaim for /mnt/shared, which holds the run."),
     click.option("--storage-class", default=None, metavar="NAME",
                  help="Cluster: make the claim too, of this class, writable by all pods; its name is --claim's."),
@@ -42,6 +53,9 @@ cluster_options = (
     click.option("--service-account", default=None),
     click.option("--preflight-image", default=None, help="Cluster: run the gate in an init container of this image."),
     click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate before the job requires."),
+    click.option("--measure", is_flag=True,
+                 help="The gate also measures, as preflight --measure --quick; on a cluster all pods together. Makes "
+                      "load."),
     click.option("--no-preflight", is_flag=True, help="Launch without a gate."),
     click.option("--agent", default=None, is_flag=False, flag_value=AGENT, metavar="[URL]",
                  help="Cluster: leave the job's record with the agent of rank 0's node too. URL: what deploy/daemonset "
@@ -50,7 +64,22 @@ cluster_options = (
                  help="Cluster: GPU and NIC from one PCIe root, by DRA. Default: where the cluster that is asked can."),
     click.option("--network", "with_network", is_flag=True,
                  help="Cluster: also print the operators' network resources for the probed interfaces."),
+    click.option("--host-mofed/--no-host-mofed", default=None,
+                 help="With --network: the nodes have the NIC driver (DOCA-OFED) / the network operator brings it. "
+                      "Default: as the nodes show it."),
+    click.option("--restarts", default=None, type=click.IntRange(0, 100),
+                 help=f"Cluster: times that an interrupted job starts again by itself. Default: {RESTARTS}."),
+    click.option("--wait", default=60.0, show_default=True, type=click.FloatRange(0, 86400),
+                 help="Cluster: seconds to wait for the job's first pods; says why none came."),
 )  # fmt: skip
+
+# What only one place of launching reads. Not `nodes`: a plan for --machine counts them, wherever it is launched.
+OF_A_CLUSTER = {
+    "context", "image", "name", "namespace", "resources", "node_selector", "tolerate", "claim", "storage_class",
+    "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra",
+    "with_network", "host_mofed", "restarts", "wait",
+}  # fmt: skip
+OF_THIS_HOST = {"folder", "timeout"}
 
 
 @click.command()
@@ -58,7 +87,7 @@ cluster_options = (
 @root_option
 @with_model_options
 @with_options(cluster_options)
-@click.option("--machine", default=None, help="Cluster: a catalogue machine in place of a host.")
+@machine_option
 @click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
               type=click.Path(file_okay=False, path_type=Path), help="Local: where the job writes.")  # fmt: skip
 @click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
@@ -67,16 +96,20 @@ cluster_options = (
 def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
     """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
 
-    Exit code 0 flown or created, 3 a check or the flight failed, 5 a required check is unknown, 75 saved before it was
-    done: the same command goes on from there.
+    Exit code 0 flown or created, 3 a check or the flight failed, or the job's pods are refused, 5 a required check is
+    unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
     """
     from agent.advise import RequestError, advise, with_fsdp
     from agent.benchmark import flight_request
     from agent.hosts import snapshots
     from agent.job_settings import EMBEDDED_MODEL
 
+    if given["measure"] and given["no_preflight"]:
+        raise click.UsageError("--measure is the gate's, and --no-preflight leaves the gate out")
     if form and not dry_run:
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
+    refuse_two_sources(given)
+    _refuse_options_of_elsewhere(given["api"])
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
     try:
         request = flight_request(given)
@@ -87,13 +120,25 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
         advice = with_fsdp(advice)
     if advice.chosen is None:
         terminal.rejected(console(), advice)
-        raise click.ClickException("no layout fits: nothing to launch")
+        raise NothingFitsError("no layout fits: nothing to launch")
     if given["api"] != "local":
         _launch_there(advice, found, form or "yaml" if dry_run else None, given)
     elif dry_run:
         _print_here(advice, folder, form or "yaml", given)
     else:
         _launch_here(advice, found, folder, timeout, given)
+
+
+def _refuse_options_of_elsewhere(api: str) -> None:
+    """UsageError for an option that only the other place of launching reads: it would be passed over in silence."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if context.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
+            continue
+        if api == "local" and option.name in OF_A_CLUSTER:
+            raise click.UsageError(f"{option.opts[0]}: is of a job on a cluster: --api job, pytorchjob or trainjob")
+        if api != "local" and option.name in OF_THIS_HOST:
+            raise click.UsageError(f"{option.opts[0]}: is of a launch on this host, without --api {api}")
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
@@ -105,19 +150,26 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 
     try:
         cluster_job.refuse_what_cannot_train(advice, given)
+        advice, left_out = cluster_job.for_pods(advice, given, found)
         advice = cluster_job.on_rails(advice, given, found)
         given = {**given, **_dra(advice, given, asked=form is None)}
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
-        made = cluster_job.documents(advice, spec, given["api"], given["config"], found)
+        launched = "" if form else datetime.now(UTC).isoformat()
+        made = cluster_job.documents(advice, spec, given["api"], given["config"], found, launched=launched)
         documents = (*cluster_job.storage(given), *made)
         if given["with_network"]:
-            documents = (*cluster_job.network(found, spec.namespace), *documents)
+            documents = (*cluster_job.network(found, spec.namespace, given["host_mofed"]), *documents)
     except (JobError, ExportError) as error:
         raise click.UsageError(str(error)) from None
     if given["with_network"]:
-        for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found))):
+        unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
+        for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
             click.echo(f"warning: {wrong}", err=True)
-    if not (given["preflight_image"] or given["no_preflight"]):
+    for line in left_out:
+        click.echo(f"note: {line}", err=True)
+    for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
+        click.echo(f"warning: {wrong}", err=True)
+    if not (given["preflight_image"] or given["no_preflight"] or given["measure"]):
         click.echo("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
         click.echo(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
@@ -127,14 +179,38 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         return
     if given["with_network"]:
         raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
-    from agent.kube import Client
+    from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
 
+    warned: dict[str, None] = {}  # by the dry run and again when it is made
     try:
-        for line in cluster_job.create(Client(find(given["context"])), documents):
-            click.echo(line)
-    except (JobError, AccessError) as error:
+        client = Client(find(given["context"]), on_warning=lambda text: warned.setdefault(text))
+        try:
+            for line in cluster_job.create(client, documents):
+                click.echo(line)
+        finally:
+            for text in warned:
+                click.echo(f"warning: the API server says: {text}", err=True)
+        if given["wait"]:
+            _wait_for_pods(client, documents[-1], given)
+    except (JobError, AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _wait_for_pods(client: Client, job: dict[str, Any], given: dict[str, Any]) -> None:
+    """Say how the job's pods come; exit with 3 where they are refused, 5 where none came and nothing says why."""
+    from agent import cluster_job, first_pods
+
+    with waiting("launch: waiting for the first pods"):
+        made = cluster_job.stored(client, job)
+        came = first_pods.wait(
+            client, made, api=given["api"], nodes=given["nodes"] or 1, seconds=given["wait"], sleep=time.sleep
+        )
+    for line in came.lines:
+        click.echo(line, err=True)
+    if came.exit_code != EXIT_PASS:
+        click.echo(f"{cluster_job.named(job)} is there all the same: kubectl describe says more", err=True)
+        sys.exit(came.exit_code)
 
 
 def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
@@ -207,19 +283,25 @@ def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str
     click.echo("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 
-def _gate(found: Sequence[Snapshot], given: dict[str, Any]) -> None:
-    """Judge the host that is to fly, before it does; what is unknown stops nothing that does not require it."""
+def _gate(
+    found: Sequence[Snapshot], given: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
+) -> None:  # fmt: skip
+    """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
     from agent.codes import ALL_CODES
     from agent.gate import GateError, judge, select
     from agent.hosts import snapshots
-    from agent.view import look
+    from agent.measured import asked_now
+    from agent.view import look, with_environment
 
     here = found if found and not given["hosts"] else snapshots((), root=given["root"])
+    stopped = result.stopped_by or "" if result else ""
+    view = look([with_environment(one, settings) for one in here], bench=result)
     try:
-        checks = select(look(here).checks, require=given["require"], known=ALL_CODES)
+        checks = view.checks if stopped or result is None else asked_now(view.checks)
+        checks = select(checks, require=given["require"], known=ALL_CODES)
     except GateError as error:
         raise click.UsageError(str(error)) from None
-    verdict = judge(checks)
+    verdict = judge(checks, stopped=stopped)
     if verdict.exit_code == EXIT_PASS:
         return
     for check in checks:
@@ -227,6 +309,24 @@ def _gate(found: Sequence[Snapshot], given: dict[str, Any]) -> None:
             click.echo(f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
     click.echo(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
     sys.exit(verdict.exit_code)
+
+
+def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
+    """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
+    from agent import benchmark
+    from agent.hosts import snapshots
+    from agent.keep import keep_bench
+    from collectives.bench import SpecError, run
+    from collectives.lock import BusyError
+
+    spec = benchmark.preflight_spec(snapshots(()), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
+    progress.step(f"measure: {', '.join(spec.ops)} with {count(ranks, 'rank')}, up to {seconds(spec.budget_seconds)}")
+    try:
+        result = run(replace(spec, environment=settings), benchmark.watch(progress), stop)
+    except (BusyError, SpecError) as error:
+        raise click.ClickException(f"not launched: not measured: {error}") from None
+    keep_bench(result)
+    return result
 
 
 def _launch_here(
@@ -240,7 +340,12 @@ def _launch_here(
     progress = Progress()
     if not given["no_preflight"]:
         progress.step("preflight: judging this host")
-        _gate(found, given)
+        settings = {setting.name: setting.value for setting in advice.settings}
+        _gate(found, given, settings)
+        if given["measure"]:
+            with launcher.sigterm() as stop:
+                result = _measure(advice.chosen.layout.world_size, settings, progress, stop)
+            _gate(found, given, settings, result)
     progress.step(f"launch: {advice.chosen.layout.family}")
     try:
         done = launcher.fly(
@@ -248,7 +353,7 @@ def _launch_here(
             on_line=progress.note,
         )  # fmt: skip
     except launcher.LaunchError as error:
-        raise click.ClickException(str(error)) from None
+        raise InputError(str(error)) from None
     finally:
         progress.done()
     if done.record is not None:

@@ -13,10 +13,11 @@ import click
 
 from agent import pages, terminal
 from agent.advise import Request
-from agent.gate import GateError
+from agent.gate import GateError, unjudged
 from agent.hosts import host_option, root_option
 from agent.output import Progress, console, render, waiting
 from agent.report import Report, junit, write_atomic, write_folder
+from agent.view import grouped
 
 FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
 
@@ -45,7 +46,10 @@ with_model_options = with_options(model_options)
 @click.option(
     "--fly", is_flag=True, help="Measure, then launch a small fine-tune as recommended, and compare. Makes load."
 )
-@click.option("--measure", is_flag=True, help="Measure collectives with real ranks. Makes load.")
+@click.option("--measure", is_flag=True, help="Measure collectives with real ranks, 20 s of it. Makes load.")
+@click.option("--quick", is_flag=True, help="With --measure: only what is judged, 6 s of it; for init containers.")
+@click.option("--budget", "bench_seconds", default=None, type=click.FloatRange(1, 600),
+              help="With --measure: seconds of it.")  # fmt: skip
 @with_model_options
 @click.option(
     "--require", multiple=True, metavar="CHECK", help="A check that must be measured: rdma.*; else exit code 5."
@@ -61,6 +65,10 @@ with_model_options = with_options(model_options)
               help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
+@click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
+              help="What each node must have, else it fails: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
+@click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              metavar="FILE", help="The same as a YAML mapping.")  # fmt: skip
 @click.option("--flights", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH",
               help="Earlier flights (flight.json or folders of them): step times by network, compared.")  # fmt: skip
 @click.option("--nodes", default=None, metavar="NAME,...", help="Judge these nodes by what their agents publish.")
@@ -81,6 +89,9 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
         click.echo("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
+    alone = [name for name in ("quick", "bench_seconds") if given[name] and not (given["measure"] or given["fly"])]
+    if alone:
+        raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
     from agent.preflight import run
 
     folder: Path | None = given.pop("folder") or (Path("reports") if given["fly"] else None)
@@ -106,11 +117,13 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
 def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
     from agent.cluster_gate import checks_of, fleet, named, records_of
+    from agent.expect import asked
     from agent.kube import ApiError, Client
     from agent.kube_access import AccessError, find
     from agent.preflight import report_of
 
     wrong = [name for name in ("fly", "measure", "hosts") if given[name]]
+    expected = asked(given["expect"], given["expect_file"])
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
     try:
@@ -121,8 +134,8 @@ def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     except (AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
     return report_of(
-        checks_of(names, held), nodes=records_of(names, held), require=given["require"], skip=given["skip"],
-        fail_on=given["fail_on"], baseline=given["baseline"],
+        checks_of(names, held, expected=expected), nodes=records_of(names, held), require=given["require"],
+        skip=given["skip"], fail_on=given["fail_on"], baseline=given["baseline"],
     )  # fmt: skip
 
 
@@ -171,12 +184,17 @@ def _write(report: Report, form: str, path: Path | None, everything: bool) -> No
 def github(report: Report) -> str:
     """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
     levels = {"fail": "error", "warn": "warning"}
-    lines = []
-    for check in report.checks:
-        level = "error" if check.required and check.status == "unknown" else levels.get(check.status)
-        if level:
-            title = _escape(f"{check.id} {check.subject}".strip(), attribute=True)
-            lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
+    aside = unjudged(report.checks)
+    lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []
+    named = len({check.node for check in report.checks if check.node}) > 1
+    for group in grouped(report.checks):
+        unmeasured = group.status == "unknown" and group.required
+        for check in group.checks[:1] if unmeasured else group.checks:  # one annotation for one reason
+            level = "error" if unmeasured else levels.get(check.status)
+            if level:
+                words = (group.title if unmeasured else check.id, check.subject, f"on {check.node}" * named)
+                title = _escape(" ".join(filter(None, words)), attribute=True)
+                lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
     return "".join(lines)
 
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from agent import inputs, terminal
-from agent.hosts import host_option, root_option, snapshots
+from agent.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
 from agent.output import emit, render, waiting
 
 _LIMIT_BYTES = 16 << 20
+# planner.lint_sources.KINDS, which a test compares: importing it here would cost every start its readers
+LINT_KINDS = (
+    "env", "shell", "conf", "pod", "yaml", "json", "toml", "dockerfile", "systemd", "python", "markdown", "log",
+    "process",
+)  # fmt: skip
 
 
 @click.command()
 @host_option
 @root_option
-@click.option("--machine", help="A catalogue machine in place of a host: p5.48xlarge. `--machine list` names them.")
+@machine_option
 @click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
 @click.option("--model", default=None, help="Known model name, or a Hugging Face config.json.")
 @click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
@@ -53,9 +59,9 @@ _LIMIT_BYTES = 16 << 20
 def recommend(**options: object) -> None:
     """Advise the NCCL environment and the parallel layout, each with its reason.
 
-    Without --model only the environment is advised.
+    Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
     """
-    from agent.advise import FORMATS, Request, advise, export
+    from agent.advise import ENVIRONMENTS, FORMATS, Request, advise, export
 
     if options.pop("list_exports"):
         click.echo("\n".join(FORMATS))
@@ -63,6 +69,8 @@ def recommend(**options: object) -> None:
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
+    refuse_two_sources(options)
+    _refuse_unused(options)
     request = Request.from_options(options)
     if options["sweep"] or options["compare"]:
         from agent import whatif
@@ -70,26 +78,54 @@ def recommend(**options: object) -> None:
         whatif.run(request, options, form)
         return
     with waiting("recommend: forecasting layouts"):
-        advice = advise(request, lambda: snapshots(request.hosts, root=request.root))
+        found = () if request.machine else snapshots(request.hosts, root=request.root)
+        advice = advise(request, lambda: found)
+    if form == "k8s":
+        from agent.cluster_job import in_pods
+
+        advice, left_out = in_pods(advice, found, here=not request.hosts)
+        for line in left_out:
+            click.echo(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
         emit(advice, form, lambda out: terminal.recommendation(out, advice, explain=explain))
-    else:
+    elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
         click.echo(export(advice, form, nodes=nodes), nl=False)
+    if advice.model is not None and advice.chosen is None:
+        nearest = "; ".join(f"{row.what}: {row.reason}" for row in advice.rejected[:3])
+        raise inputs.NothingFitsError(f"no layout of {advice.model.name} fits ({nearest})")
+
+
+def _refuse_unused(options: Mapping[str, object]) -> None:
+    """UsageError for what would not be answered: an answer without it would read as if it had been."""
+    if options["plot"] and not options["sweep"]:
+        raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
+    if options["sweep"] and options["compare"]:
+        raise click.UsageError("--sweep and --compare: give one of them")
+    if options["sweep"] and options["nodes"]:
+        raise click.UsageError(
+            f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"
+        )
+    if options["model"] is None:
+        for name in ("steps", "tokens", "hours", "lengths", "explain"):
+            if options[name]:
+                raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
 
 
 @click.command("lint-env")
 @click.argument("source", default="-", metavar="FILE|-|PID")
-@click.option("--kind", type=click.Choice(["auto", "env", "shell", "conf", "pod", "log", "process"]), default="auto",
+@click.option("--kind", type=click.Choice(["auto", *LINT_KINDS]), default="auto",
               show_default=True, help="What FILE is; `process` takes a process id.")  # fmt: skip
 @click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.21.5.")
 @host_option
 @click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
-    """Judge an NCCL environment that exists: an env file, nccl.conf, a pod spec, a log, or a process.
+    """Judge an NCCL environment that exists, wherever it is written.
 
-    Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 0 otherwise.
+    A script, a Slurm batch file, a manifest, Compose, Dockerfile, systemd unit, env file, nccl.conf, Python, JSON,
+    TOML, a log, or a process. Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 2 when
+    no variable was found or the form is not one that is read, 0 otherwise.
     """
     from agent.lint import lint_text, process_environment
 
@@ -99,13 +135,17 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
         text = raw.decode("utf-8", errors="replace")
     recorded = snapshots(hosts)[0] if hosts else None
-    checks, exit_code = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded)
+    name = "" if source == "-" or kind == "process" else source
+    linted = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded, name=name)
+    if form != "table":
+        click.echo(linted.read, err=True)
     if form == "table":
         from agent.output import console
 
-        terminal.findings(console(), checks, everything=True)
-        if not checks:
+        console().print(linted.read, markup=False, highlight=False)
+        terminal.findings(console(), linted.checks, everything=True)
+        if not linted.checks:
             click.echo("nothing to say against this environment")
     else:
-        click.echo(render(list(checks), form), nl=False)
-    sys.exit(exit_code)
+        click.echo(render(list(linted.checks), form), nl=False)
+    sys.exit(linted.exit_code)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +17,7 @@ from agent.hosts import host_option, root_option
 
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no doors that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
-    "reads": "open", "peers": (), "publish_interval": 300.0, "nfd": True,
+    "reads": "open", "peers": (), "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
 }  # fmt: skip
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
@@ -30,6 +32,10 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 )
 @click.option("--state", "folder", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
               type=click.Path(file_okay=False, path_type=Path), help="Results of benchmarks and flights.")  # fmt: skip
+@click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
+              help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
+@click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              metavar="FILE", help="The same as a YAML mapping; read anew for each scan.")  # fmt: skip
 @click.option("--reads", default="open", type=click.Choice(["open", "token"]), show_default=True,
               help="Whether reading needs a token too.")  # fmt: skip
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -48,21 +54,28 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
 
     With --host it serves recordings in place of this host.
     """
+    from agent.expect import asked
     from agent.hosts import snapshots
     from agent.state import State
+    from probes.container import ROLE
     from probes.scanner import Scanner
 
     _check(hosts, given)
+    places = bind(address, port)  # first: who asks while the rest is loaded waits, and is not refused
+    os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
     scanner = None if hosts else Scanner(root)
     if scanner:  # the child imports while this process does
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
-    state = State(scan, interval_seconds=interval, folder=given["folder"])
-    if port:
+    state = State(
+        scan, interval_seconds=interval, folder=given["folder"],
+        expected=lambda: asked(given["expect"], given["expect_file"]),
+    )  # fmt: skip
+    if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
         click.echo(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
-        listen(application(state, given), address, port)
+        listen(application(state, given), address, port, places)
     finally:
         if scanner:
             scanner.close()
@@ -74,8 +87,26 @@ def _url(address: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def listen(app: Any, address: str, port: int) -> None:
-    """Serve until a signal says to end."""
+def bind(address: str, port: int) -> list[socket.socket]:
+    """Listen at every address that the name stands for. Raises ClickException where that is refused."""
+    places: list[socket.socket] = []
+    try:
+        named = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        for family, host in dict.fromkeys((family, str(found[0])) for family, _, _, _, found in named):
+            wanted = places[0].getsockname()[1] if places else port  # of port 0: one for all of them
+            places.append(socket.create_server((host, wanted), family=family))
+            # Connections inherit it. asyncio sets it only where the socket names its protocol, and without it a kept
+            # connection waits 40 ms for each answer: Nagle's algorithm against the client's delayed acknowledgement.
+            places[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        for place in places:
+            place.close()
+        raise click.ClickException(f"--address {address} --port {port}: {error.strerror or error}") from None
+    return places
+
+
+def listen(app: Any, address: str, port: int, places: list[socket.socket] | None = None) -> None:
+    """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
     from agent.listener import BACKLOG, KEEP_ALIVE_SECONDS, Seldom, protocol
@@ -84,14 +115,26 @@ def listen(app: Any, address: str, port: int) -> None:
         logging.getLogger(name).addFilter(Seldom())
     sys.setswitchinterval(SWITCH_SECONDS)
     http: Any = protocol()
-    uvicorn.run(
+    config = uvicorn.Config(
         app, host=address, port=port, log_level=logging.getLevelName(logging.getLogger().level).lower(),
         access_log=False, ws="none", http=http, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
+    server = uvicorn.Server(config)
+    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once all is closed
+        server.run(sockets=places or bind(address, port))
+    if not server.started:  # its own words are in the log
+        raise click.ClickException("the HTTP agent did not start")
 
 
 def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
+    from agent.expect import asked
+    from agent.gate import GateError
+
+    try:
+        asked(given["expect"], given["expect_file"])
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
     if given["token_file"] and given["token_review"]:
         raise click.UsageError("--token-file and --token-review: only one of them can judge tokens")
     if given["reads"] == "token" and not (given["token_file"] or given["token_review"]):
@@ -119,8 +162,8 @@ def application(state: Any, given: dict[str, Any]) -> Any:
     client = _client() if given["publish"] or given["token_review"] else None
     name = given["node_name"] or (os.uname().nodename if given["publish"] else None)
     doors = Doors(
-        client=client if given["token_review"] else None, token_file=given["token_file"], audience=given["audience"],
-        reads_open=given["reads"] == "open",
+        client=client.brief() if client and given["token_review"] else None, token_file=given["token_file"],
+        audience=given["audience"], reads_open=given["reads"] == "open",
     )  # fmt: skip
     cluster = Cluster(
         state, name=name, client=client if given["publish"] else None, peers=given["peers"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 
@@ -42,13 +43,19 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> N
         draw = {"dot": render.dot, "svg": render.svg, "xml": render.xml}[form]
         click.echo(draw(nodes[0]), nl=False)
         return
+    from topology.check import check
     from topology.render import json_document
 
-    documents = [json_document(node) for node in nodes]
+    found = [check(node) for node in nodes]
+    documents = [
+        json_document(node) | {"findings": [asdict(finding) for finding in findings]}
+        for node, findings in zip(nodes, found, strict=True)
+    ]
 
     def show(out: Console) -> None:
-        for node in nodes:
+        for node, findings in zip(nodes, found, strict=True):
             terminal.node(out, node)
+            terminal.told(out, findings)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
 
@@ -82,7 +89,7 @@ def read_topology(source: str) -> NodeTopology:
             return parse_xml(text, source=name)
         return parse(text, source=name)
     except (TopologyTextError, TopologyXmlError) as error:
-        raise click.ClickException(f"{name}: {error}") from None
+        raise inputs.InputError(f"{name}: {error}") from None
 
 
 def _recording(source: str, raw: bytes) -> NodeTopology:

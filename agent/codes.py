@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent.cluster_gate import CLUSTER_CODES
+from agent.expect import EXPECT_CODES
 from agent.measured import BENCH_CODES, FLIGHT_CODES
 from planner.lint import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
@@ -15,6 +16,7 @@ HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as 
     *SCAN_CODES,
     *TOPOLOGY_CODES,
     *ENVIRONMENT_CODES,
+    *EXPECT_CODES,
     *BENCH_CODES,
     *FLIGHT_CODES,
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import shlex
 import stat
 import threading
@@ -124,16 +125,22 @@ class Doors:
                 repeatable=True,
             ).get("status") or {}  # fmt: skip
         except ApiError as error:
-            raise ProblemError(503, f"the API server could not judge the token: HTTP {error.status}",
+            why = f"HTTP {error.status}" if error.status else "it cannot be reached"
+            raise ProblemError(503, f"the API server could not judge the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if allowed.get("allowed") is True:
             return Answer(user=name)
-        role = "topoflight-load"
-        grant = (
-            f"kubectl create clusterrole {role} --verb={verb} --non-resource-url={path} && "
-            f"kubectl create clusterrolebinding {role} --clusterrole={role} --user={shlex.quote(name)}"
-        )
-        return Answer(problem=ProblemError(403, f"{name} may not {verb} {path}", grant=grant))
+        return Answer(problem=ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path)))
+
+
+def grant(user: str, verb: str, path: str) -> str:
+    """The two commands that let a user do this, under a name that no other user or path has: none exists already."""
+    who = hashlib.sha256(f"{user} {verb}".encode()).hexdigest()[:8]  # a user's name holds what an object's may not
+    role = "-".join(["topoflight-load", *re.findall(r"[a-z0-9]+", path.lower()), who])
+    return (
+        f"kubectl create clusterrole {role} --verb={verb} --non-resource-url={path} && "
+        f"kubectl create clusterrolebinding {role} --clusterrole={role} --user={shlex.quote(user)}"
+    )
 
 
 def read_tokens(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ MOST_RECORD_BYTES = 16 << 20  # a flight of 100 000 steps takes 2 MB, a long ben
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
               "pipeline": "pipeline sends", "idle": "between operators"}  # fmt: skip
+_UNCOUNTED = 5  # steps of a record that names no counted_steps: three of warm-up and memory, two profiled
 _MOST_PARTS = 16  # of a record: the job writes seven
 
 
@@ -72,6 +73,7 @@ class Flight:
     effective: dict[str, Any] | None  # mesh and placements that the job found itself with
     steps: int | None
     step_seconds: float | None  # median
+    counted_steps: int | None  # that it is the median of: without warm-up, memory's and profiled steps
     memory_bytes: float | None  # peak of rank 0
     tokens_per_second: float | None
     loss_first: float | None
@@ -132,6 +134,7 @@ def parse(record: dict[str, Any]) -> Flight:
         effective=_mapping(layout.get("effective")) or None,
         steps=int(record["steps_done"]) if _is_number(record.get("steps_done")) else None,
         step_seconds=_number(measured.get("step_seconds")),
+        counted_steps=_counted(record, measured),
         memory_bytes=_number(measured.get("memory_bytes")),
         tokens_per_second=_number(measured.get("tokens_per_second")),
         loss_first=_number(loss.get("first")),
@@ -145,6 +148,14 @@ def parse(record: dict[str, Any]) -> Flight:
         parts=_parts(record.get("parts")),
         saved_model=_text(record.get("saved_model")),
     )
+
+
+def _counted(record: dict[str, Any], measured: dict[str, Any]) -> int | None:
+    """Of a record from before the member was written, at least so many: three steps and the profiled go first."""
+    if _is_number(measured.get("counted_steps")):
+        return int(measured["counted_steps"])
+    steps = record.get("step_seconds")
+    return max(0, len(steps) - _UNCOUNTED) if isinstance(steps, list) else None
 
 
 def _parts(raw: Any) -> tuple[FlownPart, ...]:

@@ -105,26 +105,70 @@ class Bars:
     runs: tuple[charts.Run, ...]
 
 
-def by_network(found: Iterable[Flown]) -> tuple[Bars, ...]:
-    """What the wire costs, as measured: complete flights of one model, layout and number of ranks, a bar per network.
+# A median of fewer is one of the values, or the mean of two: no typical step.
+LEAST_STEPS = 3
 
-    The newest flight of each network counts; none where fewer than two differ.
+
+def by_network(found: Iterable[Flown]) -> tuple[Bars, ...]:
+    """What the wire costs, as measured: complete runs of one model, layout and number of ranks, a bar per network.
+
+    The newest run of each network counts that is long enough; none where fewer than two networks differ. What is left
+    out, and why, is `not_drawn`.
     """
     newest: dict[tuple[str, str], charts.Run] = {}
     for one in found:
         step = one.flight.step_seconds
-        if one.flight.status == "complete" and one.flight.model and step and one.transport:
-            ranks = (one.flight.effective or {}).get("world_size")
-            named = (one.flight.model, one.flight.family, f"{ranks} ranks" if ranks else None)
-            job = ", ".join(word for word in named if word)
+        if step and not why_not_drawn(one):
             run = charts.Run(label=one.transport, value=step, shown=f"{units.seconds(step)} a step")
-            newest.setdefault((job, one.transport), run)
+            newest.setdefault((_job(one), one.transport), run)
     made = []
     for job in dict.fromkeys(job for job, _ in newest):
         runs = sorted((run for (mine, _), run in newest.items() if mine == job), key=lambda run: -run.value)
         if len(runs) > 1:
             made.append(Bars(title=f"{job}: step time by network, measured", runs=tuple(runs)))
     return tuple(made)
+
+
+def _job(one: Flown) -> str:
+    """What must be alike for two runs to be compared."""
+    ranks = (one.flight.effective or {}).get("world_size")
+    named = (one.flight.model, one.flight.family, f"{ranks} ranks" if ranks else None)
+    return ", ".join(word for word in named if word)
+
+
+def why_not_drawn(one: Flown) -> str:
+    """What keeps a run from standing for its network; empty where nothing does."""
+    run = one.flight
+    if run.status != "complete":
+        return f"it is not complete but {run.status}"
+    if not run.model or not run.step_seconds:
+        return "its record names no model or no step time"
+    if not one.transport:
+        return "its record names no transport"
+    if run.counted_steps is not None and run.counted_steps < LEAST_STEPS:
+        return (
+            f"{run.counted_steps} of its {run.steps} steps count beside warm-up and profiled ones, {LEAST_STEPS} are "
+            "needed"
+        )
+    return ""
+
+
+def not_drawn(found: Iterable[Flown]) -> tuple[str, ...]:
+    """Runs that are in no comparison by network, each with the reason."""
+    found = tuple(found)
+    told = [
+        f"{one.flight.model or 'a run'} of {one.flight.started_at or 'unknown time'} is in no comparison: {why}"
+        for one in found
+        if (why := why_not_drawn(one))
+    ]
+    networks: dict[str, set[str]] = {}
+    for one in found:
+        if not why_not_drawn(one):
+            networks.setdefault(_job(one), set()).add(one.transport)
+    for job, names in networks.items():
+        if len(names) == 1:
+            told.append(f"{job}: all runs took one network, {min(names)}; a comparison needs two")
+    return tuple(told)
 
 
 def side_by_side(found: Iterable[Flown]) -> Markup:

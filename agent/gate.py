@@ -1,12 +1,12 @@
 """The gate: findings in, a verdict and an exit code out.
 
-A check passes only where its probe answered and raised nothing under that code; a probe that is absent or failed
-leaves its checks "unknown", which is never a pass. The exit codes are a table in docs/exit-codes.md.
+A check passes only where its probe answered, could judge that code and raised nothing under it; a probe that is absent
+or failed leaves its checks "unknown", which is never a pass. The exit codes are a table in docs/exit-codes.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,11 +16,13 @@ from agent import units
 from agent.exits import EXIT_FAILED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
-from probes.scan import SCAN_CODES, failures
+from probes.scan import SCAN_CODES, failures, findings_of
 
 Status = Literal["pass", "info", "unknown", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
+
+MANY_CODES = 8  # of one family and one reason: more are named by their family
 
 FailOn = Literal["fail", "warn", "unknown"]
 
@@ -60,8 +62,11 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
     for probe in ALL:
         outcome = snapshot.outcomes.get(probe.name)
         if isinstance(outcome, Ok):
-            found = tuple(probe.check(outcome.facts))
-            checks.extend(checks_of_findings(snapshot.hostname, found, probe.codes))
+            found = findings_of(snapshot, probe, outcome.facts)
+            unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
+            judged = [code for code in probe.codes if code not in unjudged]
+            checks.extend(checks_of_findings(snapshot.hostname, found, judged))
+            checks.extend(_unknown(snapshot.hostname, unjudged))
             continue
         if isinstance(outcome, Absent):
             why = f"absent: {outcome.why}"
@@ -69,9 +74,13 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
             why = f"the {probe.name} probe failed: {outcome.error}"
         else:
             why = f"the {probe.name} probe did not run"
-        checks.extend(Check(id=code, status="unknown", node=snapshot.hostname, message=why) for code in probe.codes)
+        checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
     checks.extend(checks_of_findings(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
+
+
+def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Check]:
+    return (Check(id=code, status="unknown", node=node, message=why) for code, why in codes.items())
 
 
 def checks_of_findings(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Check, ...]:
@@ -113,7 +122,7 @@ def select(
     for check in checks:
         if any(fnmatchcase(check.id, pattern) for pattern in skip):
             continue
-        required = any(fnmatchcase(check.id, pattern) for pattern in require)
+        required = check.required or any(fnmatchcase(check.id, pattern) for pattern in require)
         kept.append(replace(check, required=required))
     judged = {check.id for check in kept}
     for pattern in require:
@@ -136,8 +145,10 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
     for check in checks:
         results[check.status].append(check)
     each = _by_worst(results)
+    aside = unjudged(checks)
+    told = f"{aside}; " if aside else ""
     say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
-    required_unknown = sorted({check.id for check in results["unknown"] if check.required})
+    required_unknown = [check for check in results["unknown"] if check.required]
     if results["fail"]:
         why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
         return say(word="fail", exit_code=EXIT_FAILED, why=why)
@@ -145,7 +156,7 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
         return say(word="unknown", exit_code=EXIT_STOPPED, why=f"stopped by {stopped} before it was done")
     if required_unknown:
         return say(
-            word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {', '.join(required_unknown)}"
+            word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {_unmeasured(required_unknown)}"
         )
     if fail_on == "unknown" and results["unknown"]:
         unknown = len({check.id for check in results["unknown"]})
@@ -153,10 +164,40 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
         return say(word="unknown", exit_code=EXIT_UNKNOWN, why=why)
     if results["warn"]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
-        return say(word="warn", exit_code=code, why=_with_places(units.count(each["warn"], "warning"), results["warn"]))
-    if not results["pass"]:
-        return say(word="pass", exit_code=EXIT_PASS, why="no check failed")  # and none passed: nothing is healthy yet
-    return say(word="pass", exit_code=EXIT_PASS, why="healthy as far as seen" if each["unknown"] else "healthy")
+        return say(
+            word="warn", exit_code=code, why=told + _with_places(units.count(each["warn"], "warning"), results["warn"])
+        )
+    if not results["pass"] and not results["info"]:  # no check, no node, or only unknowns: nothing is healthy yet
+        return say(word="unknown", exit_code=EXIT_UNKNOWN, why="nothing was measured")
+    return say(
+        word="pass", exit_code=EXIT_PASS, why=told + ("healthy as far as seen" if each["unknown"] else "healthy")
+    )
+
+
+def unjudged(checks: Iterable[Check]) -> str:
+    """Words where hosts were judged and no GPU of them was: a pass there is none of a GPU node. Empty elsewhere."""
+    known: dict[str, bool] = {}
+    for check in checks:
+        if check.id.startswith("gpu.") and not check.id.endswith(".probe.failed") and check.node:
+            known[check.node] = known.get(check.node, False) or check.status != "unknown"
+    without = [node for node, judged in known.items() if not judged]
+    if not without:
+        return ""
+    if len(without) == len(known):
+        return "no GPU was judged"
+    more = f" and {len(without) - 4} more" if len(without) > 4 else ""
+    return f"no GPU was judged on {', '.join(without[:4])}{more}"
+
+
+def _unmeasured(checks: Sequence[Check]) -> str:
+    """The codes by name; many of one family for one reason as "gpu.* (why)"."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for check in checks:
+        reasons.setdefault((check.id.split(".")[0], check.message.rstrip(".")), {})[check.id] = None
+    words = []
+    for (family, why), codes in reasons.items():
+        words.append(f"{family}.* ({why})" if len(codes) > MANY_CODES else ", ".join(sorted(codes)))
+    return ", ".join(sorted(dict.fromkeys(words)))
 
 
 def _by_worst(results: Mapping[Status, Sequence[Check]]) -> dict[str, int]:

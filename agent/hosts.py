@@ -6,13 +6,14 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent.inputs import InputError
 from probes.api import Snapshot
 
 if TYPE_CHECKING:
@@ -28,9 +29,33 @@ host_option = click.option(
     metavar="FILE...",
     help="Recordings (topoflight capture) to use in place of this host; a folder means all in it.",
 )
+
+
+def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
+    """`--machine list` is a question, and its answer ends the verb."""
+    if name == "list" and not context.resilient_parsing:
+        from planner import machines
+
+        for row in machines.CATALOGUE:
+            click.echo(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
+        context.exit()
+    return name
+
+
+machine_option = click.option(
+    "--machine", callback=_list_machines, help="A catalogue machine in place of a host: p5.48xlarge. `--machine list` "
+    "names them.",
+)  # fmt: skip
 root_option = click.option(
     "--root", default="/", show_default=True, help="Where this host's /sys, /proc and /dev are mounted."
 )
+
+
+def refuse_two_sources(options: Mapping[str, Any]) -> None:
+    """UsageError where recordings and a catalogue machine are both given: the advice can be for one of them."""
+    if options["hosts"] and options["machine"]:
+        named = f"--host {options['hosts'][0]} and --machine {options['machine']}"
+        raise click.UsageError(f"{named}: give one of them; a machine stands in place of a host")
 
 
 def snapshots(
@@ -68,7 +93,7 @@ def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: t
         try:
             found.append(scan(load(path)))
         except RecordingError as error:
-            raise click.ClickException(str(error)) from None
+            raise InputError(str(error)) from None
     return told_apart(found, paths[: len(found)])
 
 

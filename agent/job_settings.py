@@ -1,6 +1,6 @@
 """What the fine-tune job's own settings say of the job that is to be planned: the YAML of --config, --set over it.
 
-Specification: docs/finetune.md, the names of finetune.config. The job itself judges the values.
+Specification: docs/finetune.md, the names of planner.job_config. The job itself judges the values.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ from typing import Any
 
 from agent.advise import Request, RequestError
 from planner.advice import Recommendation
+from planner.job_config import ConfigError, parse_config, read_mapping, with_overrides
 from planner.models import hub_id
-from probes import bounded
-from probes.yaml_text import load_all
 
 # The job's own default (finetune/default.yaml): a Llama small enough for any host, on data that the job makes.
 EMBEDDED_MODEL = "tiny-llama"
 
-_MOST_BYTES = 1 << 20
-_MOST_ALIASES = 16
 _RANDOM = "random:"  # weights of a shape alone
 
 
 def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """The settings by name. Raises RequestError that names the file or the word."""
-    settings: dict[str, Any] = {}
-    if config is not None:
-        try:
-            parts = load_all(bounded.read_text(config, _MOST_BYTES), most_aliases=_MOST_ALIASES)
-        except (OSError, ValueError) as error:
-            raise RequestError(f"--config {config}: {error}") from None
-        if len(parts) != 1 or not isinstance(parts[0], dict):
-            raise RequestError(f"--config {config}: must be one mapping of settings")
-        settings = parts[0]
-    for word in overrides:
+    """The settings by today's names, as the job will read them. Raises RequestError that names the file or the word."""
+    try:
+        raw = read_mapping(config) if config is not None else {}
+    except ConfigError as error:
+        raise RequestError(f"--config {error}") from None
+    try:
+        parse_config(raw)
+    except ConfigError as error:
+        raise RequestError(f"--config {config}: {error}") from None
+    words = list(overrides)
+    for word in words:
         name, equals, value = word.partition("=")
         if not (name and equals and value):
             raise RequestError(f"--set {word!r}: must be NAME=VALUE")
-        settings = {**settings, name: value}
-    return settings
+    try:
+        return parse_config(with_overrides(raw, words))[1]
+    except ConfigError as error:
+        raise RequestError(f"--set {error}") from None
 
 
 def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
@@ -49,21 +48,14 @@ def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
     if request.model is None and (not isinstance(name, str) or name == f"{_RANDOM}{EMBEDDED_MODEL}"):
         return request
     found: dict[str, Any] = {} if request.model is not None else {"model": str(name).removeprefix(_RANDOM)}
-    length = str(settings.get("max_length", settings.get("max_seq_length", "")))
-    if length.isdecimal() and 0 < len(length) < 10:
-        found["sequence_length"] = int(length)
-    rank = str(settings.get("lora_r", ""))
-    if rank.isdecimal() and 0 < len(rank) < 6:
-        found["lora_rank"] = int(rank)
-    if "packing" in settings:
-        found["packing"] = _true(settings, "packing")
-    if _true(settings, "load_in_4bit"):
+    fields = {"max_length": "sequence_length", "lora_r": "lora_rank", "packing": "packing"}
+    found |= {fields[name]: value for name, value in settings.items() if name in fields}
+    if settings.get("load_in_4bit"):
         found["method"] = "qlora"
     elif "use_peft" in settings or request.model is None:
-        found["method"] = "lora" if _true(settings, "use_peft") else "full"
-    saved = settings.get("lora_modules_to_save")
-    if isinstance(saved, list | tuple):
-        found["saved_modules"] = tuple(str(one) for one in saved)
+        found["method"] = "lora" if settings.get("use_peft") else "full"
+    if "lora_modules_to_save" in settings:
+        found["saved_modules"] = settings["lora_modules_to_save"]
     return replace(request, **found)
 
 
@@ -83,7 +75,3 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
             "a folder that the job sees, or --config FILE"
         )
     return ""
-
-
-def _true(settings: Mapping[str, Any], name: str) -> bool:
-    return str(settings.get(name, "")).lower() in ("true", "yes", "on")

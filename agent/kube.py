@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -31,6 +32,8 @@ BODY_LIMIT_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd holds no object above 1.5 MiB
 TRIES = 5
 LONGEST_WAIT_SECONDS = 30.0
+BRIEF_SECONDS = 5.0
+_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, as the API server writes it
 AGAIN = (429, 500, 502, 503, 504)  # what the API server answers while it is busy, starting or behind a balancer
 
 
@@ -47,8 +50,12 @@ class ApiError(RuntimeError):
 class Client:
     """Speaks to one API server. Safe to share between threads."""
 
-    def __init__(self, access: Access, *, timeout_seconds: float = 15.0, tries: int = TRIES) -> None:
+    def __init__(
+        self, access: Access, *, timeout_seconds: float = 15.0, tries: int = TRIES,
+        on_warning: Callable[[str], None] = lambda _text: None,
+    ) -> None:  # fmt: skip
         self.access = access
+        self._on_warning = on_warning
         self._timeout = timeout_seconds
         self._tries = tries
         self._stop = threading.Event()
@@ -62,7 +69,11 @@ class Client:
 
     def once(self) -> Client:
         """The same server and limits, each call tried once: for callers that wait by themselves."""
-        return Client(self.access, timeout_seconds=self._timeout, tries=1)
+        return Client(self.access, timeout_seconds=self._timeout, tries=1, on_warning=self._on_warning)
+
+    def brief(self) -> Client:
+        """The same server, asked twice and soon given up: for calls that someone waits for, who can come again."""
+        return Client(self.access, timeout_seconds=BRIEF_SECONDS, tries=2, on_warning=self._on_warning)
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Json:
         """One object, or one page."""
@@ -81,6 +92,13 @@ class Client:
 
     def apply(self, path: str, document: Json, *, force: bool = True, dry_run: bool = False) -> Json:
         """Server-side apply: our fields become `document`'s, those of others stay."""
+        return self._apply(path, document, force=force, dry_run=dry_run)[1]
+
+    def applied(self, path: str, document: Json, *, dry_run: bool = False) -> bool:
+        """As `apply`; whether this made the object, which was not there before."""
+        return self._apply(path, document, force=True, dry_run=dry_run)[0] == 201
+
+    def _apply(self, path: str, document: Json, *, force: bool, dry_run: bool) -> tuple[int, Json]:
         query: dict[str, Any] = {
             "fieldManager": FIELD_MANAGER,
             "force": str(force).lower(),
@@ -88,7 +106,7 @@ class Client:
         }
         if dry_run:
             query["dryRun"] = "All"
-        return self.request("PATCH", path, query=query, body=document, content_type=APPLY)
+        return self._tried("PATCH", path, query=query, body=document, content_type=APPLY, repeatable=True)
 
     def merge(self, path: str, document: Json) -> Json:
         """A JSON merge patch."""
@@ -106,6 +124,17 @@ class Client:
         content_type: str = "application/json", repeatable: bool = True,
     ) -> Json:  # fmt: skip
         """One call with its retries. Raises ApiError."""
+        return self._tried(method, path, query=query, body=body, content_type=content_type, repeatable=repeatable)[1]
+
+    def delete(self, path: str) -> Json:
+        """Delete an object after what it owns: once it is gone, its pods are."""
+        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})
+
+    def _tried(
+        self, method: str, path: str, *, query: Mapping[str, Any] | None, body: Json | None, content_type: str,
+        repeatable: bool,
+    ) -> tuple[int, Json]:  # fmt: skip
+        """The status and the object of the first try that is answered for good."""
         for attempt in range(self._tries):
             try:
                 return self._once(method, path, query, body, content_type)
@@ -142,7 +171,7 @@ class Client:
 
     def _once(
         self, method: str, path: str, query: Mapping[str, Any] | None, body: Json | None, content_type: str
-    ) -> Json:
+    ) -> tuple[int, Json]:
         data = json.dumps(body).encode() if body is not None else None
         try:
             answer = self._pool.urlopen(
@@ -164,7 +193,10 @@ class Client:
             raise ApiError(answer.status, f"{path}: the answer is no JSON") from None
         if not isinstance(value, dict):
             raise ApiError(answer.status, f"{path}: the answer is no object")
-        return value
+        for header in answer.headers.getlist("Warning"):
+            for text in _WARNING.findall(header):
+                self._on_warning(re.sub(r"\\(.)", r"\1", text))
+        return answer.status, value
 
     def _url(self, path: str, query: Mapping[str, Any] | None) -> str:
         return self.access.server + path + (f"?{urlencode(query)}" if query else "")

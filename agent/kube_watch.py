@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from agent.kube import ApiError, Client, backoff_seconds
+from agent.kube import AGAIN, ApiError, Client, backoff_seconds
 from agent.tallies import WatchTally, reason_of
 
 log = logging.getLogger(__name__)
 
 GONE = 410
 SHORTEST_WATCH_SECONDS = 1.0
+BUSY_TRIES = 3  # of a first list, each after a longer pause, before a busy server counts as one that does not answer
 
 
 class Store(Protocol):
@@ -41,9 +42,12 @@ class Watcher:
         self, client: Client, path: str, store: Store, *, seconds: int = 300, tally: WatchTally | None = None
     ) -> None:
         self._tally = tally or WatchTally()
-        self._client, self._path, self._store, self._seconds = client, path, store, seconds
+        # one try a call: the pauses between them are this thread's, and who waits for the list hears the first refusal
+        self._client, self._path, self._store, self._seconds = client.once(), path, store, seconds
         self._stop = threading.Event()
-        self._listed = threading.Event()
+        self._answered = threading.Condition()
+        self._listed = False
+        self._refused = False  # the last try was no list, and more patience would not help
         self._thread = threading.Thread(target=self._loop, name=f"watch {path.rsplit('/', 1)[-1]}", daemon=True)
         self.error: str | None = None
         self.heard_at: float | None = None  # monotonic; of the last list, event or bookmark
@@ -58,8 +62,19 @@ class Watcher:
         self._stop.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the first list is there within `seconds`."""
-        return self._listed.wait(seconds)
+        """Whether the first list is there, at the latest after `seconds`.
+
+        False at once where the last try was refused (`error` says why): a server that is away answers no sooner for
+        being waited for, and every question would wait anew. One that is only busy is waited for.
+        """
+        with self._answered:
+            self._answered.wait_for(lambda: self._listed or self._refused, seconds)
+            return self._listed
+
+    def _tell(self, *, listed: bool = False, refused: bool = False) -> None:
+        with self._answered:
+            self._listed, self._refused = self._listed or listed, refused
+            self._answered.notify_all()
 
     def _loop(self) -> None:
         version, failures = "", 0
@@ -82,12 +97,14 @@ class Watcher:
                         failures = 1
                         continue
                 self.error = str(error)
+                self._tell(refused=error.status not in AGAIN or failures + 1 >= BUSY_TRIES)
                 log.warning("watch of %s: %s", self._path, error)
                 self._stop.wait(backoff_seconds(failures, error.retry_after))
                 failures += 1
             except (ValueError, KeyError, TypeError) as error:
                 self._tally.restarts["invalid"] += 1
                 self.error, version = f"{type(error).__name__}: {error}", ""
+                self._tell(refused=True)
                 log.warning("watch of %s: an object that is none: %s", self._path, error)
                 self._stop.wait(backoff_seconds(failures))
                 failures += 1
@@ -104,7 +121,7 @@ class Watcher:
         self.lists += 1
         self._tally.lists += 1
         self._heard()
-        self._listed.set()
+        self._tell(listed=True)
         return version
 
     def _events(self, version: str) -> Iterator[str]:

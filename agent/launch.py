@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,20 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import RequestError, export
-from agent.flight import FlightError, read
 from agent.job_settings import EMBEDDED_MODEL, said, untrainable
 from agent.launch_transport import transport
 from agent.report import document, write_atomic
 from collectives import processes, scratch
+from planner import flight_record
 from planner.advice import Recommendation
+from planner.flight_record import own_exit_code
 from probes.api import Snapshot
 
 RUN_VARIABLE = processes.RUN_VARIABLE
-RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
+RESUMABLE = flight_record.RESUMABLE
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
-# torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
-_STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
-_TAIL_BYTES = 65536  # of metrics.jsonl, whose lines take some 300
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -72,8 +69,8 @@ class Launched:
             told = "the job was done by then"
         elif self.cut_short:
             told = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
-        elif struck := _STRUCK.search("\n".join(self.last_lines)):
-            told = f"rank {struck[1]} was ended by {struck[2]}; " + _AGAIN
+        elif struck := flight_record.struck("\n".join(self.last_lines)):
+            told = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
         else:
             told = f"the job ended with exit code {self.exit_code}"
         return f"{self.cut_short}: {told}" if self.cut_short else told
@@ -164,68 +161,22 @@ def planned_job(advice: Recommendation, output: Path) -> Path | None:
 
 def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:
     """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
-    record = _of_this_start(path, began)
-    if record is None or ended.exit_code == 0 or record.get("status") not in ("running", "complete"):
-        return record
-    code = ended.exit_code if ended.exit_code >= 0 else 128 - ended.exit_code  # of a signal, as a shell tells it
-    told = {**record, "status": "failed", "exit_code": code, "reason": ended.fate}
-    if record["status"] == "running":  # else it has told its end, and the agent has it
-        told["ended_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        told["steps_done"] = _logged_step(path.with_name("metrics.jsonl"), began) or record.get("steps_done", 0)
-        _tell(path, told)
+    before = flight_record.of_start(path, began)
+    told = flight_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
+    if before is not None and told is not None and before["status"] == "running" != told["status"]:
+        # says on stderr what went wrong
+        subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
     return told
-
-
-def _logged_step(metrics: Path, began: float) -> int:
-    """The last step that this start logged, which is newer than the record's; 0 where it logged none."""
-    try:
-        if metrics.stat().st_mtime < began:
-            return 0
-        with metrics.open("rb") as stream:
-            stream.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-            lines = stream.read(_TAIL_BYTES).splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # the job was killed as it wrote this line
-            return int(json.loads(line)["step"])
-    return 0
-
-
-def _tell(path: Path, record: dict[str, Any]) -> None:
-    """What the job would have done at its end: write the record, and post it where an agent is named."""
-    try:
-        write_atomic(path, json.dumps(record, indent=1))
-    except OSError:  # the disk may be what ended the job
-        return
-    subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)  # says on stderr what went wrong
-
-
-def _of_this_start(path: Path, began: float) -> dict[str, Any] | None:
-    """flight.json, unless it cannot be read or an earlier start left it."""
-    try:
-        return read(path) if path.stat().st_mtime >= began else None
-    except (FlightError, OSError):
-        return None
-
-
-def own_exit_code(record: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
-    """The job's own code where torchrun, which makes 1 of every failure, hides it; 75 is "start again to go on".
-
-    `cut_short` says that torchrun was told to end: the job may have been done by then.
-    """
-    if exit_code == 0:
-        return 0
-    own = (_of_this_start(record, began) or {}).get("exit_code")
-    least = 0 if cut_short else 1
-    return own if isinstance(own, int) and not isinstance(own, bool) and least <= own < 256 else exit_code
 
 
 def environment(advice: Recommendation) -> dict[str, str]:
     """This process's environment with the recommended settings on top."""
     settings = {setting.name: setting.value for setting in advice.settings}
-    # torchrun would set the same 1 and print a banner about it; a user's or the advice's value comes before.
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", **settings}
+    # torchrun would set the same 1 for each of several ranks and print a banner about it; a rank alone has all cores.
+    # A user's or the advice's value comes before.
+    several = advice.chosen is not None and advice.chosen.layout.world_size > 1
+    threads = {"OMP_NUM_THREADS": "1"} if several else {}
+    return {**threads, **os.environ, "PYTHONUNBUFFERED": "1", **settings}
 
 
 def run(

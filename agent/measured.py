@@ -8,24 +8,20 @@ from dataclasses import replace
 from agent import units
 from agent.flight import Comparison, Flight
 from agent.gate import Check
-from collectives.results import BenchResult, Measurement
+from agent.judged import checks_of_bars
+from collectives.results import BenchResult
 from probes.api import Snapshot
 from probes.pci import PciFacts
 from probes.rdma import RdmaFacts
 
 BENCH_CODES = (
-    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.rank.slow", "evidence.gdrdma.off",
-    "evidence.log.problem",
+    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
+    "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
 )  # fmt: skip
 FLIGHT_CODES = (
     "flight.run.failed", "flight.layout.mismatch", "flight.loss.not_falling", "forecast.step_time.outside",
     "forecast.memory.outside",
 )  # fmt: skip
-
-# Seven published multi-source points lie between 0.88 and 0.98 of the derived ring bound at 1 GiB and more
-# (docs/busbw.md): well below that is suspicious. Smaller messages are judged by their own expectation only.
-SUSPICIOUS_RATIO = 0.8
-LARGE_BYTES = 1 << 30
 
 
 def unmeasured(codes: Sequence[str], why: str) -> tuple[Check, ...]:
@@ -39,7 +35,7 @@ def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple
     return (
         _unverified(result, node),
         _incomplete(result, node),
-        *_slow_links(result, node),
+        *checks_of_bars(result, snapshots),
         *_stragglers(result, node),
         *_evidence(result, snapshots, node),
     )
@@ -83,28 +79,6 @@ def asked_now(checks: Iterable[Check]) -> tuple[Check, ...]:
         replace(check, status="fail") if check.id == "bench.run.incomplete" and check.status == "unknown" else check
         for check in checks
     )
-
-
-def _slow_links(result: BenchResult, node: str) -> list[Check]:
-    judged = [
-        m for m in result.measurements if m.verified and m.expected_busbw_bytes_per_second and m.bytes >= LARGE_BYTES
-    ]
-    if not judged:
-        why = "no result of at least 1 GiB with an expectation derived from the links"
-        return [Check(id="bench.busbw.low", status="unknown", node=node, message=why)]
-    return [_busbw(m, node) for m in judged]
-
-
-def _busbw(m: Measurement, node: str) -> Check:
-    expected = m.expected_busbw_bytes_per_second or 0.0
-    ratio = m.busbw_bytes_per_second / expected
-    slow = ratio < SUSPICIOUS_RATIO
-    return Check(
-        id="bench.busbw.low", status="warn" if slow else "pass", node=node, subject=m.op,
-        message=f"{units.rate(m.busbw_bytes_per_second)} of {units.rate(expected)} expected ({ratio:.0%})",
-        evidence=m.expectation,
-        remedy="Compare the transports in the evidence with the link matrix." if slow else "",
-    )  # fmt: skip
 
 
 def _stragglers(result: BenchResult, node: str) -> list[Check]:

@@ -147,8 +147,10 @@ OWN: tuple[Family, ...] = (
     _agent("bench_ranks", "Ranks of the last benchmark."),
     _agent("bench_algbw_bytes_per_second", "Algorithm bandwidth of the last benchmark.", "op", "size_bytes"),
     _agent("bench_busbw_bytes_per_second", "Bus bandwidth of the last benchmark.", "op", "size_bytes"),
-    _agent("bench_expected_busbw_bytes_per_second", "Bus bandwidth the links allow for that result.",
+    _agent("bench_expected_busbw_bytes_per_second", "Usual bus bandwidth of healthy links for that result.",
            "op", "size_bytes"),
+    _agent("bench_least_busbw_bytes_per_second", "Least bus bandwidth of healthy links for that result, where it is "
+           "judged.", "op", "size_bytes"),
     _agent("bench_spread_ratio", "Half width of the 95 % interval of the median over the median.", "op", "size_bytes"),
     _agent("bench_latency_seconds", "Latency (alpha) of the last benchmark.", "op"),
     _agent("bench_slow_ranks", "Ranks that the others wait for."),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from agent.flight import parse
+from agent.judged import is_judged_result, least_of
 from agent.measured import gdrdma_possible
 from agent.metrics_catalogue import KEPT_COLLECTIVES, KEPT_RANKS, KEPT_SIZES, KEPT_TRANSPORTS
 from agent.view import View
@@ -136,6 +137,8 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
         "bench_expected_busbw_bytes_per_second",
         [(k, v) for k, m in kept.items() if (v := m.expected_busbw_bytes_per_second)],
     )
+    least: Values = [(k, low) for k, m in kept.items() if is_judged_result(m) and (low := least_of(m)) is not None]
+    yield "bench_least_busbw_bytes_per_second", least
     yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in kept.items() if m.spread_ratio is not None]
     yield "bench_latency_seconds", list({(fit.op,): fit.alpha_seconds for fit in result.latencies}.items())
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]

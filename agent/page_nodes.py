@@ -8,8 +8,10 @@ from urllib.parse import quote
 
 from agent import units
 from agent.cluster_gate import checks_of
+from agent.coverage import no_gpu_read, no_hca_read
 from agent.explain import mend
 from agent.gate import Check
+from agent.judged import expected_rate
 from agent.nodes import Fleet, NodeRecord
 from agent.view import Group, View, grouped, only
 from collectives.results import BenchResult
@@ -52,12 +54,13 @@ def rows(view: View) -> tuple[Row, ...]:
     made = []
     for name in dict.fromkeys(snapshot.hostname for snapshot in view.snapshots):
         mine = only(view, name)
-        node = mine.topologies[0]
+        node, scanned = mine.topologies[0], mine.snapshots[0]
         worst, more = _first(mine.checks)
         made.append(
             Row(
-                name=name, word=mine.verdict.word, worst=worst, more=more, gpus=gpus(node), nvlink=nvlink(node),
-                rdma=rdma(node), memlock=_memlock(mine.snapshots[0]), age="", link=f"./?node={quote(name, safe='')}",
+                name=name, word=mine.verdict.word, worst=worst, more=more, gpus=gpus(node, scanned),
+                nvlink=nvlink(node), rdma=rdma(node, scanned), memlock=_memlock(scanned), age="",
+                link=f"./?node={quote(name, safe='')}",
             )
         )  # fmt: skip
     return _sorted(made)
@@ -91,9 +94,11 @@ def _said_gpus(record: NodeRecord) -> str:
 
 
 def checks_of_records(fleet: Fleet, now: float) -> tuple[Check, ...]:
-    """What the nodes' agents found; a record carries no remedy, so the page of findings gives it."""
+    """What the nodes' agents found; where a record of an older agent has no remedy, the page of findings gives one."""
     found = checks_of([record.name for record in fleet.records()], fleet, now=now)
-    return tuple(check if check.status == "pass" else replace(check, remedy=mend(check.id)) for check in found)
+    return tuple(
+        check if check.status == "pass" else replace(check, remedy=check.remedy or mend(check.id)) for check in found
+    )
 
 
 def kinds(records: Sequence[NodeRecord]) -> tuple[Kind, ...]:
@@ -107,7 +112,11 @@ def kinds(records: Sequence[NodeRecord]) -> tuple[Kind, ...]:
 
 
 def _first(checks: Sequence[Check]) -> tuple[Group | None, int]:
-    found = [group for group in grouped(checks) if group.status in ("fail", "warn")]
+    found = [
+        group
+        for group in grouped(checks)
+        if group.status in ("fail", "warn") or (group.required and group.status == "unknown")
+    ]
     return (found[0] if found else None), max(0, len(found) - 1)
 
 
@@ -127,9 +136,9 @@ def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) ->
     interfaces = snapshot.facts(InterfacesFacts)
     choice = interfaces.nccl_choice if interfaces else None
     shown = [
-        ("GPUs", gpus(node)),
+        ("GPUs", gpus(node, snapshot)),
         ("NVLink", nvlink(node)),
-        ("RDMA", rdma(node)),
+        ("RDMA", rdma(node, snapshot)),
         ("Nearest NIC", _nearest(node)),
         ("NCCL's own interface choice", choice or "unknown"),
         ("Expected all-gather", _expected(node)),
@@ -139,13 +148,13 @@ def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) ->
     return [*shown, *(("Departs from it", text) for text in departures(node))]
 
 
-def gpus(node: NodeTopology) -> str:
-    """ "8 x NVIDIA H100 80GB HBM3"."""
+def gpus(node: NodeTopology, snapshot: Snapshot) -> str:
+    """ "8 x NVIDIA H100 80GB HBM3"; "none" only where the bus shows none."""
     if not node.gpus:
-        return "none"
+        return "unknown" if no_gpu_read(snapshot) else "none"
     names = dict.fromkeys(gpu.model or "unknown model" for gpu in node.gpus if gpu.usable)
     lost = sum(not gpu.usable for gpu in node.gpus)
-    return f"{len(node.gpus)} × {', '.join(names) or 'unknown model'}" + (f", {lost} lost" if lost else "")
+    return f"{len(node.gpus)} × {', '.join(names) or 'unknown model'}" + (f", {lost} not usable" if lost else "")
 
 
 def nvlink(node: NodeTopology) -> str:
@@ -157,11 +166,11 @@ def nvlink(node: NodeTopology) -> str:
     return words if len(node.islands) == 1 else f"{len(node.islands)} islands: {words}"
 
 
-def rdma(node: NodeTopology) -> str:
-    """Devices that can do RDMA, and how many of them are up."""
+def rdma(node: NodeTopology, snapshot: Snapshot) -> str:
+    """Devices that can do RDMA, and how many of them are up; "no device" only where the bus shows no HCA."""
     able = [nic for nic in node.nics if nic.kind not in ("ethernet", "unknown")]
     if not able:
-        return "no device"
+        return "unknown" if no_hca_read(snapshot) else "no device"
     up = [nic for nic in able if nic.active]
     total = sum(nic.rate_bytes_per_second or 0.0 for nic in up)
     return f"{len(up)} of {len(able)} up, {units.bits(total) if total else 'rate unknown'} together"
@@ -182,8 +191,8 @@ def _nearest(node: NodeTopology) -> str:
 def _expected(node: NodeTopology) -> str:
     for scope in ("node", "island"):
         for e in node.expectations:
-            if e.scope == scope and e.op == "all_gather" and e.busbw_bytes_per_second:
-                return f"{units.rate(e.busbw_bytes_per_second)} bus bandwidth within the {scope}"
+            if e.scope == scope and e.op == "all_gather" and (e.busbw_bytes_per_second or e.least_bytes_per_second):
+                return f"{expected_rate(e)} bus bandwidth within the {scope}"
     return "not derivable"
 
 

@@ -21,10 +21,11 @@ from markupsafe import Markup
 from agent import bench_history, charts, drawing, page_nodes, units
 from agent.advise import EXPORTS
 from agent.flown import by_network, flights, side_by_side
-from agent.gate import judge, worst_first
+from agent.gate import judge, unjudged, worst_first
+from agent.judged import expected_rate, expected_words
 from agent.prose import CLASSES, explained, headline, inline, sentence, told
 from agent.terminal import GLYPHS, facts_lines
-from agent.view import grouped, passed_ids, reasons
+from agent.view import grouped, passed_ids, reasons, unknown_ids
 from planner import machines, models
 from planner.advice import RankedLayout, Recommendation
 from planner.env_render import render_k8s, render_shell
@@ -52,6 +53,7 @@ def _environment(*, html: bool) -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
+        expected=expected_words, expected_rate=expected_rate,
         size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
         headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
@@ -61,7 +63,9 @@ def _environment(*, html: bool) -> Environment:
         picture=drawing.picture,
         grouped=grouped,
         reasons=reasons,
+        unjudged=unjudged,
         passed_ids=passed_ids,
+        unknown_ids=unknown_ids,
         columns=columns,
         classes=CLASSES,
         about=told,

@@ -9,26 +9,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent import benchmark, flight, keep, launch, measured
+from agent import benchmark, flight, keep, launch, measured, units
 from agent.advise import Request, answer, with_fsdp
-from agent.baseline import Key, regressions
+from agent.baseline import Key, gone, read_bench, regressions
 from agent.baseline import read as read_baseline
 from agent.codes import ALL_CODES, HOST_CODES
+from agent.expect import Expectation, asked
 from agent.flight import Comparison, Flight
+from agent.flown import flights, not_drawn
 from agent.gate import Check, FailOn, Status, judge, select
 from agent.hosts import snapshots as read_snapshots
+from agent.inputs import InputError
 from agent.job_settings import EMBEDDED_MODEL
+from agent.judged import against_baseline
 from agent.nodes import NodeRecord
 from agent.output import Progress
 from agent.report import Report
 from agent.version import VERSION
-from agent.view import look
+from agent.view import View, look, with_environment
 from collectives.bench import run as run_bench
 from collectives.lock import BusyError
 from collectives.results import BenchResult
 from planner.advice import Recommendation
 from planner.calibration import Calibration
 from probes.api import Snapshot
+from topology.reach_paths import Due
 
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
@@ -48,23 +53,34 @@ class Options:
     skip: tuple[str, ...] = ()
     fail_on: FailOn = "fail"
     timeout_seconds: float = 600.0
-    bench_seconds: float = 20.0
+    bench_seconds: float | None = None  # None: 20, or 6 with `quick`
+    quick: bool = False  # only the sizes that are judged
     output: Path = Path("reports")
     force: bool = False
     overrides: tuple[str, ...] = ()
     config: Path | None = None
     baseline: Path | None = None
+    expect: tuple[str, ...] = ()  # KEY=VALUE,...
+    expect_file: Path | None = None
     flights: tuple[Path, ...] = ()  # records of earlier flights to set beside this one
 
 
 def run(options: Options, progress: Progress) -> Report:
     """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
+    expected = asked(options.expect, options.expect_file)  # first: a wrong word costs no run
     with launch.sigterm() as stop:
         before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
+        for place in options.flights:
+            if not keep.flights([place]):
+                raise InputError(f"--flights {place}: no record of a run in it (flight.json, or *.json of records)")
         progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
         found = read_snapshots(options.hosts, root=options.root, told=True, stop=stop)
-        report = _unscanned(options, progress) if stop.is_set() else _judged(options, progress, found, before, stop)
+        report = (
+            _unscanned(options, progress)
+            if stop.is_set()
+            else _judged(options, progress, found, before, stop, expected)
+        )
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
@@ -82,14 +98,16 @@ def _unscanned(options: Options, progress: Progress) -> Report:
 
 def _judged(
     options: Options, progress: Progress, found: tuple[Snapshot, ...], before: Mapping[Key, Status] | None,
-    stop: threading.Event,
+    stop: threading.Event, expected: Expectation | None,
 ) -> Report:  # fmt: skip
     """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
     notes: list[str] = []
     extra: list[Check] = []
 
-    result, calibration = _measure(options, found, progress, notes, stop)
-    view = look(found, bench=result)
+    result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
+    if result is not None and options.baseline is not None:
+        result = against_baseline(result, read_bench(options.baseline))
+    view = look(found, bench=result, expected=expected)
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
 
@@ -100,7 +118,9 @@ def _judged(
     comparisons: tuple[Comparison, ...] = ()
     if options.fly and (signal := _stopped_by(result, stop)):
         extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: stopped by {signal} before that")
-    elif options.fly and not options.hosts and (failed := _stopping(options, view.checks, before)):
+    elif (
+        options.fly and not options.hosts and (failed := _stopping(options, _as_flown(view, advice, expected), before))
+    ):
         extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {failed}; --force flies all the same")
         notes.append(f"not flown: {failed}")
     elif options.fly and not options.hosts:
@@ -116,6 +136,8 @@ def _judged(
     stopped = "" if record is not None else _stopped_by(result, stop)
     if stopped:
         notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
+    if options.baseline is not None:
+        extra += gone(options.baseline, found)
     scanned = view.checks if stopped else measured.asked_now(view.checks)
     checks = select((*scanned, *extra), require=options.require, skip=options.skip)
     if before is not None:
@@ -133,7 +155,7 @@ def _judged(
         flight=record,
         comparisons=comparisons,
         flights=_flights(options),
-        notes=tuple(notes),
+        notes=(*notes, *(not_drawn(flights(keep.flights(options.flights))) if options.flights else ())),
     )
 
 
@@ -147,6 +169,12 @@ def _against(before: Mapping[Key, Status], checks: Iterable[Check], stopped: str
     cut = {*measured.BENCH_CODES, *measured.FLIGHT_CODES} if stopped else set()
     unmeasured = tuple(check for check in checks if check.id in cut and check.status == "unknown")
     return (*regressions([check for check in checks if check not in unmeasured], before), *unmeasured)
+
+
+def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
+    """The checks as the flight meets them: what its own environment mends does not stop it."""
+    settings = {setting.name: setting.value for setting in advice.settings}
+    return look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected).checks
 
 
 def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Status] | None) -> str:
@@ -180,18 +208,28 @@ def report_of(
     )  # fmt: skip
 
 
+def due_of(expected: Expectation | None) -> Due | None:
+    """What --expect says of the links, as the first bar of a measurement."""
+    if expected is None:
+        return None
+    wire = expected.hcas * expected.rate if expected.hcas and expected.rate else None
+    return Due(nvlinks=expected.nvlink, wire=wire)
+
+
 def _measure(
-    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event
-) -> tuple[BenchResult | None, Calibration | None]:
-    """All-gather and reduce-scatter with real ranks, then GEMMs where there is to be a flight."""
+    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
+    due: Due | None,
+) -> tuple[BenchResult | None, Calibration | None]:  # fmt: skip
+    """Collectives with real ranks, then GEMMs where there is to be a flight."""
     if not (options.measure or options.fly):
         return None, None
     if options.hosts:
         notes.append("not measured: recorded hosts cannot be measured")
         return None, None
     ranks = options.ranks or benchmark.default_ranks(found)
-    spec = benchmark.preflight_spec(found, ranks, options.bench_seconds, force=options.force)
-    progress.step(f"measure: all_gather and reduce_scatter with {ranks} ranks")
+    seconds = options.bench_seconds or (benchmark.QUICK_SECONDS if options.quick else benchmark.BENCH_SECONDS)
+    spec = benchmark.preflight_spec(found, ranks, seconds, force=options.force, quick=options.quick, due=due)
+    progress.step(f"measure: {', '.join(spec.ops)} with {ranks} ranks, up to {units.seconds(seconds)}")
     try:
         result = run_bench(spec, benchmark.watch(progress), stop)
     except BusyError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from http import HTTPStatus
 from typing import Any
 
@@ -37,6 +38,22 @@ def response(
         **more,
     }
     return JSONResponse(body, status_code=status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def refuse_unknown_parameters(request: Request) -> None:
+    """Dependency of every route: a query parameter that the route does not declare is refused, never ignored."""
+    if not request.query_params:
+        return
+    paths = request.app.openapi()["paths"]  # made once, and only where parameters are given
+    operation = paths.get(request.scope["route"].path, {}).get(request.method.lower(), {})
+    known = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
+    for name in request.query_params:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name[:64], known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        allowed = f"must be one of {', '.join(known)}" if known else "this path takes none"
+        raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=known)
 
 
 def install(app: FastAPI) -> None:

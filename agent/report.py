@@ -16,7 +16,7 @@ from typing import Any
 import cattrs
 
 from agent.flight import Comparison, Flight
-from agent.gate import Check, Verdict, worst_first
+from agent.gate import Check, Verdict, unjudged, worst_first
 from agent.nodes import NodeRecord
 from collectives.results import BenchResult
 from planner.advice import Recommendation
@@ -104,12 +104,15 @@ def junit(report: Report) -> str:
     """JUnit XML: a suite per node, a case per check; unknown is an error only where it was required."""
     from xml.etree import ElementTree
 
-    root = ElementTree.Element("testsuites", name="topoflight preflight")
+    aside = unjudged(report.checks)
+    root = ElementTree.Element("testsuites", name="topoflight preflight" + (f": {aside}" if aside else ""))
     nodes: dict[str, list[Check]] = {}
     for check in report.checks:
         nodes.setdefault(check.node or "run", []).append(check)
     for node, checks in sorted(nodes.items()):
         suite = ElementTree.SubElement(root, "testsuite", name=node)
+        if node != "run":
+            suite.set("hostname", node)
         properties = ElementTree.SubElement(suite, "properties")
         for name, value in _measured(report):
             ElementTree.SubElement(properties, "property", name=name, value=value)
@@ -117,13 +120,15 @@ def junit(report: Report) -> str:
         for check in worst_first(checks):
             name = f"{check.id} [{check.subject}]" if check.subject else check.id
             case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.id.split('.')[0]}", name=name)
-            text = _plain("\n".join((check.message, *check.evidence, check.remedy)).strip())
+            # viewers show a message without its suite: it names the node by itself
+            said = f"{check.node}: {check.message}" if check.node and check.message else check.message
+            text = _plain("\n".join((said, *check.evidence, check.remedy)).strip())
             if check.status == "fail":
                 counts["failures"] += 1
-                ElementTree.SubElement(case, "failure", message=_plain(check.message)).text = text
+                ElementTree.SubElement(case, "failure", message=_plain(said)).text = text
             elif check.status == "unknown" and check.required:
                 counts["errors"] += 1
-                ElementTree.SubElement(case, "error", message=_plain(check.message)).text = text
+                ElementTree.SubElement(case, "error", message=_plain(said)).text = text
             elif check.status == "unknown":
                 counts["skipped"] += 1
                 ElementTree.SubElement(case, "skipped", message=_plain(f"unknown: {check.message}"))

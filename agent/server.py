@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import RequestResponseEndpoint
@@ -26,6 +28,8 @@ from agent.version import VERSION
 from agent.view import View
 from topology.render import json_document
 
+MOST_WAIT_SECONDS = 60.0
+LOOK_SECONDS = 0.1
 STALE_SCANS = 4  # not ready once this many scans in a row have been missed
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
@@ -57,7 +61,7 @@ def create(
 
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
-        max_body_size=server_load.MOST_BODY_BYTES,
+        max_body_size=server_load.MOST_BODY_BYTES, dependencies=[Depends(problem.refuse_unknown_parameters)],
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; page_routes has a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
@@ -113,8 +117,13 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         return "ok\n"
 
     @app.get("/readyz", tags=["health"], operation_id="readyz", response_class=PlainTextResponse)
-    async def readyz() -> str:
+    async def readyz(
+        wait: Annotated[float, Query(ge=0, le=MOST_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
+    ) -> str:
         """The first scan is done and the last one is recent."""
+        until = time.monotonic() + wait
+        while state.view is None and state.error is None and time.monotonic() < until:
+            await asyncio.sleep(LOOK_SECONDS)  # a start that is only young is not told as a failed probe
         view = _current(state)
         oldest = max(60.0, STALE_SCANS * state.interval_seconds)
         if age_seconds(view) > oldest:
@@ -195,6 +204,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
         hours: Annotated[float | None, Query(gt=0, le=1e6)] = None,
         machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
         nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
+        ranks_per_node: Annotated[int | None, Query(ge=1, le=1024, description="Default: one per GPU.")] = None,
         nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
         scope: Scope = "node",
     ) -> Response:
@@ -202,7 +212,8 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
         wanted = advise.Request(
             model=model, method=method, sequence_length=sequence_length, global_batch=global_batch, engine=engine,
             precision=precision, optimizer=optimizer, packing=packing, lengths=lengths, lora_rank=lora_rank,
-            steps=steps, tokens=tokens, hours=hours, machine=machine, nodes=nodes, nccl_version=nccl, allow_files=False,
+            steps=steps, tokens=tokens, hours=hours, machine=machine, nodes=nodes, nccl_version=nccl,
+            ranks_per_node=ranks_per_node, allow_files=False,
         )  # fmt: skip
         view = _current(state)
         if form is not None and form not in advise.FORMATS:
@@ -214,7 +225,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
 
         def answer() -> Response:
             if fleet is not None:
-                advice, hosts = advise_cluster(view, fleet, wanted, own=cluster.name_of(view))
+                advice, hosts = advise_cluster(fleet, wanted)
             else:
                 advice = advise.for_view(view, wanted)
                 hosts = nodes or (1 if machine else len(view.snapshots))

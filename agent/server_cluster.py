@@ -21,7 +21,8 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from urllib3.exceptions import HTTPError
 
-from agent import advise
+from agent import advise, units
+from agent.cluster_gate import published
 from agent.kube import Client, path_of
 from agent.kube_watch import Watcher
 from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_row, records_of, row
@@ -31,21 +32,22 @@ from agent.state import State
 from agent.tallies import WatchTally
 from agent.view import View
 from planner.advice import Note, Recommendation
-from planner.recommend import recommend
-from probes.api import Snapshot
+from planner.layout import LayoutError
 from topology.cluster import join
+from topology.complete import with_gpus
 from topology.graph import NodeTopology
 from topology.render import cluster_document, json_document
 
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-LIST_SECONDS = 20.0  # the first question waits this long for the first list
+LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
 IDLE_SECONDS = 600.0
 PEER_SECONDS = 5.0
 PEER_FRESH_SECONDS = 10.0
 PEER_LIMIT_BYTES = 16 << 20
 PEERS_AT_ONCE = 16
+MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
 
 
 class Cluster:
@@ -85,7 +87,8 @@ class Cluster:
         return records_of(view, name=self._name, interval_seconds=self._interval)
 
     def fleet(self) -> Fleet:
-        """The records, current. ProblemError 503 where the API server does not answer."""
+        """The records, current. ProblemError 503 before the first scan, and where the API server does not answer."""
+        self.ready()
         if self._client is not None:
             self._follow(self._client)
         elif self._peers:
@@ -93,6 +96,12 @@ class Cluster:
         else:
             self._fleet.set(self.own())
         return self._fleet
+
+    def ready(self) -> None:
+        """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""
+        if self._state.view is None:
+            detail = self._state.error or "the first scan is not done yet"
+            raise ProblemError(503, detail, headers={"Retry-After": "2"})
 
     def links(self) -> dict[str, str]:
         """Addresses of the agents' own pages, by node; only peers are known by address."""
@@ -216,48 +225,69 @@ def topology_document(fleet: Fleet, now: float | None = None) -> Json:
     }
 
 
-def advise_cluster(
-    view: View, fleet: Fleet, request: advise.Request, *, own: str, now: float | None = None
-) -> tuple[Recommendation, int]:
-    """One recommendation for all nodes that are heard of and did not fail, or `request.nodes` of them; how many."""
+def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None = None) -> tuple[Recommendation, int]:
+    """One recommendation for all nodes that are heard of and did not fail, or `request.nodes` of them; how many.
+
+    It rests on what the records hold, of this agent's node as of the others: each gets the answer that its own agent
+    gives. Of nodes that are alike one is asked for all.
+    """
     now = time.time() if now is None else now
-    nodes: list[NodeTopology] = []
+    used: list[NodeRecord] = []
     left_out: dict[str, list[str]] = {}
     for record in fleet.records():
-        node = fleet.topology(record)
-        why = "silent" if record.silent(now) else "failed" if record.verdict == "fail" else "" if node else "no graph"
-        if why or node is None:
+        known = fleet.topology(record) is not None
+        why = "silent" if record.silent(now) else "failed" if _fails_jobs(record) else "" if known else "no graph"
+        if why:
             left_out.setdefault(why, []).append(record.name)
         else:
-            nodes.append(node)
-    if not nodes:
+            used.append(record)
+    if not used:
         raise advise.RequestError("scope=cluster: no node is known that did not fail")
     if request.nodes is not None:
-        if request.nodes > len(nodes):
-            raise advise.RequestError(f"nodes={request.nodes}: {len(nodes)} nodes are known that did not fail")
-        nodes = nodes[: request.nodes]
-    cluster = join(nodes)
-    snapshots = _named(view.snapshots, own, {node.hostname for node in nodes})
-    model = advise.model_of(request)
-    if model is None:
-        advice = advise.environment_only(request, cluster, snapshots)
-    else:
-        advice = recommend(
-            cluster, snapshots, model, advise.train_of(request), nccl_version=advise.version(request.nccl_version),
-            ranks_per_node=request.ranks_per_node,
-        )  # fmt: skip
-    notes = [Note(topic="cluster", text=f"planned for {len(nodes)} nodes")]
+        if request.nodes > len(used):
+            raise advise.RequestError(f"nodes={request.nodes}: {len(used)} nodes are known that did not fail")
+        used = used[: request.nodes]
+    kinds: dict[tuple[str | None, str | None], NodeRecord] = {}
+    for record in used:
+        kinds.setdefault((record.graph, record.facts), record)
+    snapshots = tuple(fleet.snapshot(record) for record in kinds.values())
+    cluster = join(_topologies(fleet, used, request.ranks_per_node))
+    try:
+        advice = advise.of_cluster(request, cluster, snapshots, ranks=request.ranks_per_node)
+    except (LayoutError, ValueError) as error:
+        raise advise.RequestError(str(error)) from None
+    notes = [Note(topic="cluster", text=f"planned for {units.count(len(used), 'node')}")]
     for why, names in sorted(left_out.items()):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         notes.append(Note(topic="cluster", text=f"left out as {why}: {', '.join(names[:5])}{more}"))
-    return replace(advice, notes=(*advice.notes, *notes)), len(nodes)
+    advice = advise.with_faults(advice, [check for record in used for check in published(record.name, record)])
+    return replace(advice, notes=(*advice.notes, *notes)), len(used)
 
 
-def _named(snapshots: Sequence[Snapshot], own: str, known: set[str]) -> tuple[Snapshot, ...]:
-    """This agent's snapshots under the names of the records: inside a pod the host name is the pod's."""
-    if len(snapshots) == 1:
-        snapshots = (replace(snapshots[0], hostname=own),)
-    return tuple(snapshot for snapshot in snapshots if snapshot.hostname in known)
+def _fails_jobs(record: NodeRecord) -> bool:
+    """Whether a node failed for something that the settings of a job do not mend: advice is about those settings."""
+    if record.verdict != "fail":
+        return False
+    failed = {str(found.get("code")) for found in record.findings if found.get("severity") == "fail"}
+    return not failed or bool(failed - MENDED_BY_SETTINGS)
+
+
+def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> list[NodeTopology]:
+    """Of each node; those of one kind share their parts, by which the planner knows that they are alike."""
+    cut: dict[str | None, NodeTopology] = {}
+    found = []
+    for record in used:
+        node = fleet.topology(record)
+        assert node is not None  # noqa: S101 - only such records are used
+        if ranks is not None and node.gpus:
+            if record.graph not in cut:
+                try:
+                    cut[record.graph] = with_gpus(node, ranks)
+                except ValueError as error:
+                    raise advise.RequestError(str(error)) from None
+            node = replace(cut[record.graph], hostname=record.name)
+        found.append(node)
+    return found
 
 
 def install(app: FastAPI, cluster: Cluster) -> None:
@@ -272,6 +302,7 @@ def install(app: FastAPI, cluster: Cluster) -> None:
     ) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         if scope == "node":
+            cluster.ready()
             fleet = Fleet()
             fleet.set(cluster.own())
             document = nodes_document(fleet, "scan", graph=graph)

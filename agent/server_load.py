@@ -64,10 +64,13 @@ class Bench(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    ops: list[str] = Field(default=["all_gather", "reduce_scatter"], min_length=1, max_length=len(OPS))
+    ops: list[str] = Field(default=["all_gather", "reduce_scatter", "all_reduce"], min_length=1, max_length=len(OPS))
     ranks: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    min_bytes: int = Field(default=65536, ge=1, le=MOST_BENCH_BYTES)
-    max_bytes: int = Field(default=16 << 20, ge=1, le=MOST_BENCH_BYTES)
+    min_bytes: int | None = Field(default=None, ge=1, le=MOST_BENCH_BYTES, description="A sweep by factors of 4.")
+    max_bytes: int | None = Field(
+        default=None, ge=1, le=MOST_BENCH_BYTES,
+        description="Without either: 64 KiB, 1 MiB, 16 MiB and, on GPUs, 64 MiB of every rank, which is judged.",
+    )  # fmt: skip
     budget_seconds: float = Field(default=60.0, ge=1, le=MOST_BENCH_SECONDS)
 
     def words(self) -> list[str]:
@@ -75,7 +78,8 @@ class Bench(BaseModel):
         unknown = [op for op in self.ops if op not in OPS]
         if unknown:
             raise ProblemError(400, f"ops: {unknown[0]!r}: must be one of {', '.join(OPS)}", allowed=list(OPS))
-        words = [f"--min-bytes={self.min_bytes}", f"--max-bytes={self.max_bytes}", f"--budget={self.budget_seconds}"]
+        sizes = (("min-bytes", self.min_bytes), ("max-bytes", self.max_bytes))
+        words = [f"--budget={self.budget_seconds}", *(f"--{name}={value}" for name, value in sizes if value)]
         return words + [f"--op={op}" for op in self.ops] + ([f"--ranks={self.ranks}"] if self.ranks else [])
 
 

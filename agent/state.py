@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from agent import bench_history, keep
+from agent.expect import Expectation
+from agent.gate import GateError
 from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
+from agent.rising import Past
 from agent.view import View, look
 from collectives.results import BenchResult
 from probes.api import Snapshot
@@ -23,15 +26,19 @@ class State:
     """Scans in a thread of its own every `interval_seconds`, and hands out the newest view.
 
     `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and flights left.
+    `expected` says what each host must have, None for nothing.
     """
 
     def __init__(
-        self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None
-    ) -> None:
+        self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
+        expected: Callable[[], Expectation | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._scan = scan
         self._interval = interval_seconds
         self._folder = folder
+        self._expected = expected
         self._view: View | None = None
+        self._past = Past()
         self._error: str | None = None
         self.before: list[Callable[[View], None]] = []  # called with each new view before it is handed out
         self._stop = threading.Event()
@@ -72,21 +79,28 @@ class State:
         """Scan now; concurrent callers share one scan after another, never two at once."""
         with self._scanning:
             bench, bench_at = self._last_bench()
-            earlier = self._view.snapshots if self._view else ()
             benches = bench_history.read(self._folder) if self._folder else ()
             view = look(
                 self._scan(), bench=bench, bench_at_seconds=bench_at, benches=benches, flights=self._flights(),
-                earlier=earlier,
+                earlier=self._past.snapshots, expected=self._asked(),
             )  # fmt: skip
             for prepare in self.before:
                 try:
                     prepare(view)
                 except Exception:
                     log.exception("a new view could not be prepared for")
+            self._past.add(view.snapshots)
             with self._handing:
                 self._view = view
             self._error = None
             return view
+
+    def _asked(self) -> Expectation | str | None:
+        """What a node must have, read for each scan: a ConfigMap may have changed. Words where it cannot be read."""
+        try:
+            return self._expected()
+        except GateError as error:
+            return str(error)
 
     def reread_flights(self) -> None:
         """Hand out what was scanned last beside the flights that are kept by now."""

@@ -14,13 +14,15 @@ from rich.table import Table
 
 from agent import units
 from agent.flight import Comparison, Flight
-from agent.gate import Check, Verdict
+from agent.gate import Check, Verdict, unjudged
+from agent.judged import expected_rate, expected_words
 from agent.prose import CLASSES
 from agent.view import Group, grouped, passed_ids, reasons
 from collectives.results import BenchResult
-from collectives.transport import Evidence
+from collectives.transport import Evidence, ProofLine
 from planner.advice import RankedLayout, Recommendation
-from probes.api import Absent, Failed, Ok, Snapshot
+from planner.layout import Layout
+from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.gpu import GpuFacts
 from probes.hostinfo import HostinfoFacts
 from probes.interfaces import InterfacesFacts
@@ -138,10 +140,12 @@ def _cpus(text: str) -> str:
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
     """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
+    checks = tuple(checks)
     told = grouped(checks)
+    named = len({check.node for check in checks if check.node}) > 1
     for group in told:
-        if everything or group.status in ("fail", "warn", "info") or group.required:
-            finding(out, group)
+        if everything or group.status in ("fail", "warn", "info") or (group.required and group.status == "unknown"):
+            finding(out, group, named=named)
         else:
             quiet[group.status].append(group)
     unknowns(out, quiet["unknown"])
@@ -162,26 +166,30 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
         _indented(out, f"[dim]{escape(_some(codes))}[/dim]", 9)
 
 
-def finding(out: Console, group: Group) -> None:
-    """One finding: what, where, what proves it, what to do."""
+def finding(out: Console, group: Group, *, named: bool = False) -> None:
+    """One finding: what, where, what proves it, what to do; `named` says its node though it be one only."""
     colour = COLOURS[group.status]
     one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))
     where = f"on {group.subjects[0]}" if one else group.places
-    head = f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(', '.join(group.codes))}[/bold]"
+    head = f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.title)}[/bold]"
     out.print(f"{head} {escape(where)}" if where else head)
-    nodes = group.nodes if len(group.nodes) > 1 else ()
+    nodes = group.nodes if named or len(group.nodes) > 1 else ()
     _indented(out, f"{group.trouble}:" if group.trouble else "")
     if group.alike:
         _indented(out, escape(group.message))
-        _indented(out, "" if one else escape(_some(group.subjects, "on ")))
+        if nodes and not one and group.subjects:
+            for node, subjects in group.by_node[:SHOWN]:
+                _indented(out, escape(_some(subjects, f"on {node}: ")))
+        else:
+            _indented(out, "" if one else escape(_some(group.subjects, "on ")))
     else:
         for check in group.checks[:SHOWN]:
-            named = check.subject and not one and not check.message.startswith(check.subject)
+            told = check.subject and not one and not check.message.startswith(check.subject)
             where = f"{check.node}: " if nodes else ""
-            _indented(out, escape(f"{where}{check.subject}: {check.message}" if named else f"{where}{check.message}"))
+            _indented(out, escape(f"{where}{check.subject}: {check.message}" if told else f"{where}{check.message}"))
         if group.size > SHOWN:
             _indented(out, f"and {group.size - SHOWN} more")
-    _indented(out, escape(_some(nodes, "nodes ")))
+    _indented(out, escape(_some(nodes, "nodes " if len(nodes) > 1 else "node ")))
     if group.status in ("fail", "warn"):
         for check in group.checks[: len(group.codes) if group.trouble else 1]:  # those of the first device
             for line in check.evidence[:4]:
@@ -243,7 +251,7 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
     for departure in departures(topology):
         out.print(f"[yellow]! departs from it:[/yellow] {escape(departure)}")
     if not topology.gpus and not topology.nics:
-        out.print("no GPU and no RDMA device: there is no link to show")
+        out.print("no GPU and no RDMA device was read: there is no link to show")
     elif brief:
         blocks(out, topology)
     else:
@@ -256,10 +264,23 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
     nearest_nics(out, topology)
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope in ("island", "node", "cluster"):
-            busbw = units.rate(expected.busbw_bytes_per_second)
-            out.print(f"expected all_gather within {expected.scope}: {busbw} bus bandwidth")
+            out.print(f"expected all_gather within {expected.scope}: {expected_rate(expected)} bus bandwidth")
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
+
+
+def told(out: Console, found: Sequence[Finding]) -> None:
+    """What a topology alone shows: failures and warnings, with what proves them and what mends them."""
+    for finding in found:
+        if finding.severity.value in ("fail", "warn"):
+            colour = COLOURS[finding.severity.value]
+            out.print(
+                f"[{colour}]{escape(GLYPHS[finding.severity.value])}[/{colour}] [bold]{escape(finding.code)}[/bold]"
+            )
+            _indented(out, escape(finding.message))
+            for line in finding.evidence[:3]:
+                _indented(out, f"[dim]{escape(line)}[/dim]")
+            _indented(out, f"[bold]→ {escape(finding.remedy)}[/bold]")
 
 
 def nearest_nics(out: Console, topology: NodeTopology) -> None:
@@ -284,7 +305,7 @@ def bench(out: Console, result: BenchResult) -> None:
         cells.append(f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?")
         cells += [units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second)]
         if expected:
-            cells.append(units.rate(m.expected_busbw_bytes_per_second))
+            cells.append(expected_words(m))
         rows.add_row(*cells, "yes" if m.verified else "NO")
     where = f"{result.world_size} {result.backend} ranks on {', '.join(sorted(set(result.hosts))) or 'this host'}"
     out.print(f"\n[bold]Measured[/bold], {escape(where)}")
@@ -296,6 +317,13 @@ def bench(out: Console, result: BenchResult) -> None:
             pieces.add_row(part.name, moved, str(part.times), str(part.group_ranks), time)
         out.print(pieces)
         out.print(f"communication of the step, nothing hidden: {units.seconds(result.step.median_seconds)}")
+    if len(set(result.hosts)) > 1 and result.carried:
+        over: dict[str, int] = {}
+        for row in result.carried:
+            name = f"{row.interface or 'an unknown interface'} on {result.hosts[row.rank]}"
+            over[name] = over.get(name, 0) + row.bytes
+        most = sorted(over.items(), key=lambda item: -item[1])[:SHOWN]
+        out.print("over TCP: " + escape(", ".join(f"{units.size(count)} by {name}" for name, count in most)))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:
@@ -361,6 +389,11 @@ def point(out: Console, mark: str, text: str) -> None:
     out.print(row)
 
 
+def device_of(advice: Recommendation) -> str:
+    """What holds a rank's memory: its GPU, or the host's share of a rank where there is none."""
+    return "rank" if advice.backend == "gloo" else "GPU"
+
+
 def layout(out: Console, advice: Recommendation) -> None:
     """The chosen layout, the runners-up and what was turned down."""
     if advice.chosen is None:
@@ -371,15 +404,14 @@ def layout(out: Console, advice: Recommendation) -> None:
     chosen = advice.chosen
     out.print(f"\n[bold]Layout[/bold] for {advice.model.name if advice.model else 'the model'}")
     for ranked in (chosen, *advice.runners_up[:3]):
-        shape = ranked.layout
         mark = "[green]✓[/green]" if ranked is chosen else " "
-        recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
-        out.print(
-            f"{mark} [bold]{shape.family}[/bold], {shape.world_size} ranks, micro-batch {shape.micro_batch} x "
-            f"{shape.gradient_accumulation}, {recompute}, {shape.precision}"
-        )
+        out.print(f"{mark} {layout_title(ranked.layout)}")
         memory = units.interval(ranked.forecast.memory_bytes, "B")
-        point(out, "   ", f"step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per GPU")
+        point(
+            out,
+            "   ",
+            f"step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per {device_of(advice)}",
+        )
         point(out, "   ", escape(ranked.forecast.dominant if ranked is chosen else ranked.why))
     if advice.total_seconds is not None:
         out.print(f"the whole run: {advice.total_steps} steps, {units.hours(advice.total_seconds)}")
@@ -388,6 +420,16 @@ def layout(out: Console, advice: Recommendation) -> None:
         point(out, "→", escape(help_))
     for unknown in advice.unknowns:
         point(out, "?", escape(unknown))
+
+
+def layout_title(shape: Layout) -> str:
+    """Everything that tells one layout from another, in a line of markup."""
+    recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
+    offload = "" if shape.offload == "none" else f", {shape.offload} offloaded to the CPU"
+    return (
+        f"[bold]{shape.family}[/bold], {shape.world_size} ranks, micro-batch {shape.micro_batch} x "
+        f"{shape.gradient_accumulation}, {recompute}, {shape.precision}{offload}"
+    )
 
 
 def rejected(out: Console, advice: Recommendation) -> None:
@@ -419,6 +461,20 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(said)} in {units.seconds(seconds)}")
 
 
+_NVLINK_WORDS = {
+    "used": "used",
+    "enabled": "enabled for a communicator, no channel seen",
+    "available": "the hardware has it, no use of it seen",
+    "not available": "not available",
+    "unknown": "unknown",
+}
+_OUTCOMES = {"failed": "failed", "finished": "finished", "unknown": "unknown: no line tells"}
+
+
+def _place(line: ProofLine) -> str:
+    return f"line {line.line}" + (f" of {line.file}" if line.file else "")
+
+
 def evidence(out: Console, found: Evidence) -> None:
     """The verdict on a log, the problems with their lines, and the lines that prove it."""
     rows = table("what", "verdict")
@@ -434,6 +490,14 @@ def evidence(out: Console, found: Evidence) -> None:
         rows.add_row("", f"{found.undirected.gdrdma}/{found.undirected.total} channels of unnamed direction")
     for name, number in sorted(found.transports.items()):
         rows.add_row("channels", f"{number} via {escape(name)}")
+    rows.add_row("NVLS", _NVLINK_WORDS[found.nvls_use])
+    if found.mnnvl_use not in ("unknown", "off"):
+        clique = f", a clique of {found.mnnvl_clique} GPUs" if found.mnnvl_clique else ""
+        rows.add_row("NVLink between nodes", _NVLINK_WORDS[found.mnnvl_use] + clique)
+    rows.add_row("end of the job", _OUTCOMES[found.outcome])
+    for number, run in enumerate(found.runs, 1):
+        joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
+        rows.add_row(f"run {number}", escape(f"from {_place(run.first)}: {joined}, {_OUTCOMES[run.outcome]}"))
     if found.torn_lines:
         rows.add_row("torn lines", f"{found.torn_lines}, counted as neither on nor off")
     for path in found.gdr_paths[:4]:
@@ -447,16 +511,18 @@ def evidence(out: Console, found: Evidence) -> None:
         out.print(f"[{colour}]{escape(mark)}[/{colour}] [bold]{escape(problem.code)}[/bold]{times}")
         _indented(out, escape(problem.message))
         for line in problem.lines[:2]:
-            _indented(out, f"[dim]line {line.line}: {escape(line.text)}[/dim]")
+            _indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim]")
         _indented(out, f"[bold]→ {escape(problem.action)}[/bold]")
     if found.proof:
         out.print("[bold]Proof[/bold]")
     for line in found.proof[:8]:
-        _indented(out, f"[dim]line {line.line}: {escape(line.text)}[/dim] · {escape(line.proves)}", 2)
+        _indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim] · {escape(line.proves)}", 2)
 
 
 def report(out: Console, whole: Report, *, everything: bool = False) -> None:
-    """The whole report, in the order of the flight, verdict last."""
+    """The whole report, in the order of the flight, verdict last; first what it does not speak of."""
+    if (aside := unjudged(whole.checks)) and whole.verdict.word in ("pass", "warn"):
+        out.print(f"[{COLOURS['unknown']}]{escape(aside)}[/{COLOURS['unknown']}]: this says nothing of GPUs")
     for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
         host(out, snapshot)
         node(out, topology, brief=True)

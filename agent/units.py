@@ -61,6 +61,13 @@ def rate(value: float | None) -> str:
     return f"{number:.3g} GB/s"
 
 
+def reach(least: float | None, usual: float | None, most: float | None) -> str:
+    """A bandwidth with its interval: "326 GB/s (276 GB/s to 423 GB/s)"; the range alone without a usual value."""
+    if least is None:
+        return "unknown"
+    return f"{rate(usual)} ({rate(least)} to {rate(most)})" if usual is not None else f"{rate(least)} to {rate(most)}"
+
+
 def bits(value: float | None) -> str:
     """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
     if value is None:

@@ -8,15 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agent.gate import Check, Status, Verdict, checks_of_findings, checks_of_snapshot, judge, places, worst_first
+from agent.coverage import covered, no_gpu_read
+from agent.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
+from agent.gate import (
+    MANY_CODES,
+    Check,
+    Status,
+    Verdict,
+    checks_of_findings,
+    checks_of_snapshot,
+    judge,
+    places,
+    worst_first,
+)
 from agent.rising import CODES as RISING_CODES
-from agent.rising import rising
+from agent.rising import risen_since
 from collectives.results import BenchResult
 from planner.lint import CODES as ENVIRONMENT_CODES
 from planner.lint import lint
 from planner.lint_sources import recorded_environments
-from probes.api import Snapshot
+from probes.api import Ok, Snapshot
 from probes.hostinfo import HostinfoFacts
+from probes.interfaces import InterfacesFacts
+from probes.rdma import RdmaFacts
 from topology import check as topology_check
 from topology.build import build
 from topology.cluster import join
@@ -51,13 +65,18 @@ def look(
     benches: tuple[Line, ...] = (),
     flights: tuple[dict[str, Any], ...] = (),
     earlier: Sequence[Snapshot] = (),
+    expected: Expectation | str | None = None,
 ) -> View:
-    """Derive topology, checks and verdict from snapshots; `earlier` ones of the same hosts show what rises."""
+    """Derive topology, checks and verdict from snapshots; `earlier` ones of the same hosts show what rises.
+
+    `expected` is what each of them must have, or why that could not be read.
+    """
     topologies = tuple(build(snapshot) for snapshot in snapshots)
     checks: list[Check] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
-        before = next((old for old in earlier if old.hostname == snapshot.hostname), None)
-        checks.extend(with_rising(node_checks(snapshot, node), before, snapshot))
+        past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
+        found = with_rising(node_checks(snapshot, node), past, snapshot)
+        checks.extend(found if expected is None else settled((*found, *_expected(expected, snapshot, node))))
     if bench is not None:
         from agent.measured import checks_of_bench
 
@@ -74,6 +93,12 @@ def look(
         benches=benches,
         flights=flights,
     )
+
+
+def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+    if isinstance(expected, Expectation):
+        return checks_of(expected, seen(snapshot, node), snapshot.hostname)
+    return (Check(id=EXPECT_CODES[0], status="unknown", node=snapshot.hostname, message=expected, required=True),)
 
 
 # Checks that read one trouble of one device, each from another side, and the trouble's name.
@@ -102,6 +127,14 @@ class Group:
         return tuple(dict.fromkeys(check.id for check in self.checks))
 
     @property
+    def title(self) -> str:
+        """Its codes in a few words: many of one family are named by it."""
+        families = list(dict.fromkeys(code.split(".")[0] for code in self.codes))
+        if len(self.codes) <= MANY_CODES:
+            return ", ".join(self.codes)
+        return ", ".join(f"{family}.*" for family in families) + f" ({len(self.codes)} checks)"
+
+    @property
     def places(self) -> str:
         """On how many nodes or devices it was found: "on 10 devices"; empty where it is one."""
         return places(self.checks)
@@ -115,6 +148,16 @@ class Group:
     def nodes(self) -> tuple[str, ...]:
         """The nodes it was found on."""
         return tuple(dict.fromkeys(check.node for check in self.checks if check.node))
+
+    @property
+    def by_node(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Each node with what it is about there, in order."""
+        found: dict[str, dict[str, None]] = {}
+        for check in self.checks:
+            subjects = found.setdefault(check.node, {})
+            if check.subject:
+                subjects[check.subject] = None
+        return tuple((node, tuple(subjects)) for node, subjects in found.items() if node)
 
     @property
     def size(self) -> int:
@@ -143,7 +186,9 @@ def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
     found: dict[tuple[object, ...], list[Check]] = {}
     for check in checks:
         bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
-        found.setdefault(bad or (check.status, check.id, check.remedy), []).append(check)
+        # one reason that kept many required checks from being measured is one thing to read
+        unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
+        found.setdefault(bad or unmeasured or (check.status, check.id, check.remedy), []).append(check)
     return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
 
 
@@ -188,6 +233,14 @@ def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(group.id for group in groups if group.status == "pass" and group.id not in worse))
 
 
+def unknown_ids(groups: Iterable[Group]) -> tuple[str, ...]:
+    """Checks that were not measured somewhere, and failed or warned nowhere: as the verdict counts them."""
+    groups = tuple(groups)
+    worse = {code for group in groups if group.status in ("fail", "warn") for code in group.codes}
+    unknown = dict.fromkeys(code for group in groups if group.status == "unknown" for code in group.codes)
+    return tuple(code for code in unknown if code not in worse)
+
+
 def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
     """Checks that were not measured, by what kept them from it."""
     found: dict[str, dict[str, None]] = {}
@@ -227,13 +280,61 @@ def digest(view: View) -> str:
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
-    of_probes = (_called(check, names) for check in checks_of_snapshot(snapshot))
+    of_probes = (
+        _sockets_only_start(snapshot, _called(check, names))
+        for check in covered(snapshot, checks_of_snapshot(snapshot))
+    )
     found = (*of_probes, *environment_checks(snapshot, node))
     if not node.gpus:
-        why = "absent: no GPU on this host, so there is no link to judge"
+        unread = no_gpu_read(snapshot)
+        why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
         silent = (Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in topology_check.CODES)
         return (*found, *silent)
-    return (*found, *checks_of_findings(snapshot.hostname, topology_check.check(node), topology_check.CODES))
+    level = effective_environment(snapshot).get("NCCL_NET_GDR_LEVEL")
+    judged = checks_of_findings(snapshot.hostname, topology_check.check(node, gdr_level=level), topology_check.CODES)
+    if node.nvlink_known:
+        return (*found, *judged)
+    why = "the NVLinks of these GPUs could not be read"
+    return (*found, *(replace(c, status="unknown", message=why) if _of_nvlink(c) else c for c in judged))
+
+
+def effective_environment(snapshot: Snapshot) -> dict[str, str]:
+    """What NCCL of a job started here would read: its files, and over them the environment."""
+    host = snapshot.facts(HostinfoFacts)
+    return {**(host.nccl_conf or {}), **(host.nccl_environment or {})} if host else {}
+
+
+def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:
+    """The same host as a job with these variables meets it: what the job sets is not to be held against the host."""
+    outcomes = dict(snapshot.outcomes)
+    for name, outcome in snapshot.outcomes.items():
+        if isinstance(outcome, Ok) and isinstance(outcome.facts, HostinfoFacts):
+            merged = {**(outcome.facts.nccl_environment or {}), **environment}
+            outcomes[name] = replace(outcome, facts=replace(outcome.facts, nccl_environment=merged))
+        elif isinstance(outcome, Ok) and isinstance(outcome.facts, InterfacesFacts):
+            chosen = environment.get("NCCL_SOCKET_IFNAME") or outcome.facts.socket_ifname
+            outcomes[name] = replace(outcome, facts=replace(outcome.facts, socket_ifname=chosen))
+    return replace(snapshot, outcomes=outcomes)
+
+
+def _of_nvlink(check: Check) -> bool:
+    return check.status == "pass" and check.id.startswith("topology.nvlink.")
+
+
+def _sockets_only_start(snapshot: Snapshot, check: Check) -> Check:
+    """A host's interface that is slower than another costs nothing where RDMA carries the data.
+
+    On a pod's default network it stays what it is: whether the pod's RDMA works is not proven by a scan.
+    """
+    rdma, interfaces = snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts)
+    if check.id != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or not (rdma and interfaces):
+        return check
+    active = any(p.state == "ACTIVE" for d in rdma.devices if d.kind in ("hca", "efa") for p in d.ports)
+    of_host = any(i.name == check.subject and i.role == "host" for i in interfaces.interfaces)
+    if not (active and of_host):
+        return check
+    message = f"{check.message} RDMA carries the data here: sockets only start the job."
+    return replace(check, status="info", message=message)
 
 
 def _called(check: Check, names: Mapping[str, str]) -> Check:
@@ -242,9 +343,10 @@ def _called(check: Check, names: Mapping[str, str]) -> Check:
     return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
 
 
-def with_rising(checks: Sequence[Check], before: Snapshot | None, now: Snapshot) -> tuple[Check, ...]:
-    """The checks with what rose since the scan before; without one, that nothing rises is not known."""
-    if before is None or now.taken_at_seconds <= before.taken_at_seconds:  # the same recording replayed is one scan
+def with_rising(checks: Sequence[Check], past: Sequence[Snapshot], now: Snapshot) -> tuple[Check, ...]:
+    """The checks with what rose since earlier scans; without one, that nothing rises is not known."""
+    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a recording replayed is one scan
+    if not past:
         why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
             replace(check, status="unknown", message=why)
@@ -252,7 +354,7 @@ def with_rising(checks: Sequence[Check], before: Snapshot | None, now: Snapshot)
             else check
             for check in checks
         )
-    risen = checks_of_findings(now.hostname, rising(before, now), ())
+    risen = checks_of_findings(now.hostname, risen_since(past, now), ())
     raised = {check.id for check in risen}
     kept = (check for check in checks if not (check.status == "pass" and check.id in raised))
     return (*kept, *risen)

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.console import Console
 
 from agent import terminal, units
-from agent.advise import Request, RequestError, cluster_of, model_of, train_of
+from agent.advise import Request, RequestError, cluster_of, default_ranks, model_of, train_of
 from agent.hosts import snapshots
 from agent.output import emit, waiting
 from agent.report import write_atomic
 from planner import machines
-from planner.layout import Layout, LayoutError
+from planner.layout import Checkpointing, LayoutError, Offload, Precision, Schedule, Sharding
 from planner.machines import MachineError
-from planner.recommend import forecast_layout, plan
+from planner.recommend import forecast_named, plan
 from planner.sweep import compare, sweep, sweep_svg
 
 MOST_POINTS = 64
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _COUNTS = (*_DEGREES, "micro_batch", "gradient_accumulation", "virtual_stages")
-_WORDS = ("sharding", "checkpointing", "schedule", "precision", "offload")
+_WORDS: dict[str, tuple[str, ...]] = {
+    "sharding": get_args(Sharding), "checkpointing": get_args(Checkpointing), "schedule": get_args(Schedule),
+    "precision": get_args(Precision), "offload": get_args(Offload),
+}  # fmt: skip
 
 
 def run(request: Request, options: Mapping[str, Any], form: str) -> None:
@@ -51,14 +54,18 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
     nodes, train = [int(word) for word in words], train_of(request)
     try:
         if train.global_batch is None:  # one batch for all points, or the curve would compare different jobs
-            batch = plan(machines.cluster(request.machine, max(nodes)), (), model, train).global_batch
+            largest = machines.cluster(request.machine, max(nodes), gpus_per_node=request.ranks_per_node)
+            batch = plan(largest, (), model, train).global_batch
             train = replace(train, global_batch=batch)
         with waiting(f"recommend: forecasting layouts for {text}"):
-            points = sweep(request.machine, nodes, model, train)
+            points = sweep(request.machine, nodes, model, train, gpus_per_node=request.ranks_per_node)
     except (MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
     if plot is not None:
-        write_atomic(plot, sweep_svg(points, f"{model.name} on {request.machine}"))
+        try:
+            write_atomic(plot, sweep_svg(points, f"{model.name} on {request.machine}"))
+        except OSError as error:
+            raise click.UsageError(f"--plot {plot}: {error.strerror or error}") from None
 
     def show(out: Console) -> None:
         rows = terminal.table("nodes", "ranks", "layout", "step", "tokens/s", "efficiency")
@@ -77,38 +84,39 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     assert model is not None  # noqa: S101 - `run` has refused otherwise
     found = () if request.machine else snapshots(request.hosts, root=request.root)
     try:
-        planned = plan(
-            cluster_of(request, found), found, model, train_of(request), ranks_per_node=request.ranks_per_node
-        )
-        first, second = (forecast_layout(planned, layout_of(text, planned.world)) for text in texts)
+        cluster = cluster_of(request, found, request.ranks_per_node)
+        ranks = request.ranks_per_node or default_ranks(request, cluster)
+        planned = plan(cluster, found, model, train_of(request), ranks_per_node=ranks)
+        first, second = (forecast_named(planned, values_of(text)) for text in texts)
     except (LayoutError, MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
     rows = compare(first, second)
 
     def show(out: Console) -> None:
-        shown = terminal.table("part", *(ranked.layout.family for ranked in (first, second)))
+        shown = terminal.table("part", *(terminal.layout_title(ranked.layout) for ranked in (first, second)))
         for name, left, right in rows:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
-        shown.add_row("memory per GPU", *memory)
-        shown.add_row("allowed", *((ranked.why or "yes") for ranked in (first, second)))
+        shown.add_row("memory per GPU" if planned.question.has_gpu else "memory per rank", *memory)
+        broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
+        shown.add_row("allowed", *broken)
         out.print(shown)
 
     emit({"layouts": [first, second], "parts": rows}, form, show)
 
 
-def layout_of(text: str, world: int) -> Layout:
-    """ "dp_shard=4,tp=2,micro_batch=2" as a layout of `world` ranks; LayoutError names what is wrong."""
-    given: dict[str, Any] = {}
+def values_of(text: str) -> dict[str, Any]:
+    """ "dp_shard=4,tp=2,micro_batch=2" as fields of a layout; LayoutError names the word that is wrong."""
+    values: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
         if name in _COUNTS and value.isdecimal() and len(value) < 7:
-            given[name] = int(value)
-        elif name in _WORDS and value:
-            given[name] = value
+            values[name] = int(value)
+        elif name in _WORDS and value in _WORDS[name]:
+            values[name] = value
+        elif name in _WORDS:
+            raise LayoutError(f"{word!r}: {name} must be one of {', '.join(_WORDS[name])}")
         else:
             allowed = ", ".join((*_COUNTS, *_WORDS))
             raise LayoutError(f"{word!r}: must be NAME=VALUE with NAME one of {allowed}")
-    if "dp_shard" not in given and "sharding" not in given:
-        given["sharding"] = "ddp"
-    return Layout(world_size=world, **given)
+    return values
