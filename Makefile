@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ALONE := ranks or netns or rdma or kube or gpu
 HEAVY := $(ALONE) or browser or prometheus
 
-.PHONY: run test test-fast test-heavy lint golden serve bench forecast e2e drills clean lock audit sbom fuzz
+.PHONY: run test test-fast test-heavy lint golden serve bench forecast expect e2e drills clean lock audit sbom fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -58,6 +58,10 @@ bench: $(READY)
 
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
+
+# how right the expected bus bandwidths are, held against published results (docs/busbw.md)
+expect: $(READY)
+	$(BIN)/python bench/expect.py $(ROWS)
 
 # the locks anew from pyproject.toml; UPGRADE=1 takes the newest versions (locks/README.md)
 lock: .cache/tools/uv/bin/uv

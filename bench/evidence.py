@@ -1,20 +1,28 @@
 """How fast the log reader is, and how much memory it takes: ``python bench/evidence.py [--bytes 1000000000]``.
 
-Logs generated while read: a training log with NCCL lines in between, one of channel lines only, and one of calls.
+Logs generated while read: a training log with NCCL lines in between, one of channel lines only, one of calls, one of
+prose that never repeats, and the first three mixed 8 to 1 to 2. ``--against DIR`` reads the same with another checkout,
+in turns, and prints the ratio of CPU seconds: on a machine with other work the ratio counts, not the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
+import random
 import resource
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, os.environ.get("TOPOFLIGHT_BENCH_ROOT") or str(Path(__file__).resolve().parent.parent))
 
 from collectives import evidence
+from collectives.transport import Evidence
 
 
 def channel_block(step: int) -> bytes:
@@ -53,6 +61,39 @@ def operation_block(step: int) -> bytes:
     return "".join(rows).encode() + channel_block(step)[:1200] + b"\n"
 
 
+@cache
+def vocabulary() -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """8,000 words as often as their rank tells (Zipf), some of which the reader looks for."""
+    chance = random.Random(0)
+    told = ["the", "model", "of", "a", "memory", "error", "time", "was", "and", "request", "completion", "to", "rank"]
+    made = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(3, 9))) for _ in range(8000)]
+    return tuple(told + made), tuple(1 / (rank + 1) for rank in range(len(told) + len(made)))
+
+
+def prose_block(step: int) -> bytes:
+    """About 64 KiB of sentences that never repeat, as a run prints that shows its samples."""
+    chance = random.Random(step)
+    words, weights = vocabulary()
+    rows = (" ".join(chance.choices(words, weights, k=chance.randint(8, 30))) for _ in range(560))
+    return ("\n".join(rows) + "\n").encode()
+
+
+def mixed_block(step: int) -> bytes:
+    """Blocks of 64 KiB: 8 of training, 2 of calls, 1 of channels."""
+    training = b"".join(training_block(8 * step + index) for index in range(8))
+    calls = b"".join(operation_block(2 * step + index) for index in range(2))
+    return training + calls + channel_block(step)
+
+
+BLOCKS: dict[str, Callable[[int], bytes]] = {
+    "training": training_block,
+    "channels": channel_block,
+    "calls": operation_block,
+    "prose": prose_block,
+    "mixed": mixed_block,
+}
+
+
 class Repeated(io.RawIOBase):
     """A file that holds the block over and over, and takes no memory for it."""
 
@@ -69,23 +110,51 @@ class Repeated(io.RawIOBase):
         return piece
 
 
+def timed(name: str, size: int) -> tuple[float, float, float, Evidence]:
+    """CPU seconds, wall seconds, MiB that peak memory grew by, and the verdict."""
+    block = b"".join(BLOCKS[name](step) for step in range(64 if name == "prose" else 16 if name != "mixed" else 2))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, used = time.perf_counter(), time.process_time()
+    verdict = evidence.read_file(Repeated(block, size))
+    used, seconds = time.process_time() - used, time.perf_counter() - started
+    return used, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, verdict
+
+
+def elsewhere(checkout: Path, name: str, size: int) -> float:
+    """CPU seconds of the other checkout's reader on the same bytes, in a process of its own."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(checkout)!r}); import importlib.util as u\n"
+        f"s = u.spec_from_file_location('here', {str(Path(__file__).resolve())!r}); m = u.module_from_spec(s)\n"
+        f"s.loader.exec_module(m); print(m.timed({name!r}, {size})[0])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(checkout), "TOPOFLIGHT_BENCH_ROOT": str(checkout)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
 def main() -> None:
     """Print one line per kind of log."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, default=100_000_000)
-    size = parser.parse_args().bytes
-    for name, block in (("training", training_block(1)), ("channels", channel_block(1)), ("calls", operation_block(1))):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        started, used = time.perf_counter(), time.process_time()
-        verdict = evidence.read_file(Repeated(block * 16, size))
-        seconds, used = time.perf_counter() - started, time.process_time() - used
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print(
+    parser.add_argument("--kind", choices=BLOCKS, action="append", help="Default: all.")
+    parser.add_argument("--against", type=Path, help="Another checkout, read in turns with this one.")
+    options = parser.parse_args()
+    size = options.bytes
+    for name in options.kind or BLOCKS:
+        used, seconds, grown, verdict = timed(name, size)
+        line = (
             f"{name:9} {size / 1e6:7.0f} MB in {seconds:6.2f} s: {size / seconds / 1e6:6.1f} MB/s "
             f"({size / used / 1e6:.1f} MB per CPU second), "
-            f"{verdict.lines_read / seconds / 1e3:6.0f} k lines/s, peak memory grew by {grown / 1024:.1f} MiB; "
+            f"{verdict.lines_read / seconds / 1e3:6.0f} k lines/s, peak memory grew by {grown:.1f} MiB; "
             f"verdict {verdict.inter_node_transport}, GDRDMA {verdict.gdrdma}"
         )
+        if options.against:
+            turns = [(timed(name, size)[0], elsewhere(options.against, name, size)) for _ in range(3)]
+            ratios = sorted(other / here for here, other in turns)
+            others = sorted(other for _, other in turns)
+            line += f"; the other {size / others[1] / 1e6:.1f} MB per CPU second, "
+            line += f"ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)}"
+        print(line)
 
 
 if __name__ == "__main__":

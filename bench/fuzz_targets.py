@@ -8,6 +8,7 @@ tests/hostile replays what it once found through the same functions.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -263,6 +264,13 @@ ENTITIES = (
     b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY a "aaaaaaaa"><!ENTITY b "&a;&a;&a;&a;"><!ENTITY x SYSTEM '
     b'"file:///etc/passwd">]><system><cpu numaid="&b;">&x;</cpu></system>'
 )
+JOB_END = (
+    b"n1:77:80 [0] NCCL INFO comm 0x1 rank 0 nranks 16 cudaDev 0 busId 1b000 commId 0xa - Init START\n"
+    b"n1:99:99 [0] NCCL INFO comm 0x2 rank 0 nranks 16 cudaDev 0 busId 1b000 commId 0xb - Init START\n"
+    b"RuntimeError: NCCL error\nLast error:\nNET/IB : Requested properties for vNic 8, only 8 vNics have been created\n"
+    b"n1:99 NCCL DIAG [INFO] net bw: same-nic rank 3 (n1): 2.1 Gbit/s, >30% off median 3.5 Gbit/s in comm 0x7\n"
+    b"Traceback (most recent call last):\nValueError: x\nsrun: error: n1: task 0: Exited with exit code 137\n"
+)
 TOPO = (
     b"\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
     b"GPU0\t X \tNV18\tPIX\tSYS\t0-55,112-167\t0\t\tN/A\nGPU1\tNV18\t X \tNODE\tSYS\t0-55\t0\t\tN/A\n"
@@ -274,12 +282,15 @@ TOPO = (
 
 
 def nccl_log(data: bytes) -> object:
-    """Evidence from a training log, judged."""
+    """Evidence from a training log, judged: as one file, and in two halves, the later packed."""
     from collectives import evidence
 
     read = evidence.read_file(io.BytesIO(data))
     evidence.exit_code(read)
-    return json.dumps(evidence.to_json(read))
+    half = len(data) // 2
+    halves = evidence.read_files([io.BytesIO(data[:half]), io.BytesIO(gzip.compress(data[half:], 1))])
+    evidence.exit_code(halves)
+    return json.dumps([evidence.to_json(read), evidence.to_json(halves)])
 
 
 def topo_text(data: bytes) -> object:
@@ -316,7 +327,7 @@ def model_config(data: bytes) -> object:
 
 def job_config(data: bytes) -> object:
     """The fine-tune job's YAML."""
-    from finetune.config import read_config
+    from planner.job_config import read_config
 
     return read_config(_scratch().file("job.yaml", _json(lambda: JOB, data)))
 
@@ -330,8 +341,8 @@ def job_plan(data: bytes) -> object:
 
 def dataset_card(data: bytes) -> object:
     """A hub's data set: which of its files its README.md calls the train split, of each part."""
-    from finetune.config import ConfigError
     from finetune.sources import choose_files
+    from planner.job_config import ConfigError
 
     text = data[1:] if data[:1] and data[0] % 2 else b"---\n" + _json(lambda: CARD, b"\0" + data[1:]) + b"\n---\n"
     card = _scratch().file("README.md", text)
@@ -546,12 +557,13 @@ def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
     from agent import advise
     from agent.page_routes import question
-    from agent.whatif import layout_of
+    from agent.whatif import values_of
+    from planner.layout import Layout
 
     text = data[1:].decode("utf-8", errors="replace")
     match data[0] % 4 if data else 0:
         case 0:
-            return layout_of(text, 8)
+            return Layout(world_size=8, **values_of(text))
         case 1:
             return advise.version(text)
         case 2:
@@ -595,12 +607,16 @@ def _kinds(text: bytes) -> list[bytes]:
 def targets() -> Mapping[str, Target]:
     """Every target by name."""
     kube, lints = _own("agent.kube_access", "AccessError"), _own("planner.lint_sources", "EnvironmentTextError")
-    jobs, records = _own("finetune.config", "ConfigError"), _own("probes.recording", "RecordingError")
+    jobs, records = _own("planner.job_config", "ConfigError"), _own("probes.recording", "RecordingError")
     gates, flights = _own("agent.gate", "GateError"), _own("agent.flight", "FlightError")
     lay = (*_own("planner.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
     dumped = json.dumps
     return {
-        "nccl_log": Target(run=nccl_log, errors=(), seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3]),
+        "nccl_log": Target(
+            run=nccl_log,
+            errors=_own("collectives.evidence_clean", "LogFileError"),
+            seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3, gzip.compress(NCCL_LOG), NCCL_LOG + JOB_END],
+        ),
         "topo_text": Target(run=topo_text, errors=_own("topology.text", "TopologyTextError"), seeds=lambda: [TOPO]),
         "topo_xml": Target(
             run=topo_xml, errors=_own("topology.xml", "TopologyXmlError"), seeds=lambda: [XML, ENTITIES]

@@ -25,6 +25,10 @@ tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 install --no-deps --require-hashes --target "$tools" -r "$source/locks/build.txt"
 PYTHONPATH=$tools install --no-deps --no-build-isolation "$source"
-# what the running product never needs
-"$prefix/bin/pip" uninstall --quiet --yes pip
+# what the running product never needs; older interpreters put setuptools into each venv, torch alone asks for it
+case $kind in agent) spare="setuptools wheel pip" ;; *) spare=pip ;; esac
+for name in $spare; do
+    # an absent one is a warning to pip, and no error
+    "$prefix/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check "$name" 2>/dev/null
+done
 "$prefix/bin/topoflight" --version

@@ -1,0 +1,322 @@
+"""Rows of published bus bandwidths: from a machine in a person's words to what joins its GPUs.
+
+Surface: the columns machine, gpus_per_node, nodes, op, bytes, busbw_GBps, healthy, source (published_busbw.csv), or
+system, device, op, n_gpus, bytes, busbw_GBps, source (collectives_intranode.csv). A machine that cannot be placed is
+this reader's failure and is counted as one. What a row says of a fault ("MNNVL off") changes nothing: a row is placed
+as its machine should be.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.machines import CATALOGUE
+from topology.nccl import GIGA, nvlink_bytes_per_second, pcie_bytes_per_second
+from topology.reach import Paths, Span, span
+
+MIB = 1 << 20
+_DOMAIN = 72  # GPUs of an NVL72
+
+
+class PlaceError(ValueError):
+    """A row that this reader cannot place; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published result."""
+
+    machine: str
+    gpus_per_node: int
+    nodes: int
+    op: str
+    bytes: int
+    busbw: float  # bytes per second
+    healthy: str  # "yes", "no", "unclear"
+    source: str
+    kind: str  # "" where the file names none
+    nccl: str
+    nvls: str
+    gdr: str
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of either file."""
+    with path.open(encoding="utf-8", newline="") as stream:
+        return [_row(raw) for raw in csv.DictReader(stream)]
+
+
+def _row(raw: dict[str, str]) -> Row:
+    whole = "machine" in raw
+    source = raw.get("source", "")
+    return Row(
+        machine=raw["machine"] if whole else raw.get("device") or raw["system"],
+        gpus_per_node=int(raw["gpus_per_node" if whole else "n_gpus"]),
+        nodes=int(raw.get("nodes") or 1),
+        op={"alltoall": "all_to_all"}.get(raw["op"], raw["op"]),
+        bytes=int(raw["bytes"]),
+        busbw=float(raw["busbw_GBps"]) * GIGA,
+        healthy=(raw.get("healthy") or ("unclear" if _doubtful(raw) else "yes")).strip().lower(),
+        # a comment of a thread, a file of a repository: the same people with the same machines
+        source=re.split(r"[\s@:]|#", source.removeprefix("github:"))[0] + "".join(re.findall(r"#\d+", source)[:1]),
+        kind=raw.get("class") or "",
+        nccl=raw.get("nccl") or raw.get("nccl_version") or "",
+        nvls=(raw.get("nvls") or "").lower(),
+        gdr=raw.get("gdr") or "",
+    )
+
+
+def _doubtful(raw: dict[str, str]) -> bool:
+    """The source's own file gives this box 32 GB/s, and 4 and 8 of its GPUs reach 5 and 1."""
+    return raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    """What a GPU's name says of its links."""
+
+    pattern: str
+    capability: tuple[int, int]
+    links: int = 0  # NVLinks, all of them
+    through: str = "PCIe"  # "NVSwitch", "NVLink"
+    pcie: int = 4  # generation
+    direct: bool = True  # peers reach each other over PCIe; GeForce drivers refuse it
+    rate: float | None = None  # of one link, where it is no NVLink: bytes per second
+
+
+# First match wins. Links: NVIDIA data sheets; the boards are NVIDIA's HGX, DGX, MGX and the cards' bridges.
+_GPUS = (
+    _Gpu(pattern=r"gb[23]00|nvl72|a4x", capability=(10, 0), links=18, through="NVSwitch", pcie=5),
+    _Gpu(pattern=r"b[23]00", capability=(10, 0), links=18, through="NVSwitch", pcie=5),
+    _Gpu(pattern=r"rtx ?pro ?6000|rtx pro .*blackwell", capability=(12, 0), pcie=5),
+    _Gpu(pattern=r"50[6789]0", capability=(12, 0), pcie=5, direct=False),
+    _Gpu(pattern=r"h200 nvl", capability=(9, 0), links=18, through="NVLink", pcie=5),
+    _Gpu(pattern=r"h[12]00.*(pcie|nvl|\bnv12)|nc80adis|nc40ads|ncads.*h100", capability=(9, 0), links=12,
+         through="NVLink", pcie=5),
+    _Gpu(pattern=r"h800", capability=(9, 0), links=8, through="NVSwitch", pcie=5),
+    _Gpu(pattern=r"h100|h200|h20\b|gh200", capability=(9, 0), links=18, through="NVSwitch", pcie=5),
+    _Gpu(pattern=r"a800", capability=(8, 0), links=8, through="NVSwitch"),
+    _Gpu(pattern=r"a100.*(pcie|pci\b|nv12 pair)|nc\d+ads.*a100|nc\d+ads", capability=(8, 0), links=12,
+         through="NVLink"),
+    _Gpu(pattern=r"a100", capability=(8, 0), links=12, through="NVSwitch"),
+    _Gpu(pattern=r"a30\b", capability=(8, 0), links=4, through="NVLink"),
+    _Gpu(pattern=r"a40\b|a6000", capability=(8, 6), links=4, through="NVLink"),
+    _Gpu(pattern=r"a10g?\b", capability=(8, 6), direct=False),
+    _Gpu(pattern=r"3090", capability=(8, 6), links=4, through="NVLink", direct=False),
+    _Gpu(pattern=r"l40s?|6000 ada|\bl4\b", capability=(8, 9)),
+    _Gpu(pattern=r"40[6789]0", capability=(8, 9), direct=False),
+    _Gpu(pattern=r"v100.*pcie", capability=(7, 0), pcie=3),
+    _Gpu(pattern=r"v100|dgx-[12]", capability=(7, 0), links=6, through="NVLink", pcie=3),
+    _Gpu(pattern=r"titan ?rtx|2080|rtx ?[68]000", capability=(7, 5), links=2, through="NVLink", pcie=3, direct=False),
+    _Gpu(pattern=r"t4\b", capability=(7, 5), pcie=3),
+    # xGMI: 7 links of 64 GB/s, three quarters of it; RCCL's algorithms are not NCCL's
+    _Gpu(pattern=r"mi3\d\d", capability=(0, 0), links=7, through="NVLink", pcie=5, rate=48e9),
+    _Gpu(pattern=r"p100", capability=(6, 0), links=4, through="NVLink", pcie=3),
+)  # fmt: skip
+_SPEEDS = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Instance:
+    """A machine by name: what the words alone do not say."""
+
+    pattern: str
+    gpu: str
+    gpus: int
+    nics: int
+    gbps: float
+    network: str = "RDMA"  # "RDMA without GPUDirect", "sockets"
+    virtual: bool = False  # peers do not reach each other over PCIe
+
+
+# Machines that planner/machines.py does not have; the makers' instance pages, facts of the sources' own text.
+_INSTANCES = (
+    _Instance(pattern=r"p6e-gb200", gpu="GB200", gpus=4, nics=4, gbps=400),
+    _Instance(pattern=r"gb300", gpu="GB300", gpus=4, nics=4, gbps=800),
+    _Instance(pattern=r"p6-b300", gpu="B300", gpus=8, nics=16, gbps=400),
+    _Instance(pattern=r"a4x|gb200|nvl72", gpu="GB200", gpus=4, nics=4, gbps=400),
+    _Instance(pattern=r"g4dn", gpu="T4", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect", virtual=True),
+    _Instance(pattern=r"g5\.(12|24)", gpu="A10G", gpus=4, nics=1, gbps=40, network="sockets", virtual=True),
+    _Instance(pattern=r"\bg5\b|\bg5\.", gpu="A10G", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect",
+              virtual=True),
+    _Instance(pattern=r"\bg6e\b|\bg6e\.", gpu="L40S", gpus=8, nics=4, gbps=100, network="RDMA without GPUDirect",
+              virtual=True),
+    _Instance(pattern=r"\bg6\b|\bg6\.", gpu="L4", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect",
+              virtual=True),
+    _Instance(pattern=r"p3dn", gpu="V100", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect"),
+    _Instance(pattern=r"p3\.", gpu="V100", gpus=8, nics=1, gbps=25, network="sockets"),
+    _Instance(pattern=r"p4de?\b", gpu="A100", gpus=8, nics=4, gbps=100),
+    _Instance(pattern=r"p5en\b", gpu="H200", gpus=8, nics=16, gbps=200),
+    _Instance(pattern=r"p5e?\b", gpu="H100", gpus=8, nics=32, gbps=100),
+    _Instance(pattern=r"p6-b200", gpu="B200", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"a3[- ]?mega", gpu="H100", gpus=8, nics=8, gbps=200),
+    _Instance(pattern=r"a3[- ]?ultra", gpu="H200", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"a3[- ]?high", gpu="H100", gpus=8, nics=4, gbps=200, network="RDMA without GPUDirect"),
+    _Instance(pattern=r"\ba4\b|a4-high", gpu="B200", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"a2-", gpu="A100", gpus=8, nics=1, gbps=100, network="sockets"),
+    _Instance(pattern=r"nc80adis|nc40ads", gpu="H100 NVL", gpus=2, nics=1, gbps=80, network="sockets"),
+    _Instance(pattern=r"nc\d+ads", gpu="A100 PCIe", gpus=4, nics=1, gbps=80, network="sockets"),
+    _Instance(pattern=r"nd40|ndv2", gpu="V100", gpus=8, nics=1, gbps=100),
+    _Instance(pattern=r"nd.*h200", gpu="H200", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"nd.*h100|ndv5", gpu="H100", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"\bndm?\b.*a100|nd96a|ndv4", gpu="A100", gpus=8, nics=8, gbps=200),
+    _Instance(pattern=r"bm\.gpu4|bm\.gpu\.(b4|a100|gm4)", gpu="A100", gpus=8, nics=16, gbps=100),
+    _Instance(pattern=r"bm\.gpu\.h100", gpu="H100", gpus=8, nics=16, gbps=200),
+    _Instance(pattern=r"bm\.gpu\.h200|bm\.gpu\.b200", gpu="H200", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"dgx[- ]?b300|hgx[- ]?b300", gpu="B300", gpus=8, nics=8, gbps=800),
+    _Instance(pattern=r"gh200", gpu="GH200", gpus=1, nics=1, gbps=400),
+    _Instance(pattern=r"dgx[- ]?b[23]00|hgx[- ]?b[23]00", gpu="B200", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"dgx[- ]?h[12]00", gpu="H100", gpus=8, nics=8, gbps=400),
+    _Instance(pattern=r"dgx[- ]?a100", gpu="A100", gpus=8, nics=8, gbps=200),
+    _Instance(pattern=r"dgx-?2", gpu="V100", gpus=16, nics=8, gbps=100),
+    _Instance(pattern=r"dgx-?1", gpu="V100", gpus=8, nics=4, gbps=100),
+)  # fmt: skip
+_RATES = r"(25|40|50|56|80|100|200|400|800)"
+_WORDS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}
+
+
+def place(row: Row) -> Paths:
+    """What joins the ranks of a row. PlaceError where its words do not say it."""
+    text = row.machine.lower()
+    instance = next((each for each in _instances() if re.search(each.pattern, text)), None)
+    words = re.sub(_RATES + r"\s*g(?:b?/?p?s|be?)?\b(?!\w)", r"\1 gb/s", text)
+    words = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", words)
+    gpu = next((each for each in _GPUS if re.search(each.pattern, text)), None)
+    if gpu is None and instance:
+        gpu = next((each for each in _GPUS if re.search(each.pattern, instance.gpu.lower())), None)
+    ranks = row.gpus_per_node * row.nodes
+    between, wire = _network(row, words, instance) if row.nodes > 1 else (None, None)
+    if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
+        raise PlaceError(f"{row.machine}: no GPU that this reader knows")
+    if ranks < 2:
+        raise PlaceError(f"{row.machine}: one rank")
+    inside, link = _inside(row, text, gpu, instance, wire)
+    groups, wire = _groups(row, text, gpu, wire)
+    capability = gpu.capability if gpu else None
+    return Paths(
+        ranks=ranks,
+        groups=groups,
+        inside=inside,
+        link=link,
+        capability=capability,
+        nvls=_nvls(row) if inside == "NVSwitch" and (capability or (0, 0)) >= (9, 0) else False,
+        between=between if groups > 1 else None,
+        wire=wire if groups > 1 else None,
+        words=(row.machine,),
+    )
+
+
+def _nvls(row: Row) -> bool | None:
+    """Whether the library can reduce in the switch: from NCCL 2.17 on; None where no version is published."""
+    version = re.match(r"(\d+)\.(\d+)", row.nccl)
+    if version:
+        return (int(version[1]), int(version[2])) >= (2, 17)
+    return True if row.nvls in ("on", "off", "auto") else None
+
+
+def _instances() -> list[_Instance]:
+    kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
+    return [
+        *_INSTANCES,
+        *(
+            _Instance(
+                pattern=re.escape(each.name.lower()), gpu=each.gpu, gpus=each.gpus, nics=each.nics,
+                gbps=each.nic_gbps, network=kinds[each.nic_kind],
+            )
+            for each in CATALOGUE
+        ),
+    ]  # fmt: skip
+
+
+def _groups(row: Row, text: str, gpu: _Gpu | None, wire: Span | None) -> tuple[int, Span | None]:
+    """An NVLink domain of several hosts is one group; "no domain seen" is a plain host with NICs."""
+    plain = re.search(r"no domain|no mnnvl|\bib\b|infiniband|roce|\btcp\b|ethernet|socket|racks? to rack", text)
+    racked = gpu is _GPUS[0] and (not plain or "mnnvl off" in text)
+    if not racked or row.nodes == 1:
+        return row.nodes, wire
+    groups = -(-row.gpus_per_node * row.nodes // _DOMAIN)
+    hosts = -(-row.nodes // groups)
+    return groups, Span(low=wire.low * hosts, high=wire.high * hosts) if wire else None
+
+
+def _inside(
+    row: Row, text: str, gpu: _Gpu | None, instance: _Instance | None, wire: Span | None
+) -> tuple[str | None, Span | None]:
+    if row.gpus_per_node < 2 and gpu is not _GPUS[0]:
+        return None, None
+    pair = re.search(r"\bnv(\d+)\b", text)
+    links = int(pair[1]) if pair else gpu.links if gpu else 0
+    through = gpu.through if gpu else "PCIe"
+    meshed = "sxm" in text or "mesh" in text
+    if through == "NVLink" and gpu and gpu.capability > (7, 0) and not meshed:
+        bridged = pair or re.search(r"nvlink|bridge|\bnc\d+ad", text)
+        links = links if bridged else 0  # a bridge is bought apart
+    if through == "NVLink" and row.gpus_per_node > 2 and (gpu is None or gpu.capability > (7, 0)) and not meshed:
+        links = 0  # a bridge joins two cards; only SXM2 boards mesh more
+    if gpu and links and not (through == "NVLink" and "without p2p" in text):
+        if through == "NVLink" and gpu.capability == (7, 0) and not pair:
+            links = _mesh(row.gpus_per_node, 6)
+        rate = gpu.rate or nvlink_bytes_per_second(gpu.capability)
+        return through, span(links * (rate or 0.0))
+    # a NIC of 400 Gb/s needs a slot of generation 5, and GPUs behind the same switches have no less
+    fast = wire is not None and re.search(r"x\s*400", text) is not None
+    generation = gpu.pcie if gpu else 5 if fast else 4
+    rate = pcie_bytes_per_second(_SPEEDS[generation], 16)
+    refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
+    direct = (gpu.direct if gpu else True) and not refused
+    return "PCIe" if direct else "shared memory", span(rate or 0.0)
+
+
+def _mesh(gpus: int, links: int) -> int:
+    """NVLinks that a ring over part of a hybrid cube mesh has: two of a quad's pairs are double."""
+    return {2: 2, 3: 2, 4: 4}.get(gpus, links)
+
+
+def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Span]:
+    """One host's NICs together, in bytes per second, and what runs over them."""
+    kind = instance.network if instance else "RDMA"
+    plain = re.search(r"\btcp\b|ethernet|socket|\dgbe\b|\d gbe\b", row.machine.lower()) and "roce" not in text
+    if plain or row.gdr.upper() == "TCP":
+        kind = "sockets"
+    gbps = _said_gbps(text)
+    if gbps is None and instance:
+        # fewer GPUs than the machine has bring their share of its NICs
+        gbps = instance.gbps * max(1, instance.nics * min(row.gpus_per_node, instance.gpus) // instance.gpus)
+    if gbps is None:
+        word = next((each for each in _WORDS if re.search(rf"\b{each}", text)), None)
+        gbps = float(_WORDS[word]) if word else None
+    if gbps is None:
+        raise PlaceError(f"{row.machine}: nothing says what joins its {row.nodes} nodes")
+    return kind, span(gbps * GIGA / 8)
+
+
+def _said_gbps(text: str) -> float | None:
+    """What the words themselves say of one host's NICs together."""
+    whole = re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text)
+    dual = re.search(rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}", text)
+    listed = re.search(rf"(\d+)\s*x\s*{_RATES}\b(?!\s*gb\b)", text)
+    named = re.search(r"(\d+)\s*x\s*(xdr|ndr|hdr|edr|fdr)", text)
+    counted = re.search(rf"(\d+)\s*(?:nics?|hcas?|ports|connectx-?\d?|cx-?\d)\W+(?:of\s+|at\s+)?{_RATES}\b", text)
+    single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
+    if whole:
+        return float(whole[1]) * 1000
+    if dual:
+        return float(dual[1]) * float(dual[2]) * float(dual[3])
+    if listed:
+        return float(listed[1]) * float(listed[2])
+    if named:
+        return float(named[1]) * _WORDS[named[2]]
+    if counted:
+        return float(counted[1]) * float(counted[2])
+    if single and not re.search(rf"{re.escape(single[0])}\s*(hbm|vram|memory)", text) and float(single[1]) >= 1:
+        return _card(float(single[1]), text)
+    return None
+
+
+def _card(gbps: float, text: str) -> float | None:
+    """ "80GB" after a GPU's name is memory; "100 Gb/s" and "25 GbE" are a network."""
+    memory = re.search(rf"{gbps:g}\s*gb\b(?!/s|ps)", text)
+    return None if memory and not re.search(rf"{gbps:g}\s*gb\s*(ib|roce|ethernet|tcp)", text) else gbps

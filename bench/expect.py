@@ -1,0 +1,280 @@
+"""How right the expected bus bandwidths are, held against published results: `make expect [ROWS=FILE.csv]`.
+
+Prints by class how many rows there are, the median, least and greatest of measured over expected, false alarms (healthy
+rows below the interval), and the broken rows that are caught and missed. Every source is judged by factors that were
+fitted to the other sources. Without ROWS the rows of the corpus beside the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from busbw_rows import MIB, PlaceError, Row, place, read
+
+from topology.efficiency import FACTORS, Factors
+from topology.nccl import GIGA
+from topology.reach import Interval, Paths, expect, judge
+
+CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
+FILES = ("published_busbw.csv", "collectives_intranode.csv")
+LEAST_BYTES_PER_RANK = 64 * MIB  # of the sweeps in one host: what preflight judges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A row, and what joins its ranks."""
+
+    row: Row
+    paths: Paths
+
+    @property
+    def kind(self) -> str:
+        """The file's own class, else one by fabric, hosts and operation."""
+        if self.row.kind:
+            return self.row.kind
+        hosts = "1 node" if self.row.nodes == 1 else "2 nodes" if self.row.nodes == 2 else "3+ nodes"
+        return f"{hosts} {self.paths.inside or self.paths.between} {self.row.op}"
+
+
+def small(row: Row) -> bool:
+    """A sweep's small sizes in one host: preflight does not judge them."""
+    return row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
+
+
+def efficiency(each: Placed, factors: Factors) -> float | None:
+    """The part of the plan that a result reached, its usual latency taken away; None where the bound is another."""
+    paths, row = each.paths, each.row
+    plan = paths.link if paths.groups == 1 else paths.wire
+    passes = 2 if row.op == "all_reduce" else 1
+    moved = row.bytes * passes * (paths.ranks - 1) / paths.ranks
+    if plan is None or not moved:
+        return None
+    steps = passes * (paths.ranks - 1)
+    usual = factors.step_seconds if paths.groups == 1 else factors.step_seconds_between
+    latency = factors.start_seconds[1] + steps * usual[1]
+    if _by_nvls(each):
+        latency = paths.ranks * factors.nvls_rank_seconds[1]
+    left = moved / row.busbw - latency
+    return moved / left / plan.middle if left > 0 else None
+
+
+def _by_nvls(each: Placed) -> bool:
+    found = expect(each.paths, each.row.op, each.row.bytes)
+    return isinstance(found, Interval) and found.algorithm == "NVLS"
+
+
+def fit(rows: Sequence[Placed]) -> Factors:
+    """Factors from healthy rows. A factor that no row bears on keeps what NCCL's own model or arithmetic gives."""
+    made = PRIOR
+    healthy = [each for each in rows if each.row.healthy == "yes" and each.row.op != "all_to_all"]
+    linked = [e for e in healthy if e.paths.groups == 1 and e.paths.inside in ("NVSwitch", "NVLink")]
+    rings = [e for e in linked if not _by_nvls(e) and not (e.row.op == "all_reduce" and e.paths.nvls is None)]
+    later = [e for e in rings if (e.paths.capability or (0, 0)) >= (7, 5)]
+    gather = _line([e for e in later if e.row.op != "all_reduce"], PRIOR.gather)
+    reduce = _line([e for e in later if e.row.op == "all_reduce"], PRIOR.reduce)
+    made = replace(made, gather=gather, reduce=reduce)
+    volta = [e for e in rings if (7, 0) <= (e.paths.capability or (0, 0)) < (7, 5)]
+    if volta:
+        made = replace(made, volta=round(statistics.median(_against(volta, made)), 2))
+    against = _against(later, made)
+    if against:
+        least, most = min(against) * (1 - SLACK), max(against) * (1 + SLACK)
+        made = replace(made, ring_margin=(round(min(0.85, least), 2), round(max(1.15, most), 2)))
+    switch = [e for e in linked if _by_nvls(e)]
+    old = [e for e in switch if (e.paths.capability or (0, 0)) < (10, 0)]
+    new = [e for e in switch if (e.paths.capability or (0, 0)) >= (10, 0)]
+    slow = [e for e in healthy if e.paths.groups == 1 and e.paths.inside == "PCIe"]
+    copied = [e for e in healthy if e.paths.groups == 1 and e.paths.inside == "shared memory"]
+    wired = [e for e in healthy if e.paths.between == "RDMA" and _wire_bound(e)]
+    return replace(
+        made,
+        nvls_hopper=_three(old, PRIOR.nvls_hopper),
+        nvls_blackwell=_three(new, PRIOR.nvls_blackwell),
+        pcie=_three(slow, PRIOR.pcie, wide=True),
+        shared_memory=_three(copied, PRIOR.shared_memory, wide=True),
+        rdma=_three(wired, PRIOR.rdma, wide=True),
+    )
+
+
+SLACK = 0.03  # of the least and the greatest that was seen: the next machine is none of these
+
+# What there is without a measurement: NCCL's plan, the usual share of a wire, NVLS by NCCL's own nvlsEfficiency
+# (src/graph/tuning.cc: 0.85 Hopper, 0.74 Blackwell; busbw is some 1.5 times that share of the ring's plan).
+PRIOR = replace(
+    FACTORS,
+    gather=(1.05, 0.40),
+    reduce=(1.00, 0.25),
+    ring_margin=(0.80, 1.20),
+    volta=1.0,
+    nvls_hopper=(1.10, 1.29, 1.45),
+    nvls_blackwell=(0.96, 1.13, 1.35),
+    pcie=(0.45, 0.65, 1.30),
+    shared_memory=(0.30, 0.50, 0.90),
+    rdma=(0.80, 0.94, 1.02),
+)
+
+
+def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, float]:
+    """a and b of 1 / e = a + b / (n - 1), through the medians by number of ranks."""
+    by_ranks: dict[int, list[float]] = {}
+    for each in rows:
+        found = efficiency(each, PRIOR)
+        if found:
+            by_ranks.setdefault(each.paths.ranks, []).append(found)
+    points = [(1 / (n - 1), 1 / statistics.median(values)) for n, values in by_ranks.items()]
+    if len(points) < 3:  # two unknowns, and one point more that could contradict them
+        return prior
+    slope, start = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
+    return round(start, 2), round(max(0.0, slope), 2)
+
+
+def _against(rows: Sequence[Placed], factors: Factors) -> list[float]:
+    return [
+        found / factors.ring(each.row.op, each.paths.ranks)
+        for each in rows
+        if (found := efficiency(each, factors)) is not None
+    ]
+
+
+def _three(
+    rows: Sequence[Placed], prior: tuple[float, float, float], *, wide: bool = False
+) -> tuple[float, float, float]:
+    """Least, usual and most, each source with one voice: that of its median.
+
+    With `wide` never narrower than the prior: between the boxes of two makers lies more than the rows show.
+    """
+    voices: dict[str, list[float]] = {}
+    for each in rows:
+        value = efficiency(each, PRIOR)
+        if value is not None:
+            voices.setdefault(each.row.source, []).append(value)
+    if not voices:
+        return prior
+    found = [statistics.median(values) for values in voices.values()]
+    usual = statistics.median(found)
+    least = min(min(found) * (1 - SLACK), usual * NARROWEST)
+    most = max(max(found) * (1 + SLACK), usual * prior[2] / prior[1])
+    if wide:
+        least, most = min(least, prior[0]), max(most, prior[2])
+    return round(least, 2), round(usual, 2), round(most, 2)
+
+
+NARROWEST = 0.885  # the least over the usual; a single source says little of how much machines differ
+
+
+def _wire_bound(each: Placed) -> bool:
+    """Whether the wire, and not what is inside the hosts, decides; all-reduce of two groups may take a tree."""
+    paths, row = each.paths, each.row
+    inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
+    wide = paths.ranks_per_group == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
+    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * paths.ranks
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("rows", nargs="*", type=Path, help="CSV files; default: the corpus beside the checkout")
+    parser.add_argument("--fit", action="store_true", help="print the factors that all rows give, for efficiency.py")
+    parser.add_argument("--each", action="store_true", help="print every row that is wrong")
+    given = parser.parse_args(arguments)
+    corpus = [path for path in (CORPUS / name for name in FILES) if path.exists()]
+    files = given.rows or corpus
+    if not files:
+        print(f"no rows: {CORPUS} is not there; ROWS=FILE.csv names them", file=sys.stderr)
+        return 2
+    rows, unplaced = placed([row for path in files for row in read(path)])
+    known, _ = placed([row for path in corpus for row in read(path)])
+    if given.fit:
+        print(fit(known or rows))
+        return 0
+    left_out = {source: fit([e for e in known if e.row.source != source]) for source in {e.row.source for e in rows}}
+    report(rows, unplaced, left_out if known else {}, each=given.each)
+    return 0
+
+
+def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
+    """Rows that are judged, and those that this reader cannot place."""
+    found, unplaced = [], []
+    for row in rows:
+        if small(row) or row.op == "all_to_all":
+            continue
+        try:
+            found.append(Placed(row=row, paths=place(row)))
+        except PlaceError as error:
+            unplaced.append(str(error))
+    return found, unplaced
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """One class."""
+
+    ratios: list[float]
+    false_alarms: int = 0
+    caught: int = 0
+    missed: int = 0
+    unknown: int = 0
+    unclear: int = 0
+
+
+def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, Factors], *, each: bool) -> None:
+    """The table, and below it what is wrong."""
+    tallies: dict[str, Tally] = {}
+    wrong = []
+    for one in rows:
+        tally = tallies.setdefault(one.kind, Tally(ratios=[]))
+        found = expect(one.paths, one.row.op, one.row.bytes, factors.get(one.row.source, FACTORS))
+        healthy = one.row.healthy
+        tally.unclear += healthy not in ("yes", "no")
+        if not isinstance(found, Interval):
+            tally.unknown += 1
+            tally.missed += healthy == "no"
+            wrong.append(f"{one.row.machine}, {one.row.op}: {found.words()}")
+            continue
+        low = judge(one.row.busbw, found).status != "pass"
+        if healthy == "yes":
+            tally.ratios.append(one.row.busbw / found.typical)
+        tally.false_alarms += low and healthy == "yes"
+        tally.caught += low and healthy == "no"
+        tally.missed += not low and healthy == "no"
+        if low == (healthy == "yes") and healthy in ("yes", "no"):
+            what = "false alarm" if low else "missed"
+            measured = f"{one.row.busbw / GIGA:.4g}"
+            wrong.append(
+                f"{what}: {one.row.machine}, {one.row.nodes} x {one.row.gpus_per_node}, {one.row.op} of "
+                f"{one.row.bytes // MIB} MiB: {measured} of {found.words()} by {found.algorithm} ({one.row.source})"
+            )
+    print("| class | rows | median | least | most | false alarms | caught | missed | unclear | unknown |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    whole = Tally(ratios=[])
+    for kind, tally in tallies.items():
+        _print(kind, tally, sum(one.kind == kind for one in rows))
+        whole.ratios += tally.ratios
+        for name in ("false_alarms", "caught", "missed", "unclear", "unknown"):
+            setattr(whole, name, getattr(whole, name) + getattr(tally, name))
+    _print("all", whole, len(rows))
+    print(f"\nratios: measured over expected (usual value), of healthy rows. Not placed: {len(unplaced)}")
+    for line in [*unplaced, *(wrong if each else wrong[:20])]:
+        print(f"- {line}")
+    how = (
+        "every source by factors fitted to the other sources" if factors else "by the factors of topology/efficiency.py"
+    )
+    print(f"\n{how}")
+
+
+def _print(kind: str, tally: Tally, rows: int) -> None:
+    ratios = tally.ratios
+    three = f"{statistics.median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}" if ratios else " | | "
+    counts = f"{tally.false_alarms} | {tally.caught} | {tally.missed} | {tally.unclear} | {tally.unknown}"
+    print(f"| {kind} | {rows} | {three} | {counts} |")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
