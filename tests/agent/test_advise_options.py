@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from agent.advise import Request, RequestError, answer, histogram_of
+from agent.advise import Request, RequestError, answer, cluster_of, histogram_of, of_cluster
+from agent.cmd_recommend import recommend
 from planner.advice import Recommendation
+from probes.recording import load
+from probes.scan import scan
+from topology.build import build
+
+FOLDER = Path(__file__).parent.parent / "machines"
+MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def advice(**more: Any) -> Recommendation:
@@ -84,3 +93,59 @@ def test_wrong_values_are_named(given: dict[str, Any], names: str) -> None:
 def test_histogram_is_sorted() -> None:
     """As the planner reads it."""
     assert histogram_of("512:1,64:9") == ((64, 9), (512, 1))
+
+
+def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
+    """Four nodes with one rank each are four ranks, over the one NIC that is nearest to the GPU that computes."""
+    whole, part = advice(machine="p4d.24xlarge", nodes=4), advice(machine="p4d.24xlarge", nodes=4, ranks_per_node=1)
+    assert whole.chosen is not None and part.chosen is not None
+    assert (whole.chosen.layout.world_size, part.chosen.layout.world_size) == (32, 4)
+    assert cluster_of(Request(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
+    """Each number up to the usable GPUs is answered for so many ranks; one more is refused with what is allowed."""
+    snapshot = scan(load(FOLDER / f"{name}.json"))
+    usable = sum(gpu.usable for gpu in build(snapshot).gpus)
+    for ranks in range(1, usable + 1):
+        found = answer(Request(model="tiny", nodes=2, ranks_per_node=ranks), (snapshot,))
+        assert found.chosen is not None and found.chosen.layout.world_size == 2 * ranks
+    if usable:
+        with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
+            answer(Request(model="tiny", ranks_per_node=usable + 1), (snapshot,))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--optimizer", "lion"], "optimizer='lion': allowed are adamw, "),
+        (["--plot", "x.svg"], "--plot x.svg: draws a --sweep"),
+        (["--sweep", "nodes=1,2", "--plot", "/nonexistent/x.svg"], "--plot /nonexistent/x.svg: No such file"),
+        (["--sweep", "nodes=1,2", "--nodes", "4"], "leave --nodes away"),
+        (["--sweep", "nodes=1,2", "--compare", "tp=8", "dp_shard=8"], "give one of them"),
+        (["--host", str(FOLDER / "cpu-only-vm.json")], "give one of them"),
+    ],
+)
+def test_what_would_not_be_answered_is_refused(words: list[str], told: str) -> None:
+    """Usage, by the option's name: an answer that leaves it out reads as if it had been answered."""
+    done = CliRunner().invoke(recommend, ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", *words])
+    assert done.exit_code == 2 and told in done.output, done.output
+
+
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--hours", "2"], ["--lengths", "64:1"], ["--explain"]])
+def test_a_forecast_without_a_model_is_refused(words: list[str]) -> None:
+    """There is none to make."""
+    done = CliRunner().invoke(recommend, ["--machine", "p5.48xlarge", *words])
+    assert done.exit_code == 2 and f"{words[0]}: is of a forecast" in done.output, done.output
+
+
+@pytest.mark.parametrize(("nodes", "networked"), [(1, False), (None, True), (2, True)])
+def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None, networked: bool) -> None:
+    """`--nodes 1` says that the job stays there; without the option it may come to span more."""
+    snapshot = scan(load(FOLDER / "aws-p4d-8xA100-4efa.json"))
+    request = Request(nodes=nodes)
+    found = of_cluster(request, cluster_of(request, [snapshot]), [snapshot])
+    topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
+    assert ("NCCL_IB_HCA" in topics) is networked
+    assert ("NCCL_NET" in topics) is networked

@@ -38,25 +38,25 @@ BAD = [
     (("nonsense",), 2, "nonsense"),
     (("scan", "--host", "missing.json"), 2, "missing.json"),
     (("scan", "-o", "xml"), 2, "xml"),
-    (("recommend", "--model", "no-such-model"), 1, "no-such-model"),
-    (("recommend", "--machine", "p99"), 1, "p99"),
+    (("recommend", "--model", "no-such-model"), 2, "no-such-model"),
+    (("recommend", "--machine", "p99"), 2, "p99"),
     (("recommend", "-o", "toml"), 2, "toml"),
-    (("recommend", "--nccl", "two"), 1, "two"),
+    (("recommend", "--nccl", "two"), 2, "two"),
     (("preflight", "--require", "no.such"), 2, "no.such"),
     (("preflight", "-o", "pdf"), 2, "pdf"),
     (("explain", "rdma.port.dwon"), 2, "rdma.port.down"),
     (("diff", "a.json"), 2, "a.json"),
     (("bench", "--precision", "tight"), 2, "tight"),
     (("bench", "--op", "all_to_none"), 2, "all_to_none"),
-    (("evidence", "missing.log"), 1, "missing.log"),
-    (("topo", "--from", "missing.txt"), 1, "missing.txt"),
-    (("lint-env", "missing.env"), 1, "missing.env"),
+    (("evidence", "missing.log"), 2, "missing.log"),
+    (("topo", "--from", "missing.txt"), 2, "missing.txt"),
+    (("lint-env", "missing.env"), 2, "missing.env"),
 ]
 
 
 @pytest.mark.parametrize(("words", "code", "names"), BAD, ids=[" ".join(words) for words, _, _ in BAD])
 def test_bad_input_is_named_without_a_traceback(words: tuple[str, ...], code: int, names: str) -> None:
-    """Exit 2 for usage, 1 for an input that cannot be read; stdout stays empty."""
+    """Exit 2 for usage and for an input that cannot be read; stdout stays empty."""
     done = topoflight(*words)
     assert done.returncode == code, done.stderr
     assert names in done.stderr
@@ -99,7 +99,7 @@ def test_corrupt_recording_is_refused_by_name(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(text)
         done = topoflight("scan", "--host", str(path))
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert name in done.stderr
         assert "Traceback" not in done.stderr
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def test_agent_image_steps_give_an_agent_without_torch(tmp_path: Path) -> None:
     code = (
         "import importlib.util as u, agent.server, agent.cmd_serve, agent.preflight, pathlib, sys\n"
         "assert str(pathlib.Path(agent.server.__file__)).startswith(sys.prefix), agent.server.__file__\n"
-        "assert not [n for n in ('torch', 'transformers', 'kubernetes') if u.find_spec(n)]\n"
+        "unwanted = 'torch', 'transformers', 'kubernetes', 'setuptools', 'pkg_resources', 'wheel', 'pip'\n"
+        "assert not [n for n in unwanted if u.find_spec(n)], [n for n in unwanted if u.find_spec(n)]\n"
     )
     subprocess.run([binaries / "python", "-c", code], cwd=tmp_path, env=clean, check=True, timeout=250)
     for words in (["--help"], ["preflight", "--list-checks"], ["explain", "rdma.port.down"]):
@@ -63,6 +65,41 @@ def test_images_run_as_a_number_that_is_not_root(name: str) -> None:
     (user,) = [line.split()[1] for line in last.splitlines() if line.startswith("USER ")]
     uid, gid = user.split(":")
     assert int(uid) > 0 and gid == "0"
+
+
+def admitted(path: str) -> bool:
+    """Whether a file comes into the build context: the last pattern of .dockerignore that fits decides.
+
+    Specification: Docker's build context, .dockerignore; Podman and Buildah read the same file.
+    """
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        bare = pattern.removeprefix("!")
+        above = [path, *(str(parent) for parent in Path(path).parents if str(parent) != ".")]
+        if any(Path(place).match(bare.removeprefix("**/")) if bare.startswith("**/") else fnmatch(place, bare)
+               for place in above):  # fmt: skip
+            kept = pattern.startswith("!")
+    return kept
+
+
+def test_the_build_context_is_what_the_images_copy() -> None:
+    """Every source of a COPY line, and nothing of the checkout's history, environments, tests and results."""
+    for containerfile in sorted(IMAGES.glob("Containerfile.*")):
+        for line in containerfile.read_text().splitlines():
+            if line.startswith("COPY ") and "--from" not in line:
+                for source in shlex.split(line)[1:-1]:
+                    inside = sorted((ROOT / source).rglob("*.py"))[:3] if (ROOT / source).is_dir() else []
+                    for path in (source, *(str(p.relative_to(ROOT)) for p in inside)):
+                        assert admitted(path), f"{containerfile.name}: {path} is not in the build context"
+    outside = (
+        ".git/config", ".venv/bin/python", ".cache/x", "tests/conftest.py", "reports/report.json", "docs/http.md",
+        "agent/__pycache__/x.pyc", "probes/__pycache__/gpu.cpython-311.pyc", "kubeconfig", ".env",
+    )  # fmt: skip
+    for path in outside:
+        assert not admitted(path), path
 
 
 def test_both_images_are_built_from_every_room(tmp_path: Path) -> None:

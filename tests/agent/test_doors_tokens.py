@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from api_server import ApiServer
 
-from agent.doors import Doors
+from agent.doors import Doors, grant
 from agent.kube import Client
 from agent.kube_access import Access
 from agent.problem import ProblemError
@@ -111,6 +112,17 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     api.allowed.add((USER, "post", "/preflight"))
     assert reviewing(api).post("/preflight", headers=bearer()).status_code == 200
     assert reviewing(api).post("/benchmarks", headers=bearer()).status_code == 403, "each door by itself"
+
+
+def test_no_two_hints_make_an_object_of_one_name() -> None:
+    """A second user, or a second path, would else end in AlreadyExists; so would the name that the docs use."""
+    users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/benchmarks", "/flights")
+    made = [grant(user, "post", path) for user in users for path in paths]
+    names = [re.findall(r"create clusterrole(?:binding)? (\S+)", text) for text in made]
+    assert all(role == binding for role, binding in names)
+    assert len({role for role, _ in names}) == len(made) and "topoflight-load" not in {role for role, _ in names}
+    assert all(re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", role) for role, _ in names)
+    assert grant(users[0], "post", paths[0]) == made[0], "the same refusal says the same"
 
 
 def test_a_token_for_another_service_is_none(api: ApiServer) -> None:

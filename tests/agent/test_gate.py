@@ -16,14 +16,16 @@ def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Check:
 
 # statuses present, a required check unknown, --fail-on -> exit code: every row of docs/exit-codes.md
 TABLE = [
-    ((), False, "fail", 0),
+    ((), False, "fail", 5),
     (("pass",), False, "fail", 0),
     (("pass", "info"), False, "unknown", 0),
     (("warn",), False, "fail", 0),
     (("warn",), False, "warn", 4),
     (("warn",), False, "unknown", 4),
-    (("unknown",), False, "fail", 0),
-    (("unknown",), False, "warn", 0),
+    (("unknown",), False, "fail", 5),
+    (("unknown",), False, "warn", 5),
+    (("unknown", "pass"), False, "fail", 0),
+    (("unknown", "pass"), False, "warn", 0),
     (("unknown",), False, "unknown", 5),
     (("unknown",), True, "fail", 5),
     (("unknown", "warn"), True, "warn", 5),
@@ -109,8 +111,8 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Check:
         ([on("warn", "gpu.thermal.hot", "GPU1, GPU2")], "1 warning"),
         ([on("pass", "a.b"), on("unknown", "a.c")], "healthy as far as seen"),
         ([on("pass", "a.b"), on("info", "a.c")], "healthy"),
-        ([on("unknown", "a.c")], "no check failed"),
-        ([], "no check failed"),
+        ([on("unknown", "a.c")], "nothing was measured"),
+        ([], "nothing was measured"),
     ],
 )
 def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[Check], why: str) -> None:

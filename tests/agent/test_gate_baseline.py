@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -13,15 +14,19 @@ import pytest
 from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "machines"))
 
+import build
 from api_server import ApiServer, write_kubeconfig
+from machine_built import Machine
+from machine_tree import Tree
 
 from agent.baseline import read, regressions
 from agent.cmd_preflight import preflight
 from agent.gate import Check, GateError, Status, judge
 from agent.nodes import NodeRecord, records_of, to_resource
 from agent.view import look
-from probes.recording import load
+from probes.recording import dumps, load
 from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -56,6 +61,43 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
     by_recording = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(GOOD), "-q"])
     assert by_recording.exit_code == 3
     assert run.invoke(preflight, ["--host", str(GOOD), "--baseline", str(GOOD), "-q"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("buses", "subject"), [(("61",), "gpus=8"), (("4f",), "hcas=10"), (("61", "c3"), "gpus=8")]
+)  # fmt: skip
+def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
+    buses: tuple[str, ...], subject: str, tmp_path: Path
+) -> None:
+    """Nothing of it is left that a check could fail on: by a recording and by a report, both ways round."""
+
+    def without(tree: Tree) -> Machine:
+        machine = build.hgx_h100(tree)
+        assert machine.nvml is not None
+        for bus in buses:
+            place = tree.root / tree.paths[f"0000:{bus}:00.0"].lstrip("/")
+            for one in (place / "infiniband").iterdir() if (place / "infiniband").exists() else ():
+                (tree.root / "sys/class/infiniband" / one.name).unlink()
+            shutil.rmtree(place)
+            (tree.root / f"sys/bus/pci/devices/0000:{bus}:00.0").unlink()
+        kept = [gpu for gpu in machine.nvml.gpus if gpu.bus_id[5:7] not in buses]
+        machine.nvml.gpus[:], machine.nvml.system["nvmlDeviceGetCount"] = kept, len(kept)
+        return machine
+
+    now, report = tmp_path / "now.json", tmp_path / "report.json"
+    now.write_text(dumps(build.record(without)), encoding="utf-8")
+    run = CliRunner()
+    run.invoke(preflight, ["--host", str(GOOD), "-o", f"json={report}", "-q"])
+    for baseline in (GOOD, report):
+        words = ["--host", str(now), "--baseline", str(baseline), "-o", "json", "-q"]
+        worse = run.invoke(preflight, words)
+        (lost,) = [c for c in json.loads(worse.stdout)["checks"] if c["id"] == "expect.node.unmet"]
+        assert (worse.exit_code, lost["status"], lost["subject"]) == (3, "fail", subject)
+        assert all(f"0000:{bus}:00.0" in lost["message"] for bus in buses)
+        skipped = run.invoke(preflight, [*words, "--skip", "expect.*"])
+        assert "expect.node.unmet" not in skipped.stdout
+    more = run.invoke(preflight, ["--host", str(GOOD), "--baseline", str(now), "-o", "json", "-q"])
+    assert more.exit_code == 0 and "expect.node.unmet" not in more.stdout, "more than the baseline is not worse"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +152,7 @@ def test_every_format_tells_of_the_silent_node(api: ApiServer, form: str, tmp_pa
 def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
     """The API server selects; the stand-in returns all nodes there are."""
     for name in ("good", "sick"):
-        api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}})
+        api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name, "labels": {"pool": "gpu"}}})
     done = CliRunner().invoke(preflight, ["--selector", "pool=gpu", "-q"])
     assert done.exit_code == 3
     assert any("labelSelector=pool%3Dgpu" in path for _, path in api.requests)
@@ -118,7 +160,8 @@ def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
 
 EXITS: list[tuple[tuple[Status, ...], bool, str, int]] = [
     # statuses, required, --fail-on -> exit code (docs/exit-codes.md)
-    (("pass",), False, "fail", 0), (("warn",), False, "fail", 0), (("unknown",), False, "fail", 0),
+    (("pass",), False, "fail", 0), (("warn",), False, "fail", 0), (("unknown",), False, "fail", 5),
+    (("unknown", "pass"), False, "fail", 0),
     (("info",), False, "unknown", 0), (("fail",), False, "fail", 3), (("fail", "unknown"), True, "fail", 3),
     (("warn",), False, "warn", 4), (("warn",), False, "unknown", 4), (("unknown",), True, "fail", 5),
     (("unknown",), False, "unknown", 5), (("unknown", "warn"), False, "unknown", 5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -211,3 +212,28 @@ def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
     assert "openmetrics" in content_type
     assert rendered(first, "")[0] is text
     assert rendered(second, "")[0] is not text
+
+
+@pytest.mark.parametrize(
+    ("path", "detail"),
+    [
+        ("/recommendations?modle=Llama-3.1-8B", "unknown parameter 'modle'.*did you mean model"),
+        ("/preflight?requires=rdma.*", "unknown parameter 'requires'.*did you mean require"),
+        ("/what-if?modell=x", "unknown parameter 'modell'.*did you mean model"),
+        ("/nodes?graphs=true", "unknown parameter 'graphs'.*did you mean graph"),
+        ("/healthz?verbose=1", "this path takes none"),
+    ],
+)
+def test_an_unknown_parameter_is_refused(client: TestClient, path: str, detail: str) -> None:
+    """It is named with what is allowed, never ignored: a misspelt question has no answer."""
+    response = client.get(path)
+    assert response.status_code == 400
+    assert re.search(detail, response.json()["detail"])
+
+
+def test_ranks_per_node_are_answered_for(client: TestClient) -> None:
+    """As on the command line."""
+    asked = {"machine": "p4d.24xlarge", "nodes": 4, "model": "tiny", "ranks_per_node": 1}
+    assert client.get("/recommendations", params=asked).json()["chosen"]["layout"]["world_size"] == 4
+    more = client.get("/recommendations", params={**asked, "ranks_per_node": 9})
+    assert more.status_code == 400 and "from 1 to 8" in more.json()["detail"]

@@ -31,7 +31,7 @@ def test_what_the_jobs_defaults_would_train_instead() -> None:
 @pytest.mark.parametrize("where", [[], ["--api", "job", "--image", "r.example/f:1"]])
 def test_here_and_there_are_told_the_same(where: list[str], tmp_path: Path) -> None:
     """Usage; a word of --set that is none is named too."""
-    words = [*MACHINE, "--model", "Llama-3.1-8B", "--output", str(tmp_path), *where]
+    words = [*MACHINE, "--model", "Llama-3.1-8B", *(where or ["--output", str(tmp_path)])]
     done = CliRunner().invoke(launch, words)
     assert done.exit_code == 2 and "a hub id such as openai/gsm8k" in done.output
     odd = CliRunner().invoke(launch, [*words, "--set", "dataset_name"])

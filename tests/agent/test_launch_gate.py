@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from agent.hosts import snapshots
 from agent.launch import Launched, LaunchError, fly, planned_job, record_of
 from agent.preflight import Options, _stopping
 from agent.view import look
-from finetune.config import read_config
+from planner.job_config import read_config
 
 SICK = Path(__file__).parent.parent / "machines" / "sick-h100-dead-hca.json"
 
@@ -24,7 +25,7 @@ SICK = Path(__file__).parent.parent / "machines" / "sick-h100-dead-hca.json"
 def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, what failed, and the option that launches all the same."""
     with pytest.raises(SystemExit) as ended:
-        _gate(snapshots([SICK]), {"hosts": (), "require": (), "root": "/"})
+        _gate(snapshots([SICK]), {"hosts": (), "require": (), "root": "/"}, {})
     told = capsys.readouterr().err
     assert ended.value.code == 3
     assert "fail topology.gpu_nic.down" in told and "not launched: " in told and "--no-preflight" in told
@@ -90,6 +91,23 @@ def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monk
     assert (record["exit_code"], record["status"]) == (65, "failed"), record["reason"]
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ranks, of which one dies in a way that no scan can see."""
+    monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ.get('RANK') == '1' and os._exit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = CliRunner().invoke(launch, ["--measure", "--output", str(tmp_path / "out")])
+    assert done.exit_code == 3, done.output
+    assert "fail bench.run.incomplete" in done.stderr and "not launched: " in done.stderr
+    assert not (tmp_path / "out").exists()
+    refused = CliRunner().invoke(launch, ["--measure", "--no-preflight"])
+    assert refused.exit_code == 2 and "--measure is the gate's" in refused.output
+
+
 def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     """Its weights, its data set and its adapters are in the job's YAML; without a data set nothing starts."""
     asked = Request(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
@@ -131,5 +149,24 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     advice = advise(replace(asked, machine="dgx-h100", global_batch=64), tuple)
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
-    with pytest.raises(RequestError, match="must be one mapping of settings"):
+    with pytest.raises(RequestError, match="must hold a mapping, holds list"):
         job_request(Request(), job, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "error"),
+    [
+        ("", ["num_train_epoch=3"], "--set unknown setting 'num_train_epoch'; close: num_train_epochs"),
+        ("num_train_epoch: 3\n", [], "job.yaml: unknown setting 'num_train_epoch'"),
+        ("", ["lora_r=many"], "--set lora_r='many': must be a whole number"),
+        ("", ["fsdp_config.reshard=true"], "unknown setting 'fsdp_config.reshard'"),
+    ],
+)
+def test_a_setting_that_the_job_does_not_have_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, words: list[str], error: str
+) -> None:
+    """By the launcher already, in the job's own words."""
+    job = tmp_path / "job.yaml"
+    job.write_text(text)
+    with pytest.raises(RequestError, match=re.escape(error)):
+        job_request(Request(), job if text else None, words)

@@ -18,7 +18,7 @@ from agent.metrics_catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED
 from agent.tallies import PublishTally, WatchTally, reason_of
 from agent.tallies import samples as tallies
 from agent.view import View, look
-from collectives.results import BenchResult, Latency, Measurement, Straggler
+from collectives.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.transport import ChannelCount, Evidence, LogProblem
 from probes.api import Snapshot
 from probes.gpu import GpuFacts
@@ -51,6 +51,7 @@ def bench() -> BenchResult:
             op=op, backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << size, iteration_seconds=(0.01,),
             median_seconds=0.01, spread_ratio=0.02, algbw_bytes_per_second=2e10, busbw_bytes_per_second=1e10,
             expected_busbw_bytes_per_second=4e10, verified=True,
+            bars=(Bar(name="as it should be", low=3e10, typical=4e10, high=5e10),),
         )
         for op in ("all_gather", "reduce_scatter") for size in range(20, 31)
     ]  # fmt: skip

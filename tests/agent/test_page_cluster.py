@@ -47,7 +47,7 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     held = published(*map(record, NAMES), silent)
     html = page(held)
     assert names_in(html) == [
-        "hgx-h100-sick-memlock", "hgx-h100-sick-nvlink", "silent", "hgx-h100-sick-thermal", "hgx-h100-01",
+        "hgx-h100-sick-memlock", "hgx-h100-sick-nvlink", "hgx-h100-sick-thermal", "silent", "hgx-h100-01",
     ]  # fmt: skip
     assert "RLIMIT_MEMLOCK is 64 KiB" in html and "LimitMEMLOCK" in html
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
@@ -130,3 +130,12 @@ def test_counts_agree_with_their_nouns() -> None:
     assert units.bits(5e10) == "400 Gb/s"
     assert units.bits(4.5e11) == "3.6 Tb/s"
     assert units.need("shm_bytes", "2147483648") == "2.0 GiB of shared memory (/dev/shm)"
+
+
+def test_a_finding_has_the_same_remedy_on_every_page() -> None:
+    """What the node's own page says, its record carries, and so the cluster's page and gate."""
+    for name in NAMES[1:]:
+        own = {(c.id, c.subject): c.remedy for c in look((scan(load(FOLDER / f"{name}.json")),)).checks if c.remedy}
+        held = published(record(name))
+        checks = [c for c in page_nodes.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
+        assert checks and all(c.remedy == own[c.id, c.subject] for c in checks)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from agent import charts, drawing, page_nodes, pages, terminal
-from agent.flown import by_network, flights, side_by_side
+from agent.flown import by_network, flights, not_drawn, side_by_side
 from agent.page_routes import question
 from agent.report import Report
 from agent.view import View, look
@@ -122,7 +122,7 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
         words
         == {
             "sick-h100-rdma-off": f"✗ FAIL 1 check failed, on 10 devices; 1 warning, {count['unknown']} unknown, ",
-            "sick-h100-thermal": f"! warn 4 warnings; {count['unknown']} unknown, ",
+            "sick-h100-thermal": f"✗ FAIL 3 checks failed; 1 warning, {count['unknown']} unknown, ",
             "hgx-h100-8xH100-8hca": f"✓ pass healthy as far as seen; {count['unknown']} checks unknown, named below; ",
             "sick-l40s-x4": f"✗ FAIL 1 check failed; 1 warning, {count['unknown']} unknown, ",
         }[name]
@@ -255,6 +255,33 @@ def test_flights_are_compared_by_the_network_they_logged() -> None:
     assert figure.count('scope="row"') == 2
     assert "(3.00 x)" in figure
     assert side_by_side(found[1:3]) == ""
+
+
+def test_a_short_run_does_not_stand_for_its_network() -> None:
+    """Two smoke runs of two steps, newer than the real ones, change no bar; each is named with the reason."""
+    smoke = {"measured": {"step_seconds": 1.0, "counted_steps": 0}, "steps_done": 2}
+    long = [record(["NET/Socket/0"], 3.35, NCCL_SOCKET_IFNAME=name) for name in ("eth0", "net1")]
+    long[1]["measured"] = {"step_seconds": 0.45, "counted_steps": 20}
+    found = flights([*({**one, **smoke} for one in long), *long])
+    (bars,) = by_network(found)
+    assert [run.value for run in bars.runs] == [3.35, 0.45]
+    assert [told.partition(": ")[2] for told in not_drawn(found)] == [
+        "0 of its 2 steps count beside warm-up and profiled ones, 3 are needed"
+    ] * 2
+
+
+def test_a_record_without_counted_steps_counts_what_is_left_of_its_steps() -> None:
+    """As records of earlier releases have it: eight steps leave three, two leave none."""
+    made = [record(["NET/Socket/0"], 1.0) | {"step_seconds": [1.0] * steps} for steps in (8, 2)]
+    assert [one.flight.counted_steps for one in flights(made)] == [3, 0]
+
+
+def test_what_is_in_no_comparison_says_why() -> None:
+    """A run that did not end, one without a transport, and a job that took one network only."""
+    found = flights([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
+    assert by_network(found) == ()
+    told = "\n".join(not_drawn(found))
+    assert "not complete but running" in told and "names no transport" in told and "took one network" in told
 
 
 def test_the_interface_that_nccl_names_goes_before_the_one_that_was_asked_for() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agent.codes import ALL_CODES
-from agent.rising import rising
+from agent.rising import Past, risen_since, rising
 from probes.api import Failed, Ok, Severity, Snapshot
 from probes.gpu import GpuFacts
 from probes.gpu_types import Gpu, NvLink
@@ -79,6 +79,10 @@ def gpus(**changes: Any) -> Snapshot:
         ({"xids": (31,)}, {"xids": (31, 79)}, ("gpu.xid.new", Severity.FAIL)),
         ({"xids": (79,)}, {"xids": (79, 79)}, ("gpu.xid.new", Severity.FAIL)),
         ({"xids": (79,)}, {"xids": (79, 31)}, ("gpu.xid.new", Severity.INFO)),
+        ({"xids": ()}, {"xids": (39,)}, ("gpu.xid.new", Severity.WARN)),
+        ({"xid_events": ()}, {"xid_events": (79,)}, ("gpu.xid.new", Severity.FAIL)),
+        ({"xids": (), "xid_events": ()}, {"xids": (79,), "xid_events": (79,)}, ("gpu.xid.new", Severity.FAIL)),
+        ({"xids": (79,), "xid_events": ()}, {"xids": (79,), "xid_events": ()}, None),
         ({"xids": (79,)}, {"xids": (79,)}, None),
         ({"xids": None}, {"xids": (79,)}, None),
     ],
@@ -90,6 +94,60 @@ def test_what_rises_on_a_gpu(
     found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
     assert [(f.code, f.severity) for f in found] == ([expected] if expected else [])
     assert {f.code for f in found} <= set(ALL_CODES)
+
+
+@pytest.mark.parametrize(("each", "expected"), [(2, 0), (3, 1), (9, 1)])
+def test_replays_that_rise_slowly_add_up_over_several_scans(each: int, expected: int) -> None:
+    """Every 15 s a few, never more than eight in one interval: eight a minute is the limit all the same."""
+    past, found = Past(), ()
+    for scan in range(8):
+        now = gpus(gpu={"pcie_replays": 100 + each * scan}, at=15.0 * scan)
+        found = risen_since(past.snapshots, now)
+        past.add((now,))
+    assert [f.code for f in found] == ["gpu.counters.rising"] * expected
+
+
+def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
+    """Not in the one scan only that saw it first: for a minute, and then no more."""
+    past, told = Past(), []
+    for scan in range(12):
+        now = gpus(gpu={"pcie_replays": 100 if scan < 3 else 150, "xids": () if scan < 3 else (79,)}, at=15.0 * scan)
+        told.append({f.code for f in risen_since(past.snapshots, now)})
+        past.add((now,))
+    both = {"gpu.counters.rising", "gpu.xid.new"}
+    assert told == [set()] * 3 + [both] * 5 + [set()] * 4
+
+
+@pytest.mark.parametrize("interval", [1.0, 15.0, 60.0, 300.0])
+def test_few_scans_are_kept_however_often_one_is_made(interval: float) -> None:
+    """And the oldest is at least a minute old once there is one."""
+    past = Past()
+    for scan in range(200):
+        past.add((gpus(gpu={}, at=interval * scan),))
+    kept = past.snapshots
+    assert len(past._kept) <= 8
+    assert interval * 200 - kept[0].taken_at_seconds >= min(60.0, interval)
+    assert kept[0].taken_at_seconds >= interval * 199 - max(90.0, interval)
+
+
+def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
+    """It fell against the scan of a minute ago, and rose since the last one."""
+    past = Past()
+    for at, replays in ((0.0, 900), (30.0, 0), (60.0, 0)):
+        past.add((gpus(gpu={"pcie_replays": replays}, at=at),))
+    found = risen_since(past.snapshots, gpus(gpu={"pcie_replays": 50}, at=75.0))
+    assert [f.code for f in found] == ["gpu.counters.rising"]
+
+
+@pytest.mark.parametrize("name", ["receive", "recovery_failed", "effective", "symbol"])
+def test_blackwells_counters_of_links_are_judged(name: str) -> None:
+    """100,000 more in a minute is no healthy link, and one lost link is one too many."""
+    errors = {"receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}
+    found = rising(snapshot(0, errors=errors), snapshot(60, errors={**errors, name: 100_000}))
+    assert [(f.code, f.severity) for f in found] == [("gpu.nvlink.errors", Severity.WARN)]
+    assert f"{name}: 0, then 100000" in found[0].evidence[0]
+    few = rising(snapshot(0, errors=errors), snapshot(60, errors={**errors, name: 2}))
+    assert len(few) == (name in ("receive", "recovery_failed"))
 
 
 def test_crc_errors_count_by_their_rate() -> None:

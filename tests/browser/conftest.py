@@ -14,7 +14,8 @@ from starlette.routing import Mount
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from browser import Browser
+from browser import FLAGS, Tabs
+from playwright.sync_api import sync_playwright
 from rigs.packages import apt_installed, npm_installed
 from rigs.serving import serving
 
@@ -30,11 +31,13 @@ MACHINES = sorted((HERE.parent / "machines").glob("*.json"))
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[Browser]:
+def chromium() -> Iterator[Tabs]:
     """Debian's Chromium, installed where it is missing and this is root."""
-    browser = Browser(apt_installed("chromium", "chromium", "fonts-dejavu-core"))
-    yield browser
-    browser.close()
+    program = apt_installed("chromium", "chromium", "fonts-dejavu-core")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS), chromium_sandbox=False)
+        yield Tabs(browser)
+        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from collectives import wire
-from collectives.bench import BenchSpec, Case, Expectation, SpecError, model_cases, sweep
+from collectives.bench import BenchSpec, Case, SpecError, model_cases, sweep
 from collectives.faults import Fault, parse_faults
 from collectives.interval import fit_latency, spread_ratio
 from collectives.results import BenchResult, Measurement
@@ -69,13 +69,6 @@ def test_the_fit_finds_latency_and_bandwidth():
 def test_unverified_sizes_and_other_ops_have_no_part_in_the_fit():
     points = [measurement(1_000, 1e-3), measurement(2_000, 2e-3, verified=False), measurement(3_000, 1, op="broadcast")]
     assert fit_latency("all_gather", points) is None
-
-
-def test_an_expectation_reaches_its_bandwidth_only_at_large_sizes():
-    expected = Expectation(op="all_gather", busbw_bytes_per_second=1e9, latency_seconds=1e-3)
-    assert expected.busbw_at(2_000_000, 2) == pytest.approx(5e8)
-    assert expected.busbw_at(2 * 10**12, 2) == pytest.approx(1e9, rel=1e-3)
-    assert expected.busbw_at(1000, 1) is None
 
 
 def test_a_sweep_keeps_within_its_bounds():

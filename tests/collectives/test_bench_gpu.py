@@ -1,9 +1,13 @@
 """NCCL on real GPUs: measured by device events, and joined with what NCCL's log proves."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agent.benchmark import default_ranks, preflight_spec
+from agent.hosts import snapshots
+from agent.judged import checks_of_bars
 from collectives import bench
 
 pytestmark = [
@@ -42,3 +46,30 @@ def test_one_rank_for_each_gpu_is_verified(tmp_path):
     if gpus > 1:
         assert all(m.busbw_bytes_per_second > 0 for m in found.measurements)
         assert found.evidence is not None
+
+
+def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
+    """They meet in the GPU's memory: what that should carry is unknown, and says so."""
+    found = snapshots(())
+    spec = preflight_spec(found, 2, 20, force=True, backend="nccl")
+    one = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
+    result = bench.run(replace(spec, distinct_hosts=True, environment=one, lock_path=str(tmp_path / "lock")))
+    assert result.complete, result.problems
+    if default_ranks(found) == 1:  # else the two ranks may take a GPU each
+        (check, *_) = [check for check in checks_of_bars(result, found) if check.id == "bench.busbw.low"]
+        assert check.status == "unknown"
+        assert any("two ranks on one GPU" in line for line in check.evidence) or "two ranks" in check.message
+
+
+def test_the_gpus_of_this_host_carry_what_their_links_should(tmp_path):
+    """The gate's own measurement, on whatever links there are."""
+    found = snapshots(())
+    ranks = default_ranks(found)
+    if ranks < 2:
+        pytest.skip("one GPU: no link to measure")
+    spec = preflight_spec(found, ranks, 20, force=True, backend="nccl")
+    result = bench.run(replace(spec, lock_path=str(tmp_path / "lock")))
+    assert result.complete, result.problems
+    judged = [check for check in checks_of_bars(result, found) if check.id == "bench.busbw.low"]
+    assert {check.subject for check in judged} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    assert all(check.status != "fail" for check in judged), judged

@@ -1,6 +1,7 @@
 """Real ranks over several hosts: which network they take, what the fast one gains, and what a cut link does."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,43 @@ def test_the_search_by_pairs_finds_the_host_with_the_slow_network():
     assert found[0].search == found[3].search
     slow, others = found[0].search.rank_seconds[2], found[0].search.rank_seconds[:2]
     assert slow > 3 * max(others)
+
+
+def test_a_link_at_a_third_is_named_as_the_fault_between_the_hosts(tmp_path):
+    """With what was measured before as the bar: gloo has none of its own. The shaper is the only thing that changed."""
+    sizes = ["--op", "all_gather", "--op", "all_reduce", "--size", "12000000", "--budget", "20"]
+
+    def measured(rig, port, *more):
+        lines = []
+        for host in range(2):
+            saved = tmp_path / f"{port}-{host}.json"
+            argv = [
+                sys.executable,
+                "-m",
+                "agent.cli",
+                "bench",
+                "--nodes",
+                "2",
+                "--node-rank",
+                str(host),
+                "--ranks",
+                "1",
+            ]
+            argv += ["--rendezvous", f"{rig.address(0)}:{port}", "-o", "json", "--save", str(saved), *sizes, *more]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+            own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}")}
+            lines.append((saved, rig.popen(host, argv, own, **pipes)))
+        return [(process.communicate(timeout=500)[1], process.returncode, saved) for saved, process in lines]
+
+    with hosts(2, default_rate="300mbit") as rig:
+        (said, code, before), _ = measured(rig, 29561)
+        assert code == 0, said
+        (said, code, _), _ = measured(rig, 29562, "--baseline", str(before))
+        assert code == 0 and "bench.busbw.low" not in said, said
+        rig.shape(1, "eth0", "100mbit")
+        for said, code, _ in measured(rig, 29563, "--baseline", str(before)):
+            assert code == (3 if "fail: bench" in said else 0), said  # half of the least lies near a third of all
+            assert re.search(r"(warn|fail): bench\.busbw\.low all_gather", said), said
+            assert re.search(r"(warn|fail): bench\.busbw\.low all_reduce", said), said
+            assert "as in the baseline" in said and "between the 2 hosts" in said
+            assert "--search" in said

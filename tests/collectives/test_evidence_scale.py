@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import evidence
-from collectives.evidence_ledger import Ledger
 from collectives.evidence_reader import Reader
 
 HEAD = "n1:1:2 [0] NCCL INFO "
@@ -78,7 +77,7 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
         lines.append(f"{HEAD}NCCL_A{index} set by environment to 1" if index % 2 else f"{HEAD}Using network N{index}")
     want = [number for number, line in enumerate(lines, 1) if "Using network" in line]
     text = "".join(line + "\n" for line in lines).encode()
-    reader = Reader(Ledger())
+    reader = Reader()
     rest = b""
     for start in range(0, len(text), size * 7):
         block, newline, rest = (rest + text[start : start + size * 7]).rpartition(b"\n")

@@ -147,6 +147,7 @@ def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
         "topoflight_bench_ranks": "for queries",
         "topoflight_bench_algbw_bytes_per_second": "busbw compares across sizes of group",
         "topoflight_bench_spread_ratio": "for queries",
+        "topoflight_bench_least_busbw_bytes_per_second": "an alert compares with it",
         "topoflight_network_channels": "the ratio is drawn",
         "topoflight_transport_info": "for alerts and joins",
         **dict.fromkeys(

@@ -75,7 +75,7 @@ def recording_corrupt(ground: Ground) -> list[str]:
                 lost.append(f"the error does not name the file: {error}")
     path.write_bytes(_newer(whole))
     done = ground.run("scan", f"--host={MACHINE}", f"--host={path}")
-    if done.returncode != 1 or str(path) not in done.stderr or "Traceback" in done.stderr:
+    if done.returncode != 2 or str(path) not in done.stderr or "Traceback" in done.stderr:
         lost.append(f"scan: {done.returncode} {done.stderr[-300:]}")
     return lost
 

@@ -108,13 +108,13 @@ def _driver_ends(ground: Ground, inject: str, words: str, seconds: float | None 
 @drill("NVML: a call hangs")
 def nvml_hangs(ground: Ground) -> list[str]:
     """For good, in the middle of a scan."""
-    return _driver_ends(ground, "nvmlDeviceGetName@gpu1=hang", "no answer after", HURRIED_SECONDS)
+    return _driver_ends(ground, "nvmlDeviceGetName=hang", "no answer after", HURRIED_SECONDS)
 
 
 @drill("NVML: a call crashes the process")
 def nvml_crashes(ground: Ground) -> list[str]:
     """SIGSEGV within the library."""
-    return _driver_ends(ground, "nvmlDeviceGetName@gpu6=crash", "SIGSEGV")
+    return _driver_ends(ground, "nvmlInit=crash", "SIGSEGV")
 
 
 def _one_gpu(ground: Ground, inject: str, hurt: int) -> tuple[Snapshot, list[str]]:

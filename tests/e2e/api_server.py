@@ -39,7 +39,31 @@ KINDS = {
     "/api/v1/services": "Service",
     "/api/v1/persistentvolumeclaims": "PersistentVolumeClaim",
     "/api/v1/nodes": "Node",
+    "/api/v1/pods": "Pod",
+    "/api/v1/events": "Event",
 }
+
+
+# kind of a job -> the label of its pods, and what its child Job's name ends with
+JOBS = {
+    "Job": ("job-name", ""),
+    "PyTorchJob": ("training.kubeflow.org/job-name", ""),
+    "TrainJob": ("jobset.sigs.k8s.io/jobset-name", "-node-0"),
+}
+
+
+def pods_of(job: Json) -> int:
+    """How many pods a job has."""
+    spec = job["spec"]
+    replicas = sum(each["replicas"] for each in spec.get("pytorchReplicaSpecs", {}).values())
+    return int(spec.get("parallelism") or spec.get("trainer", {}).get("numNodes") or replicas)
+
+
+def selected(item: Json, selector: str) -> bool:
+    """Whether an object has the labels."""
+    labels = item["metadata"].get("labels") or {}
+    words = [word.partition("=") for word in selector.split(",") if word]
+    return all(labels.get(name) == value for name, _, value in words)
 
 
 def write_kubeconfig(path: Path, url: str, *, user: str = "{token: agent-token}", namespace: str = "") -> Path:
@@ -68,6 +92,10 @@ class ApiServer:
         self.forbidden: set[str] = set()  # collections that nobody may read
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
         self.requests: list[tuple[str, str]] = []
+        self.controllers = True  # whether a job's pods are made
+        self.pods_refused = ""  # what admission says of them
+        self.pod_status: Json = {"phase": "Running"}
+        self.warnings: list[str] = []  # sent with each object that is made
         self.watches = 0
         self.page = 0  # a forced page size, where not 0
         self.port = 0
@@ -283,6 +311,7 @@ class _Handler(BaseHTTPRequestHandler):
             about: Json = {"resourceVersion": str(version)}
             if start + size < len(names):
                 about["continue"] = f"{version}:{start + size}"
+            items = [item for item in items if selected(item, query.get("labelSelector", ""))]
             self._answer(200, {"kind": self.api.kinds[collection] + "List", "metadata": about, "items": items})
 
     def _watch(self, collection: str, namespace: str, query: dict[str, str]) -> None:
@@ -317,12 +346,36 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
 
     def _create(self, collection: str, namespace: str, body: Json, query: dict[str, str]) -> None:
-        name = body["metadata"]["name"]
+        about = body["metadata"]
+        name = about.setdefault("name", about.get("generateName", "") + "x7k2p")
         if (collection, namespace, name) in self.api.objects:
             raise RefusedError(409, "AlreadyExists", f"{name} already exists")
         body["metadata"]["namespace"] = namespace
         validate(self.api.kinds[collection], body)
-        self._answer(201, body if query.get("dryRun") else self.api.put(collection, namespace, body))
+        made = body if query.get("dryRun") else self.api.put(collection, namespace, body)
+        if not query.get("dryRun"):
+            self._control(made)
+        quoted = [json.dumps(text) for text in self.api.warnings]
+        self._answer(201, made, {"Warning": ", ".join(f"299 - {text}" for text in quoted)} if quoted else None)
+
+    def _control(self, job: Json) -> None:
+        """What the job's controller does: its pods, or the event that says why there are none."""
+        label, child = JOBS.get(job.get("kind", ""), ("", ""))
+        if not label or not self.api.controllers or job["spec"].get("suspend"):
+            return
+        namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+        if self.api.pods_refused:
+            about = {"name": f"{name}{child}", "namespace": namespace}
+            self.api.put("/api/v1/events", namespace, {
+                "kind": "Event", "metadata": {"name": f"{name}.1", "namespace": namespace}, "type": "Warning",
+                "reason": "FailedCreate", "message": self.api.pods_refused, "involvedObject": about,
+                "lastTimestamp": job["metadata"]["creationTimestamp"],
+            })  # fmt: skip
+            return
+        for index in range(pods_of(job)):
+            about = {"name": f"{name}-{index}", "namespace": namespace, "labels": {label: name}}
+            pod = {"kind": "Pod", "metadata": about, "status": self.api.pod_status}
+            self.api.put("/api/v1/pods", namespace, pod)
 
     def _patch(self, collection: str, namespace: str, name: str, sub: str, body: Json, query: dict[str, str]) -> None:
         applying = self.headers["Content-Type"] == "application/apply-patch+yaml"

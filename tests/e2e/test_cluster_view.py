@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 import time
 import uuid
@@ -11,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer, write_kubeconfig
+from api_server import CRD, ApiServer, write_kubeconfig
 from e2e_client import MACHINES, client_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
+from agent import node_facts, server_cluster
+from agent.cluster_gate import checks_of
 from agent.kube import ApiError, Client, path_of
+from agent.kube_access import Access
 from agent.kube_watch import Watcher
 from agent.nodes import (
     API_VERSION,
@@ -152,12 +157,19 @@ def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
-    largest = replace(record_of(H100, node), findings=(finding,) * MOST_FINDINGS, graph="g" * MOST_TEXT)
+    largest = replace(
+        record_of(H100, node),
+        findings=(finding,) * MOST_FINDINGS,
+        graph="g" * MOST_TEXT,
+        facts="f" * node_facts.MOST_TEXT,
+        addresses=("a" * 64,) * node_facts.MOST_ADDRESSES,
+    )
     publisher = Publisher(client, lambda: largest, namespace="default", labels=False)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
         replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, graph="g" * (MOST_TEXT + 1)),
+        replace(largest, facts="f" * (node_facts.MOST_TEXT + 1)), replace(largest, addresses=("a" * 65,)),
         replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),
     ):  # fmt: skip
         with pytest.raises(ApiError) as caught:
@@ -186,10 +198,10 @@ def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> 
     assert publisher.writes == 1
     held[0] = replace(record, verdict="fail")
     eventually(lambda: publisher.writes == 2, "the change")
-    publisher.stop()
     (feature,) = api.of_kind("NodeFeature")
     assert feature["metadata"]["labels"] == {"nfd.node.kubernetes.io/node-name": "n1"}
     assert feature["spec"]["labels"]["topoflight.io/verdict"] == "fail"
+    publisher.stop()
 
 
 def test_publisher_outlives_a_server_that_goes_and_comes_back(api: ApiServer) -> None:
@@ -215,6 +227,79 @@ def test_a_deleted_resource_is_made_anew(api: ApiServer) -> None:
         publisher.write(record)
     publisher.write(record)
     assert len(api.of_kind("NodeTopology")) == 1
+
+
+def claims_token(node: str, uid: str) -> str:
+    """As the kubelet mounts it into a pod since Kubernetes 1.30, with a signature that only the API server reads."""
+    claims = {"sub": "system:serviceaccount:topoflight:topoflight",
+              "kubernetes.io": {"namespace": "topoflight", "node": {"name": node, "uid": uid}}}  # fmt: skip
+    words = (json.dumps({"alg": "RS256"}), json.dumps(claims), "signature")
+    return ".".join(base64.urlsafe_b64encode(word.encode()).decode().rstrip("=") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("token", "uid"),
+    [(claims_token("n1", "u-7"), "u-7"), (claims_token("n2", "u-8"), "u-of-node"), ("agent-token", "u-of-node")],
+)
+def test_a_record_ends_with_its_node(api: ApiServer, token: str, uid: str) -> None:
+    """The Node owns record and labels: by the pod's own token, else by asking, where that is allowed."""
+    api.tokens = {token}
+    api.put("/api/v1/nodes", "", {"metadata": {"name": "n1", "uid": "u-of-node"}})
+    client = Client(Access(server=api.url, token=lambda: token))
+    record = record_of(H100, "n1")
+    Publisher(client, lambda: record, namespace="topoflight").write(record)
+    for kind in ("NodeTopology", "NodeFeature"):
+        (made,) = api.of_kind(kind)
+        (owner,) = made["metadata"]["ownerReferences"]
+        assert owner == {"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": uid}
+    asked = [path for _, path in api.requests if "/api/v1/nodes" in path]
+    assert bool(asked) == (uid == "u-of-node"), "the token is enough where it names the node"
+
+
+def test_without_the_right_to_see_its_node_a_record_has_no_owner(api: ApiServer) -> None:
+    """An older cluster, and the shipped rights: written all the same."""
+    api.forbidden = {"/api/v1/nodes"}
+    publish_in(api, "n1")
+    (made,) = api.of_kind("NodeTopology")
+    assert "ownerReferences" not in made["metadata"] and made["status"]["verdict"]
+
+
+def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api: ApiServer) -> None:
+    """What kubectl prints, the labels, /nodes and the gate agree: nothing is known of a node that nothing watches."""
+
+    def agent_runs(scanned_at_seconds: float) -> Publisher:
+        record = replace(record_of(H100, "n1"), verdict="warn", scanned_at_seconds=scanned_at_seconds)
+        publisher = Publisher(client_of(api), lambda: record, namespace="topoflight", look_seconds=0.01)
+        publisher.start()
+        eventually(lambda: publisher.writes == 1, "the first write")
+        return publisher
+
+    publisher = agent_runs(time.time())
+    publisher.stop()
+    (made,) = api.of_kind("NodeTopology")
+    assert (made["status"]["verdict"], made["status"]["lastVerdict"]) == ("unknown", "warn")
+    assert made["status"]["stoppedAt"] >= made["status"]["scannedAt"]
+    (feature,) = api.of_kind("NodeFeature")
+    assert feature["spec"]["labels"]["topoflight.io/verdict"] == "unknown"
+    assert feature["spec"]["labels"]["topoflight.io/ready"] == "false"
+    back = from_resource(made)
+    told = row(back)
+    assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
+    held = Fleet()
+    held.set([back])
+    (check,) = checks_of(["n1"], held)
+    assert check.status == "fail" and "its agent ended" in check.message
+    agent_runs(time.time() + 5)
+    (again,) = api.of_kind("NodeTopology")
+    assert again["status"]["verdict"] == "warn" and from_resource(again).stopped_at_seconds is None
+
+
+def test_what_kubectl_prints_tells_age_and_end() -> None:
+    """Beside the verdict: when it was scanned, and when the agent ended."""
+    (version,) = CRD["spec"]["versions"]
+    columns = {column["name"]: column for column in version["additionalPrinterColumns"]}
+    assert (columns["Scanned"]["type"], columns["Ended"]["type"]) == ("date", "date")
+    assert columns["Ended"]["jsonPath"] == ".status.stoppedAt"
 
 
 def test_without_nfd_the_resource_is_written_all_the_same() -> None:
@@ -364,6 +449,30 @@ def test_the_watch_rests_when_nobody_asks(api: ApiServer) -> None:
     cluster.stop()
 
 
+def test_a_server_that_refuses_connections_is_not_waited_for(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first question and each later one are told at once; the view comes back with the server."""
+    monkeypatch.setattr(server_cluster, "LIST_SECONDS", 3600.0)  # the test's own limit ends a wait
+    publish_in(api, "n1")
+    http, cluster = agent(api, own="n1")
+    api.down()
+    for path in ("/nodes", "/nodes", "/recommendations?scope=cluster", "/topology?scope=cluster"):
+        answer = http.get(path)
+        assert answer.status_code == 503 and "cannot be reached" in answer.json()["detail"], answer.text
+        assert answer.headers["Retry-After"]
+    api.up()
+    eventually(lambda: http.get("/nodes").status_code == 200, "the records are read again")
+    cluster.stop()
+
+
+def test_a_busy_server_is_waited_for(api: ApiServer) -> None:
+    """A first list that is refused for a moment is no answer to who asks: the second try is."""
+    publish_in(api, "n1")
+    api.faults = [(429, {"Retry-After": "1"})]
+    http, cluster = agent(api, own="n1")
+    assert [made["name"] for made in http.get("/nodes").json()["nodes"]] == ["n1"]
+    cluster.stop()
+
+
 def test_a_silent_record_is_never_a_pass() -> None:
     """Whatever it said last."""
     record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - 86400)
@@ -425,7 +534,7 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
     http = TestClient(create(state, cluster=cluster, publisher=publisher))
     begun = {"publish_interval_seconds": 300.0, "publish_attempts_total": 0.0}
     assert exported(http, state) == begun, "no watch before the first question"
-    api.faults = [(403, {}), (503, {}), (403, {})]
+    api.faults = [(404, {}), (403, {}), (503, {}), (403, {})]  # first its Node is asked for, once
     publisher.start()
     eventually(lambda: publisher.writes == 1, "written after all")
     assert http.get("/nodes").status_code == 200

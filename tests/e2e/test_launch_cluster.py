@@ -18,8 +18,8 @@ from agent import cluster_job
 from agent.advise import Request, answer
 from agent.cmd_launch import launch
 from agent.hosts import snapshots
-from finetune.config import read_config
 from planner.job import JobError
+from planner.job_config import read_config
 
 H100 = next(MACHINES.glob("hgx-h100*.json"))
 GIVEN = {
@@ -185,7 +185,7 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
         ("--set", [], "no data set is named"),
         ("--claim", [], "2 nodes write one run"),
         ("", ["--set", "output_dir=/tmp/run"], "output_dir=/tmp/run"),
-        ("", ["--config", "/dev/null"], "must be one mapping of settings"),
+        ("", ["--config", "/dev/null"], "must hold a mapping"),
     ],
 )
 def test_a_job_that_could_not_train_is_refused(left_out: str, more: list[str], told: str) -> None:
@@ -200,10 +200,85 @@ def test_a_job_that_could_not_train_is_refused(left_out: str, more: list[str], t
 
 def test_without_a_gate_a_line_says_so() -> None:
     """On stderr, so that what is printed stays YAML; not where the gate is there or not wanted."""
-    words = [*WORDS, "--api", "job", "--dry-run", "--no-dra"]
+    words = [*WORDS, "--api", "job", "--dry-run", "--no-dra", "--resource", "rdma/a=1"]
     assert "warning: no gate" in CliRunner().invoke(launch, words).stderr
     for more in (["--no-preflight"], ["--preflight-image", "registry.example/topoflight:1"]):
         assert CliRunner().invoke(launch, [*words, *more]).stderr == ""
+
+
+DRY = ["--api", "job", "--dry-run", "--no-dra", "--no-preflight"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--set", "output_dir=/mnt/shared/../x"], "must be below /mnt/shared"),
+        (["--require", "rdma.port.dwon", "--preflight-image", "r.example/t:1"], "no such check"),
+        (["--require", "rdma.port.down"], "the pods run no gate"),
+        (["--preflight-image", "r.example/t:1"], "--no-preflight wants none"),
+        (["--storage-class", "Fast SSD"], "--storage-class='Fast SSD'"),
+        (["--storage-class", "fast", "--storage-size", "500GB"], "--storage-size='500GB'"),
+        (["--storage-class", "fast", "--storage-size", "0Gi"], "--storage-size='0Gi'"),
+        (["--resource", "nvidia.com/gpu=4"], "the plan has 8 ranks in a pod"),
+        (["--machine", "p5.48xlarge"], "give one of them"),
+    ],
+)
+def test_what_no_cluster_could_run_is_refused_before_it_is_printed(more: list[str], told: str) -> None:
+    """The message names the option and its value; `--require` without a gate would be a check that never runs."""
+    words = [word for word in DRY if word != "--no-preflight" or "--require" not in more]
+    done = CliRunner().invoke(launch, [*WORDS, *words, *more])
+    assert done.exit_code == 2 and told in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    "words", [["--claim", "c"], ["--queue", "q"], ["--resource", "cpu=1"], ["--wait", "5"], ["--namespace", "a"]]
+)
+def test_options_of_a_cluster_are_refused_on_this_host(words: list[str]) -> None:
+    """They would be passed over: the job would not have what it was given."""
+    done = CliRunner().invoke(launch, ["--dry-run", *words])
+    assert done.exit_code == 2 and f"{words[0]}: is of a job on a cluster" in done.output, done.output
+
+
+def test_options_of_this_host_are_refused_on_a_cluster() -> None:
+    """The pods write to the claim, and end by their own rules."""
+    for words in (["--timeout", "60"], ["--output", "somewhere"]):
+        done = CliRunner().invoke(launch, [*WORDS, *DRY, *words])
+        assert done.exit_code == 2 and f"{words[0]}: is of a launch on this host" in done.output, done.output
+
+
+def test_pods_that_ask_for_no_rdma_device_are_told() -> None:
+    """The nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure."""
+    words = [*WORDS, *DRY]
+    assert "the pods ask for none" in CliRunner().invoke(launch, words).stderr
+    assert "the pods ask for none" in CliRunner().invoke(launch, [*words, "--resource", "rdma/hca=0"]).stderr
+    for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev"):
+        assert CliRunner().invoke(launch, [*words, "--resource", f"{name}=1"]).stderr == ""
+
+
+def test_several_named_devices_of_a_family_are_all_asked_for() -> None:
+    """A need of rdma/* is met by those that the user names, be they one or one per rail."""
+    words = [*WORDS, *DRY, "--host", str(H100.with_name("r760xa-2xA40-bf3.json"))]
+    words = words[: words.index("--host")] + words[words.index("--host") + 2 :]
+    made = printed(*words, "--resource", "rdma/a=1", "--resource", "rdma/b=1")
+    limits = made["Job"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (limits["rdma/a"], limits["rdma/b"]) == ("1", "1")
+
+
+def test_a_run_without_a_claim_is_told_what_it_loses() -> None:
+    """One pod needs no shared folder, and what it writes is gone with it."""
+    words = [word for word in WORDS if word not in ("--claim", "shared")]
+    words[words.index("--nodes") + 1] = "1"
+    assert "end with the pod" in CliRunner().invoke(launch, [*words, *DRY]).stderr
+    assert CliRunner().invoke(launch, [*words, *DRY, "--claim", "c"]).stderr == ""
+
+
+def test_a_file_of_the_node_is_told() -> None:
+    """Azure's topology file lies in the node's image; a pod's is another."""
+    words = [*WORDS, *DRY, "--resource", "rdma/hca=1"]
+    words[words.index("--host") + 1] = str(H100.with_name("azure-nd-a100-flat-vm.json"))
+    assert (
+        "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node" in CliRunner().invoke(launch, words).stderr
+    )
 
 
 def test_the_claim_is_printed_and_made(kubeconfig: ApiServer) -> None:
@@ -282,3 +357,168 @@ def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
     assert "the nodes offer rdma/x, rdma/y" in CliRunner().invoke(launch, words).output
     asked_nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
     assert asked_nobody.exit_code == 2 and "not asked what the nodes offer" in asked_nobody.output
+
+
+API_NAMES = ["trainjob", "pytorchjob", "job"]
+COLLECTIONS = {
+    "trainjob": "/apis/trainer.kubeflow.org/v1alpha1/trainjobs", "pytorchjob": "/apis/kubeflow.org/v1/pytorchjobs",
+    "job": "/apis/batch/v1/jobs",
+}  # fmt: skip
+
+
+def launched(*words: str) -> Any:
+    """The verb, against the stand-in."""
+    return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
+
+
+@pytest.mark.parametrize("kind", API_NAMES)
+@pytest.mark.parametrize(
+    ("condition", "code", "told"),
+    [
+        ("Failed", 0, "had failed: deleted"),
+        ("Complete", 1, "is complete: --name"),
+        (None, 1, "is not done; nothing was made"),
+    ],
+)
+def test_the_same_command_goes_on_after_a_job_that_failed(
+    kubeconfig: ApiServer, kind: str, condition: str | None, code: int, told: str
+) -> None:
+    """The object that failed is deleted, and no other; the new one has the same folder on the claim."""
+    assert launched("--api", kind).exit_code == 0
+    ((_, namespace, name), former) = next(
+        (key, o) for key, o in kubeconfig.objects.items() if key[0] == COLLECTIONS[kind]
+    )
+    word = {"Complete": "Succeeded"}.get(condition or "", condition) if kind == "pytorchjob" else condition
+    former["status"] = {"conditions": [{"type": word, "status": "True"}] if word else []}
+    before = former["metadata"]["uid"]
+    again = launched("--api", kind)
+    assert again.exit_code == code and told in again.output, again.output
+    now = kubeconfig.objects[COLLECTIONS[kind], namespace, name]
+    assert (now["metadata"]["uid"] == before) is (code == 1)
+    assert "output_dir=/mnt/shared/sft" in str(now)
+
+
+def test_each_launch_counts_its_restarts_anew(kubeconfig: ApiServer) -> None:
+    """The pods tell one launch from the next by a file; a dry run prints the same each time."""
+    launched("--api", "job")
+    (config,) = kubeconfig.of_kind("ConfigMap")
+    first = config["data"]["launched"]
+    (job,) = kubeconfig.of_kind("Job")
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    launched("--api", "job")
+    (config,) = kubeconfig.of_kind("ConfigMap")
+    assert config["data"]["launched"] != first
+    assert "launched" not in printed(*WORDS, "--api", "job")["ConfigMap"]["data"]
+
+
+def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
+    """A claim stays as it is, whatever its size; a ConfigMap is updated."""
+    words = [word for word in WORDS if word not in ("--claim", "shared")]
+    claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "shared"}, "spec": {"resources": "of its owner"}}
+    kubeconfig.put("/api/v1/persistentvolumeclaims", "default", claim)
+    kubeconfig.put("/api/v1/configmaps", "default", {"kind": "ConfigMap", "metadata": {"name": "sft-config"}})
+    done = CliRunner().invoke(launch, [*words, "--api", "job", "--name", "sft", "--storage-class", "cephfs"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [
+        "persistentvolumeclaim/shared was there: left as it is", "configmap/sft-config was there: updated",
+        "service/sft created", "job/sft created",
+    ]  # fmt: skip
+    assert kubeconfig.of_kind("PersistentVolumeClaim")[0]["spec"] == {"resources": "of its owner"}
+
+
+PSS = 'pods "sft-0-x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
+
+
+@pytest.mark.parametrize("kind", API_NAMES)
+def test_pods_that_admission_refuses_are_told(kubeconfig: ApiServer, kind: str) -> None:
+    """Created is not all: exit code 3 and the controller's words, of the child Job of a TrainJob too."""
+    kubeconfig.pods_refused = PSS
+    done = launched("--api", kind)
+    assert done.exit_code == 3
+    assert f"no pod comes: FailedCreate: {PSS}" in done.stderr and "sft is there all the same" in done.stderr
+    assert done.stdout.splitlines()[-1].endswith("/sft created")
+
+
+def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
+    """Although each object is sent twice."""
+    kubeconfig.warnings = ['would violate PodSecurity "restricted:latest"', "spec.x: deprecated"]
+    done = launched("--api", "job")
+    assert done.exit_code == 0
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: the API server says: ")]
+    assert [line.partition("says: ")[2] for line in warned] == kubeconfig.warnings
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        ({"phase": "Running"}, "2 pods started"),
+        (
+            {
+                "phase": "Pending",
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+                ],
+            },
+            "sft-1: Unschedulable: 0/3 nodes",
+        ),
+        (
+            {
+                "phase": "Pending",
+                "initContainerStatuses": [
+                    {"name": "preflight", "state": {"waiting": {"reason": "ErrImagePull", "message": "no such\nimage"}}}
+                ],
+            },
+            "sft-0: preflight: ErrImagePull: no such image",
+        ),
+        (
+            {
+                "phase": "Pending",
+                "containerStatuses": [{"name": "rank", "state": {"waiting": {"reason": "PodInitializing"}}}],
+            },
+            "sft-0: Pending",
+        ),
+    ],
+)  # fmt: skip
+def test_a_launch_says_how_its_pods_come(kubeconfig: ApiServer, status: dict[str, Any], told: str) -> None:
+    """Those that wait, why; Kubernetes goes on trying, so the code is 0."""
+    kubeconfig.pod_status = status
+    done = launched("--api", "job", "--wait", "0.1")
+    assert done.exit_code == 0 and told in done.stderr, done.output
+
+
+def test_a_gate_that_fails_at_once_is_told(kubeconfig: ApiServer) -> None:
+    """Which container, and its exit code; the logs are kept by the API."""
+    ended = {"name": "preflight", "state": {"terminated": {"exitCode": 3}}}
+    kubeconfig.pod_status = {"phase": "Failed", "initContainerStatuses": [ended]}
+    done = launched("--api", "job")
+    assert done.exit_code == 3 and "sft-0: preflight ended with exit code 3" in done.stderr
+
+
+def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
+    """Bounded; a job that waits for its queue is as it should be, and --wait 0 asks nothing."""
+    kubeconfig.controllers = False
+    done = launched("--api", "pytorchjob", "--wait", "0.1")
+    assert done.exit_code == 5 and "is its operator running?" in done.stderr
+    for kind in API_NAMES:
+        words = [*WORDS, "--name", "q", "--api", kind, "--queue", "team", "--wait", "0.1", "--no-dra"]
+        queued = CliRunner().invoke(launch, words)
+        assert queued.exit_code == 0 and "waits for its queue" in queued.stderr, kind
+    asked = len(kubeconfig.requests)
+    unwatched = CliRunner().invoke(launch, [*WORDS, "--name", "w", "--api", "job", "--wait", "0", "--no-dra"])
+    assert unwatched.exit_code == 0
+    assert not [path for _, path in kubeconfig.requests[asked:] if "/pods" in path]
+
+
+def test_pods_that_may_not_be_listed_are_unknown(kubeconfig: ApiServer) -> None:
+    """A user who may make jobs and not look at pods; the job stands."""
+    kubeconfig.forbidden = {"/api/v1/pods"}
+    done = launched("--api", "job")
+    assert done.exit_code == 0 and "unknown whether its pods come: pods is forbidden" in done.stderr
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_restarts_are_as_asked_for(nodes: str) -> None:
+    """In the words of the API, and to the pods, which count them."""
+    job = printed(*WORDS, "--api", "job", "--nodes", nodes, "--restarts", "5")["Job"]
+    assert job["spec"]["backoffLimit"] == 5 * int(nodes)
+    assert "--restarts=5" in job["spec"]["template"]["spec"]["containers"][0]["command"]

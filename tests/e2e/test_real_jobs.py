@@ -125,7 +125,7 @@ def test_launch_creates_once_and_never_overwrites(space: str, api: str, tmp_path
         need(version, kind)
     words = ["--host", str(next(MACHINES.glob("hgx-h100*.json"))), "--model", "Llama-3.1-8B", "--nodes", "2",
              "--image", "registry.example/f:1", "--namespace", SPACE, "--api", api, "--name", f"sft-{api}",
-             "--storage-class", "none",
+             "--storage-class", "none", "--wait", "0",
              "--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]  # fmt: skip
     printed = CliRunner().invoke(launch, [*words, "--dry-run"]).stdout
     try:

@@ -229,7 +229,7 @@ def caller(cluster: list[Document]) -> Iterator[str]:
 
 
 def grant(words: str) -> None:
-    """Do what a refusal said, under a name of this run."""
+    """Do what a refusal said, under names of this run."""
     for line in words.split(" && "):
         kubectl(*line.replace("topoflight-load", f"{RUN}-load").split()[1:])
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
 
-from finetune.config import ConfigError, JobConfig
 from finetune.data import collate, pack, prepare
 from finetune.model import build_model, causal_lm, cut
 from finetune.optim import clip_gradients, learning_rate
@@ -15,6 +14,7 @@ from finetune.parallel import stage_bounds
 from finetune.parts import beside_forecast, divide, hold_against, part_of
 from finetune.plan import refusals
 from finetune.rows import IGNORED, load_tokenizer
+from planner.job_config import ConfigError, JobConfig
 from planner.layout import Layout
 
 SMALL = {

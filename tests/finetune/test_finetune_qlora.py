@@ -12,10 +12,10 @@ from test_finetune_equivalence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 from finetune import train
-from finetune.config import JobConfig
 from finetune.loop import weights_in
 from finetune.model import build_model
 from finetune.plan import refusals
+from planner.job_config import JobConfig
 from planner.layout import Layout
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]

@@ -15,8 +15,8 @@ import torch
 
 from finetune import loop, train
 from finetune.checkpoint import SaveError, list_checkpoints
-from finetune.config import ConfigError
 from finetune.verify import MismatchError
+from planner.job_config import ConfigError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
 ROOT = Path(__file__).parents[2]

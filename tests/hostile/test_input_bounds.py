@@ -22,9 +22,9 @@ from agent.keep import MOST_RECORD_BYTES
 from agent.keep import read as read_kept
 from agent.kube_access import AccessError, from_kubeconfig
 from agent.nodes import unpack
-from finetune.config import ConfigError, read_mapping
 from finetune.plan import read_plan
 from planner.calibration import CalibrationError, load_calibration
+from planner.job_config import ConfigError, read_mapping
 from planner.lint_sources import EnvironmentTextError, read_environment
 from planner.models import ModelError, load_model
 from planner.wire import WireError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config import ConfigError, JobConfig, parse_config
+from planner.job_config import ConfigError, JobConfig, parse_config
 
 pytest.importorskip("torch")
 

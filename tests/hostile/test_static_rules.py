@@ -20,7 +20,7 @@ CALLS = {
     "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp",
     "torch.load", "torch.save", "ssl._create_unverified_context", "pty.spawn", "asyncio.create_subprocess_shell",
 }  # fmt: skip
-LOADERS = {"SafeLoader", "_Loader"}  # probes.yaml_text._Loader is a SafeLoader with an end to merging
+LOADERS = {"SafeLoader", "_Loader", "_Texts"}  # probes.yaml_text: a SafeLoader with an end to merging, and its texts
 
 
 def dotted(node: ast.expr) -> str:
@@ -71,19 +71,20 @@ def test_the_rule_sees_what_it_forbids(text: str) -> None:
 
 
 def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
-    """The one loader of our own knows no tag that PyYAML's safe loader does not."""
+    """The loaders of our own know no tag that PyYAML's safe loader does not."""
     import yaml
 
-    from probes.yaml_text import YamlTextError, _Loader, load_all
+    from probes.yaml_text import YamlTextError, _Loader, _Texts, load_all
 
-    assert _Loader.yaml_constructors == yaml.SafeLoader.yaml_constructors
+    assert _Loader.yaml_constructors == _Texts.yaml_constructors == yaml.SafeLoader.yaml_constructors
     for text in (
         "!!python/object/apply:os.system [id]",
         "!!python/name:os.system",
         "!!python/object/new:os.system [id]",
     ):
-        with pytest.raises(YamlTextError):
-            load_all(text, most_aliases=0)
+        for texts in (False, True):
+            with pytest.raises(YamlTextError):
+                load_all(text, most_aliases=0, texts=texts)
 
 
 def test_templates_escape_everything_but_our_own_markup() -> None:

@@ -120,7 +120,7 @@ def test_many_questions_do_not_fill_the_memory(quiet: tuple[State, TestClient]) 
     """More different ones than are kept are answered all the same."""
     _, client = quiet
     for number in range(2 * MOST_ANSWERS):
-        assert client.get(f"/findings?any={number}").status_code == 200
+        assert client.get(f"/recommendations?lora_rank={number + 1}").status_code == 200
 
 
 @pytest.mark.parametrize(

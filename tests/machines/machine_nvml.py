@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from probes.host import GpuHandle, Json, NvmlError
-from probes.nvml import failure
+from probes.nvml import HANDLE, XIDS, failure
 
 GIB, MIB = 1 << 30, 1 << 20
 NONE = "NOT_SUPPORTED"
@@ -89,11 +89,14 @@ class NvmlAnswers:
         if not arguments:
             return self.system[symbol]
         first = arguments[0]
+        if symbol == XIDS:
+            watched = [index for index, gpu in enumerate(self.gpus) if "*" not in gpu.answers]
+            return {"watched": watched, "xids": []}
         assert isinstance(first, GpuHandle)
         gpu = self.gpus[first.index]
         lost = gpu.answers.get("*")
         if lost:
-            raise failure("nvmlDeviceGetHandleByIndex", lost)
+            raise failure(HANDLE, lost)
         answer = self._answer(gpu, first.index, symbol, arguments[1:])
         if isinstance(answer, str) and answer in (NONE, "INVALID_ARGUMENT", "GPU_IS_LOST"):
             raise failure(symbol, answer)
@@ -165,9 +168,9 @@ def pci_info(bus_id: str) -> dict[str, Any]:
 
 
 def _fields(gpu: NvmlGpu, wanted: tuple[int | str, ...]) -> list[Json]:
-    """C2C link count on Grace, NVLink errors on Hopper and later; every other field is not supported."""
+    """C2C link count on Grace, NVLink errors and the recovery action on Hopper and later; no other field."""
     major = gpu.board.capability[0]
-    known = {170: gpu.answers.get("c2c")}
+    known = {170: gpu.answers.get("c2c"), 230: 0 if major >= 9 else None, 91: gpu.board.links or None}
     if major >= 9:
         known |= dict.fromkeys((161, 162, 163) if major == 9 else (208, 214, 219, 221), 0)
     return [known.get(int(str(item).partition(":")[0])) for item in wanted]
@@ -195,6 +198,13 @@ _SIMPLE: dict[str, _Answer] = {
     "nvmlDeviceGetFieldValues": lambda g, i, a: _fields(g, a),
     "nvmlDeviceGetTotalEccErrors": lambda g, i, a: 0 if g.board.remaps else NONE,
     "nvmlDeviceGetRemappedRows": lambda g, i, a: [0, 0, 0, 0] if g.board.remaps else NONE,
+    "nvmlDeviceGetEccMode": lambda g, i, a: [1, 1] if g.board.remaps else NONE,
+    "nvmlDeviceGetDefaultEccMode": lambda g, i, a: [1] if g.board.remaps else NONE,
+    "nvmlDeviceGetSramEccErrorStatus": lambda g, i, a: dict(SRAM) if g.board.remaps else NONE,
+    "nvmlDeviceGetRowRemapperHistogram": lambda g, i, a: (
+        {"max": 640, "high": 0, "partial": 0, "low": 0, "none": 0} if g.board.remaps else NONE
+    ),
+    "nvmlDeviceGetC2cModeInfoV": lambda g, i, a: {"isC2cEnabled": 1} if "c2c" in g.answers else NONE,
     "nvmlDeviceGetRetiredPages": lambda g, i, a: NONE if g.board.remaps else [],
     "nvmlDeviceGetTemperature": lambda g, i, a: 36 + i % 4,
     "nvmlDeviceGetTemperatureThreshold": lambda g, i, a: g.board.slowdown_celsius,
@@ -210,6 +220,14 @@ _SIMPLE: dict[str, _Answer] = {
     "nvmlDeviceGetComputeRunningProcesses": lambda g, i, a: [],
 }  # fmt: skip
 _MIG = ("H100 80GB HBM3", "A100", "GB200")
+
+
+SRAM = {
+    "version": 0x1000068, "aggregateUncParity": 0, "aggregateUncSecDed": 0, "aggregateCor": 0, "volatileUncParity": 0,
+    "volatileUncSecDed": 0, "volatileCor": 0, "aggregateUncBucketL2": 0, "aggregateUncBucketSm": 0,
+    "aggregateUncBucketPcie": 0, "aggregateUncBucketMcu": 0, "aggregateUncBucketOther": 0, "bThresholdExceeded": 0,
+}  # fmt: skip
+"""nvmlEccSramErrorStatus of version 1, without an error."""
 
 
 def fabric(state: int, cluster: bytes = bytes(16), clique: int = 0) -> dict[str, Any]:

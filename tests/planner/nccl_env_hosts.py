@@ -10,6 +10,7 @@ from probes.gpu import Gpu, GpuFacts, NvLink
 from probes.hostinfo import HostinfoFacts
 from probes.interfaces import Interface, InterfacesFacts
 from probes.limits import LimitsFacts
+from probes.pci import PciDevice, PciFacts
 from probes.rdma import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NearestNic, NodeTopology
 
@@ -31,6 +32,8 @@ def port(
     kind: str = "hca",
     model: str = "ConnectX-7",
     gids: Sequence[Gid] = (),
+    vf: bool | None = None,
+    driver: str | None = None,
     **more: Any,
 ) -> RdmaDevice:
     """A device with one port."""
@@ -43,7 +46,12 @@ def port(
         gids_known=bool(gids),
         **more,
     )
-    return RdmaDevice(name=name, kind=kind, model=model, ports=(one,))
+    return RdmaDevice(name=name, kind=kind, model=model, ports=(one,), is_vf=vf, driver=driver)
+
+
+def pci(bus_id: str, class_code: int, vendor: int, *, driver: str | None = None, **more: Any) -> PciDevice:
+    """A PCI function."""
+    return PciDevice(bus_id=bus_id, class_code=class_code, vendor_id=vendor, device_id=0x1000, driver=driver, **more)
 
 
 def v2_gid(index: int, address: str = "10.0.0.1") -> Gid:
@@ -62,6 +70,9 @@ def host(
     interfaces: Sequence[Interface] | None = (),
     default_route: str | None = None,
     cgroup_cpus: float | None = None,
+    bus: Sequence[PciDevice] | None = None,
+    switches: dict[str, Any] | None = None,
+    c2c: int | None = None,
     **info: Any,
 ) -> Snapshot:
     """A snapshot of the facts given; None leaves the probe out."""
@@ -71,7 +82,8 @@ def host(
             driver_version="570",
             cuda_version="12.8",
             gpus=tuple(
-                Gpu(index=i, bus_id=None, name=gpu_name, nvlinks=links, nvlinks_known=True) for i in range(gpus)
+                Gpu(index=i, bus_id=None, name=gpu_name, nvlinks=links, nvlinks_known=True, c2c_links=c2c)
+                for i in range(gpus)
             ),
         ),
         "hostinfo": HostinfoFacts(**{"hostname": name, "cores": 64, **info}),
@@ -83,14 +95,22 @@ def host(
         facts["rdma"] = RdmaFacts(devices=tuple(rdma), source="sysfs")
     if interfaces is not None:
         facts["interfaces"] = InterfacesFacts(interfaces=tuple(interfaces), default_route=default_route)
+    if bus is not None or switches is not None:
+        facts["pci"] = PciFacts(devices=tuple(bus or ()), **(switches or {}))
     outcomes = {probe: Ok(facts=value) for probe, value in facts.items()}
     return Snapshot(hostname=name, taken_at_seconds=0.0, topoflight_version="test", outcomes=dict(outcomes))
 
 
-def cluster(*snapshots: Snapshot, nearest: Sequence[str] = (), virtual: str | None = None) -> ClusterTopology:
-    """Topology of the hosts: only what rules ask for. `nearest` is the NIC nearest to each GPU."""
+def cluster(
+    *snapshots: Snapshot,
+    nearest: Sequence[str] = (),
+    virtual: str | None = None,
+    crowded: dict[int, tuple[str, ...]] | None = None,
+) -> ClusterTopology:
+    """Topology of the hosts: only what rules ask for. `nearest` is the NIC nearest to each GPU, `crowded` several."""
+    more = crowded or {}
     near = tuple(
-        NearestNic(gpu=f"GPU{i}", label="PIX", path=None, nics=(nic,), local=True, decidable=True)
+        NearestNic(gpu=f"GPU{i}", label="PIX", path=None, nics=more.get(i, (nic,)), local=True, decidable=True)
         for i, nic in enumerate(nearest)
     )
     return ClusterTopology(

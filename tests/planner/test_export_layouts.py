@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.config import parse_config
 from finetune.plan import settle_layout
 from planner import machines
 from planner.advice import Reason, Setting
 from planner.exports import ExportError, Request, export, formats, request_of
+from planner.job_config import parse_config
 from planner.layout import Layout
 from planner.models import model_named
 from planner.recommend import recommend

@@ -29,7 +29,9 @@ def answer(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> 
     """What is recommended on one recording."""
     snapshot = scan(load(ROOT / "machines" / f"{name}.json"))
     node = build(snapshot)
-    return recommend(ClusterTopology(nodes=(node,)), (snapshot,), model_named(model), train, ranks_per_node=2)
+    return recommend(
+        ClusterTopology(nodes=(node,)), (snapshot,), model_named(model), train, ranks_per_node=None if node.gpus else 2
+    )
 
 
 def essence(recommendation: Recommendation) -> dict[str, Any]:

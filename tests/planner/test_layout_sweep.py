@@ -7,9 +7,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from planner import machines
-from planner.layout import Layout
+from planner.advice import RankedLayout
+from planner.layout import Layout, LayoutError
 from planner.models import model_named
-from planner.recommend import forecast_layout, plan
+from planner.recommend import Planned, forecast_layout, forecast_named, plan, recommend
 from planner.specs import TrainSpec
 from planner.sweep import compare, sweep, sweep_svg
 
@@ -51,3 +52,40 @@ def test_compare_puts_two_layouts_side_by_side() -> None:
     assert parts["tensor_parallel"][1] > 0
     broken = forecast_layout(planned, Layout(world_size=32, tp=16, dp_shard=2, gradient_accumulation=128))
     assert "breaks" in broken.why
+
+
+def a40() -> tuple[Planned, RankedLayout]:
+    """Four nodes of two A40: the numbers, and what is recommended."""
+    cluster, model = machines.cluster("2xa40-roce", 4), model_named("Llama-3.1-8B")
+    chosen = recommend(cluster, (), model, TrainSpec()).chosen
+    assert chosen is not None
+    return plan(cluster, (), model, TrainSpec()), chosen
+
+
+def test_a_comparison_shows_the_layout_that_recommend_shows() -> None:
+    """What is not named is chosen in the same way: same micro-batch, same memory, same step, same global batch."""
+    planned, chosen = a40()
+    shape = chosen.layout
+    named = {"dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "tp": shape.tp, "pp": shape.pp}
+    again = forecast_named(planned, named)
+    assert again.layout == shape
+    assert again.forecast.memory_bytes == chosen.forecast.memory_bytes
+    assert again.forecast.step_seconds == chosen.forecast.step_seconds
+    other = forecast_named(planned, {"dp_shard": 8, "micro_batch": 2})
+    assert (other.layout.micro_batch, other.layout.global_batch) == (2, shape.global_batch)
+
+
+def test_a_comparison_says_what_does_not_fit_into_memory() -> None:
+    """A layout over the memory is not allowed, whatever rules it keeps."""
+    cluster = machines.cluster("2xa40-roce", 1)
+    planned = plan(cluster, (), model_named("Llama-3.1-70B"), TrainSpec(method="full"))
+    assert "breaks memory-fits" in forecast_named(planned, {"dp_shard": 2}).why
+    fixed = Layout(world_size=2, dp_shard=2, gradient_accumulation=32)
+    assert "GiB over" in forecast_layout(planned, fixed).why
+
+
+def test_a_comparison_refuses_a_batch_that_does_not_divide() -> None:
+    """And names both numbers."""
+    planned, _ = a40()
+    with pytest.raises(LayoutError, match=r"global batch 64 .* micro_batch 3"):
+        forecast_named(planned, {"dp_shard": 8, "micro_batch": 3})

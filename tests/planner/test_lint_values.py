@@ -45,7 +45,7 @@ def test_the_seed_name_that_no_nccl_reads() -> None:
     """NCCL_IB_HBA does nothing; NCCL_IB_HCA is meant, and stays at its default."""
     (finding,) = found({"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HBA": "mlx5_1"})
     assert finding.code == "env.name.unknown"
-    assert finding.remedy == "Write NCCL_IB_HCA=mlx5_1."
+    assert finding.remedy == "Did you mean NCCL_IB_HCA? Correct the name, or unset it."
     assert "all ACTIVE ports" in finding.message
 
 
@@ -59,7 +59,7 @@ def test_the_seed_name_that_no_nccl_reads() -> None:
         ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 21, 5), ["env.name.too_new"]),
         ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 29, 2), []),
         ({"NCCL_MIN_CHANNELS": "4"}, (2, 27, 7), ["env.name.unknown"]),
-        ({"NCCL_FROM_THE_FUTURE": "1"}, (2, 31, 2), ["env.name.unknown"]),
+        ({"NCCL_FROM_THE_FUTURE": "1"}, (2, 99, 0), ["env.name.unknown"]),
         ({"NCCL_BLOCKING_WAIT": "1"}, (2, 27, 7), ["env.torch.renamed"]),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLNG": "1"}, (2, 27, 7), ["env.name.unknown"]),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, (2, 27, 7), []),
@@ -81,7 +81,7 @@ def test_names(environment: dict[str, str], version: tuple[int, ...] | None, exp
 
 def test_unknown_name_of_a_newer_nccl_is_not_called_wrong() -> None:
     """The table ends at the newest release that was read."""
-    (finding,) = found({"NCCL_FROM_THE_FUTURE": "1"}, (2, 31, 2))
+    (finding,) = found({"NCCL_FROM_THE_FUTURE": "1"}, (2, 99, 0))
     assert finding.severity is Severity.INFO
     assert "unknown" in finding.message
 
@@ -173,7 +173,7 @@ def test_lists_that_match_nothing(name: str, value: str, clean: str) -> None:
     assert finding.remedy == f"Write {name}={clean}."
 
 
-@pytest.mark.parametrize("value", ["mlx5_0:1,mlx5_1:1", "^=mlx5_4", "=mlx5_1", "^docker0,lo"])
+@pytest.mark.parametrize("value", ["mlx5_0:1,mlx5_1:1", "^=mlx5_4", "=mlx5_1", "=mlx5_0::0:1,mlx5_bond_0", "^mlx5_2"])
 def test_lists_that_are_right(value: str) -> None:
     """Ports, exact and negated lists."""
     assert codes({"NCCL_IB_HCA": value}) == []
@@ -267,3 +267,135 @@ def test_release_unknown_is_no_verdict() -> None:
 def test_allocator_takes_exact_words(value: str, expected: list[str]) -> None:
     """PyTorch itself refuses the same values."""
     assert codes({"PYTORCH_CUDA_ALLOC_CONF": value}) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("NCCL_IB_HCA", "eth0", "env.value.kind"),
+        ("NCCL_IB_HCA", "ib0", "env.value.kind"),
+        ("NCCL_IB_HCA", "mlx5_0,ens1f0np0", "env.value.kind"),
+        ("NCCL_IB_HCA", "0000:1a:00.0", "env.value.kind"),
+        ("NCCL_SOCKET_IFNAME", "mlx5_0", "env.value.kind"),
+        ("NCCL_SOCKET_IFNAME", "=bnxt_re0", "env.value.kind"),
+        ("NCCL_SOCKET_IFNAME", "10.0.0.7", "env.value.kind"),
+        ("GLOO_SOCKET_IFNAME", "mlx5_0", "env.value.kind"),
+        ("GLOO_SOCKET_IFNAME", "^lo", "env.value.kind"),
+        ("NCCL_IB_PKEY", "0x8001", "env.value.kind"),
+        ("NCCL_IB_PKEY", "32767", "env.value.kind"),
+        ("NCCL_COMM_ID", "10.0.0.1", "env.value.kind"),
+        ("NCCL_RAS_ADDR", "localhost", "env.value.kind"),
+        ("NCCL_IB_ADDR_RANGE", "10.0.0.0", "env.value.kind"),
+        ("NCCL_NETDEVS_POLICY", "MAX", "env.value.kind"),
+        ("NCCL_TOPO_FILE", "~/topo.xml", "env.value.kind"),
+        ("NCCL_IB_TIMEOUT", "0", "env.value.range"),
+        ("NCCL_IB_TIMEOUT", "2", "env.value.range"),
+        ("NCCL_IB_RETRY_CNT", "0", "env.value.range"),
+        ("NCCL_NTHREADS", "100", "env.value.range"),
+        ("NCCL_IB_QPS_PER_CONNECTION", "0", "env.value.range"),
+        ("NCCL_MAX_CTAS", "0", "env.value.range"),
+        ("NCCL_SOCKET_RETRY_CNT", "0", "env.value.range"),
+        ("NCCL_NVLS_ENABLE", "3", "env.value.range"),
+        ("NCCL_IB_ROCE_VERSION_NUM", "3", "env.value.range"),
+        ("NCCL_DEBUG_SUBSYS", "INIT, NET", "env.value.token"),
+        ("NCCL_DEBUG_SUBSYS", "NETWORK", "env.value.token"),
+        ("NCCL_ALGO", "Ring, Tree", "env.value.token"),
+        ("NCCL_CTA_POLICY", "FAST", "env.value.token"),
+        ("NCCL_IB_RAIL_POLICY", "CX8", "env.value.token"),
+        ("NCCL_SOCKET_IFNAME", "eth0, eth1", "env.value.list"),
+        ("NCCL_NET", "Socket", "env.rdma.tcp"),
+        ("FI_PROVIDER", "tcp", "env.rdma.tcp"),
+        ("FI_PROVIDER", "tcp;ofi_rxm", "env.rdma.tcp"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "env.torch.hang"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "0", "env.torch.hang"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "false", "env.torch.hang"),
+        ("NCCL_COLLNET_ENABLE", "1", "env.pair.missing"),
+        ("NCCL_OOB_NET_IFNAME", "=mlx5_1", "env.pair.missing"),
+    ],
+)
+def test_wrong_without_any_machine(name: str, value: str, code: str) -> None:
+    """A value outside of what the variable takes is named, whatever the host is."""
+    assert code in codes({name: value}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_IB_HCA", "mlx5"), ("NCCL_IB_HCA", "=mlx5_bond_0:1"), ("NCCL_IB_HCA", "rocep65s0f0,ibp12s0"),
+        ("NCCL_IB_HCA", "rdmap16s27"), ("NCCL_IB_HCA", "^mlx5_2,mlx5_3"), ("NCCL_SOCKET_IFNAME", "ib"),
+        ("NCCL_SOCKET_IFNAME", "^docker0,lo"), ("NCCL_SOCKET_IFNAME", "=eth0,bond0.100"), ("NCCL_IB_PKEY", "1"),
+        ("NCCL_SOCKET_IFNAME", "ibp65s0"), ("NCCL_COMM_ID", "10.0.0.1:29400"), ("NCCL_COMM_ID", "[::1]:29400"),
+        ("NCCL_IB_ADDR_RANGE", "10.0.0.0/8"), ("NCCL_IB_TIMEOUT", "23"), ("NCCL_IB_GID_INDEX", "3"),
+        ("NCCL_IB_GID_INDEX", "-1"), ("NCCL_DEBUG_SUBSYS", "init,net"), ("NCCL_DEBUG_SUBSYS", "^ALL"),
+        ("NCCL_CTA_POLICY", "EFFICIENCY|ZERO"), ("FI_PROVIDER", "efa"), ("FI_PROVIDER", "cxi"), ("NCCL_NET", "gIB"),
+        ("NCCL_NETDEVS_POLICY", "max:2"), ("NCCL_IB_RAIL_POLICY", "CX9:FLIP"), ("NCCL_NET", "IB"),
+        ("NCCL_IB_PKEY_VALUE", "0x8001"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("NCCL_SOCKET_NTHREADS", "-2"), ("NCCL_NET_PLUGIN", "none"), ("NCCL_TUNER_PLUGIN", "/lib/libnccl-tuner.so"),
+    ],
+)  # fmt: skip
+def test_right_without_any_machine(name: str, value: str) -> None:
+    """Nothing is said against what the documentation allows."""
+    assert codes({name: value}, None) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "nodes", "severity"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "lo"}, 4, Severity.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "docker0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, None, Severity.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "=lo", "NNODES": "2"}, None, Severity.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8"}, None, Severity.WARN),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, 2, Severity.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, None, Severity.INFO),
+        ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, None, None),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, 1, None),
+        ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, 4, None),
+    ],
+)
+def test_an_interface_of_one_host_in_a_job_of_several(
+    environment: dict[str, str], nodes: int | None, severity: Severity | None
+) -> None:
+    """Loopback and bridges reach no other node; how bad that is follows from the job's size."""
+    findings = [each for each in lint(environment, nodes=nodes) if each.code == "env.interface.unfit"]
+    assert [each.severity for each in findings] == ([] if severity is None else [severity])
+
+
+@pytest.mark.parametrize(
+    "name", ["TUNER_CONFIG_PATH", "SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "FASTRAK_LLCM_DEVICE_DIRECTORY"]
+)
+def test_what_plugins_read_is_never_unknown(name: str) -> None:
+    """Google's plugins fail where they are told to drop it."""
+    assert codes({f"NCCL_{name}": "/usr/local/gib/configs/a.txtpb"}, None) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("NCCL_SOCKET_TIMEOUT", "300", ""), ("NCCL_CHECK_DISABLE", "1", ""), ("NCCL_TEST_PATH", "/opt/t", ""),
+        ("NCCL_TIMEOUT", "1800", ""), ("NCCL_SOCKET_IFNAM", "eth0", "NCCL_SOCKET_IFNAME"),
+        ("NCCL_SOCKET_IFNAM", "300", ""), ("NCCL_IB_TIMEOT", "22", "NCCL_IB_TIMEOUT"), ("NCCL_IB_TIMEOT", "1800", ""),
+        ("NCCL_TOPO_FLIE", "/a.xml", "NCCL_TOPO_FILE"), ("NCCL_TOPO_FLIE", "1", ""),
+        ("NCCL_P2P_LEVLE", "NVL", "NCCL_P2P_LEVEL"),
+    ],
+)  # fmt: skip
+def test_a_guess_is_a_question_without_a_value(name: str, value: str, meant: str) -> None:
+    """Only where the letters and the kind of value are close; never as the remedy itself."""
+    (finding,) = found({name: value}, None)
+    assert finding.code == "env.name.unknown"
+    assert "Write " not in finding.remedy
+    assert ("Did you mean" in finding.remedy) == bool(meant)
+    assert not meant or f"Did you mean {meant}" in finding.remedy
+    assert f"={value}" not in finding.remedy
+
+
+@pytest.mark.parametrize("name", ["NCCL_HOME", "NCCL_ROOT_DIR", "NCCL_VERSION", "NCCL_TEST_PATH", "NCCL_REPO_URL"])
+def test_what_scripts_and_builds_keep_for_themselves(name: str) -> None:
+    """A path or a release under such a name is no mistake: at most a note."""
+    values = {"NCCL_VERSION": "2.27.7-1", "NCCL_REPO_URL": "https://github.com/NVIDIA/nccl"}
+    assert {each.severity for each in found({name: values.get(name, "/opt/x")}, None)} <= {Severity.INFO}
+
+
+@pytest.mark.parametrize("name", ["var_NCCL_DEBUG", "MY_NCCL_DIR", "nccl_path", "USE_NCCL", "SKIP_NCCL_TEST"])
+def test_names_of_others_with_nccl_in_them(name: str) -> None:
+    """They are not NCCL's to read."""
+    assert codes({name: "1"}, None) == []

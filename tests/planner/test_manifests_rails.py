@@ -260,6 +260,13 @@ def test_rails_under_other_names_are_not_listed() -> None:
     assert [need.value for need in given.needs if need.name == "network"] == ["default/n-1", "default/n-2"]
 
 
+def test_no_list_of_hcas_where_every_one_is_a_rail() -> None:
+    """Nothing is to be left out, and on a node that calls them otherwise the list would match nothing."""
+    said = environment(attached([node("a", rails=2), node("b", rails=2)]))
+    assert said["NCCL_SOCKET_IFNAME"] == "net1"
+    assert "NCCL_IB_HCA" not in said
+
+
 def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
     """Storage over RoCE beside the InfiniBand that the job runs on."""
     nodes = [node(name, rails=2, devices=[port(f"mlx5_{i}") for i in range(4, 12)]) for name in "ab"]
@@ -351,7 +358,7 @@ def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -
     assert template["metadata"]["annotations"][NETWORKS] == ",".join(f"training/{d['metadata']['name']}" for d in made)
     (container,) = template["spec"]["containers"]
     said = {each["name"]: each["value"] for each in container["env"]}
-    assert (said["NCCL_SOCKET_IFNAME"], said["NCCL_IB_HCA"]) == ("net1", "mlx5_0,mlx5_1,mlx5_2,mlx5_3")
+    assert said["NCCL_SOCKET_IFNAME"] == "net1" and "NCCL_IB_HCA" not in said  # every port is a rail
     assert container["resources"]["limits"]["rdma/rdma_shared_device_eth"] == "1"
     (files,) = of_kind(documents, "ConfigMap")
     planned = json.loads(files["data"]["plan.json"])["environment"]
@@ -379,5 +386,6 @@ def test_one_rail_leaves_the_job_as_it_is() -> None:
     """A record of one RoCE port: the network, and a job that says nothing of it."""
     documents, told = launched(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
     (job,) = of_kind(documents, "Job")
-    assert "metadata" not in job["spec"]["template"] and told == ""
+    assert "metadata" not in job["spec"]["template"]
+    assert told.startswith("warning: the nodes have RDMA devices, and the pods ask for none") and told.count("\n") == 1
     assert [d["metadata"]["name"] for d in of_kind(documents, "MacvlanNetwork")] == ["rdmashared-net"]

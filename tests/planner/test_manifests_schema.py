@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ SPEC = JobSpec(
     topology_label="cloud.example/rack", service_account="trainer",
     node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
     tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1",
-    preflight_require=("rdma.port.down",), agent="http://topoflight-node.topoflight:9402",
+    preflight_require=("rdma.port.down",), measure=True, agent="http://topoflight-node.topoflight:9402",
     resource_claim_template="gpu-nic", active_deadline_seconds=86400,
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
@@ -164,13 +165,72 @@ def test_hostile_names_are_refused(name: str) -> None:
         JobSpec(name=name, image="i", nodes=1, processes_per_node=1, command=("true",))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("claim", "Bad_Name", "claim='Bad_Name'"),
+        ("claim", "a..b", "claim="),
+        ("claim", "a" * 254, "253 at most"),
+        ("token_secret", "A B", "token_secret="),
+        ("queue", "team/a", "queue="),
+        ("service_account", "sa!", "service_account="),
+        ("image", "r.example/a b", "image="),
+        ("preflight_image", "", "preflight_image="),
+        ("topology_label", "a b", "label 'a b'"),
+        ("topology_label", "x/y/z", "label 'x/y/z'"),
+        ("node_selector", {"a": "b=c"}, "label a='b=c'"),
+        ("node_selector", {"-a": "b"}, "label '-a'"),
+        ("tolerate", ("k:Always",), "NoSchedule, PreferNoSchedule, NoExecute"),
+        ("tolerate", ("=v",), "KEY"),
+        ("limits", {"memory": "96GiB"}, "resource memory='96GiB'"),
+        ("limits", {"memory": "0"}, "above 0"),
+        ("limits", {"cpu": "-1"}, "resource cpu='-1'"),
+        ("limits", {"hugepages-2Mi": "3Mi"}, "whole pages"),
+        ("limits", {"rdma/hca": "1.5"}, "resource rdma/hca='1.5'"),
+        ("limits", {"rdma/hca": "-1"}, "whole number"),
+        ("limits", {"foo": "1"}, "domain/name"),
+    ],
+)
+def test_what_the_api_server_would_refuse_is_refused(field: str, value: Any, told: str) -> None:
+    """By name and value: an object that cannot exist would otherwise leave the pods waiting for it."""
+    given = {"name": "a", "image": "i", "nodes": 1, "processes_per_node": 1, "command": ("true",), field: value}
+    with pytest.raises(JobError, match=re.escape(told)):
+        JobSpec(**given)
+
+
+@pytest.mark.parametrize(
+    ("taint", "made"),
+    [
+        ("nvidia.com/gpu", {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}),
+        ("a=b", {"key": "a", "operator": "Equal", "value": "b", "effect": "NoSchedule"}),
+        ("a=b:NoExecute", {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute"}),
+        ("a:PreferNoSchedule", {"key": "a", "operator": "Exists", "effect": "PreferNoSchedule"}),
+    ],
+)
+def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str]) -> None:
+    """KEY[=VALUE][:EFFECT]."""
+    spec = JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), tolerate=(taint,))
+    (_, job) = manifests.indexed_job(spec)
+    assert job["spec"]["template"]["spec"]["tolerations"] == [made]
+
+
+@pytest.mark.parametrize("amount", ["4", "500m", "1.5", ".5Gi", "96Gi", "1e3", "100G"])
+def test_quantities_as_kubernetes_writes_them_are_taken(amount: str) -> None:
+    """Every form of apimachinery's."""
+    spec = JobSpec(
+        name="a", image="i", nodes=1, processes_per_node=1, command=("true",),
+        limits={"memory": amount, "nvidia.com/gpu": "8", "hugepages-2Mi": "5Gi", "vpc.amazonaws.com/efa": "0"},
+    )  # fmt: skip
+    assert spec.limits["memory"] == amount
+
+
 def test_hostile_values_stay_data() -> None:
     """Whatever a value holds, it reads back as that value and nothing else."""
     value = 'x"\n  - name: EVIL\n    value: 1 # {{ }} $(id) `id`'
-    spec = JobSpec(name="a", image=value, nodes=1, processes_per_node=1, command=(value,), environment={"A": value})
+    spec = JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=(value,), environment={"A": value})
     (_, job) = yaml.safe_load_all(manifests.render(manifests.indexed_job(spec)))
     container = job["spec"]["template"]["spec"]["containers"][0]
-    assert container["image"] == value
+    assert container["command"][-1] == value
     assert container["env"] == [{"name": "A", "value": value}]
 
 

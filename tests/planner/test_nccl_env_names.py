@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import platform
+import shutil
 import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 from planner.advice import Reason, Setting
 from planner.env_render import RenderError, k8s_env, render_env, render_json, render_k8s, render_shell, render_yaml
-from planner.nccl_names import FAMILIES, NEWEST_READ, names, nearest, parse_version, replacement
+from planner.nccl_names import (
+    names,
+    nearest,
+    newest_read,
+    parse_version,
+    plugin_names,
+    plugin_of,
+    read_on,
+    replacement,
+)
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 
@@ -26,24 +42,63 @@ AWKWARD = [setting("NCCL_NET", "AWS Libfabric"), setting("NCCL_IB_TC", "106"), s
 def test_table_is_whole() -> None:
     """Every row is read, the well-known names are there, and release ranges make sense."""
     table = names()
-    assert len(table) > 340
+    assert len(table) > 310
     assert {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC", "NCCL_ALGO"} <= set(table)
     for entry in table.values():
         assert entry.first is None or entry.last is None or entry.first <= entry.last, entry
-        assert entry.first is None or entry.first <= NEWEST_READ, entry
+        assert entry.first is None or entry.first <= newest_read(), entry
         assert (entry.status == "removed") == (entry.last is not None), entry
         assert entry.kind in ("integer", "text", ""), entry
         assert (entry.status == "other") == (entry.doc_class == ""), entry
 
 
-def test_replacements_exist_and_families_are_prefixes() -> None:
+def test_replacements_exist() -> None:
     """What is named instead of a removed name is a name NCCL reads."""
     for entry in names().values():
         new = replacement(entry.name)
         if new is not None:
             assert entry.status == "removed"
             assert names()[new].status == "current"
-    assert all(prefix.startswith("NCCL_") for prefix in FAMILIES)
+
+
+def test_each_plugin_says_who_reads_its_names() -> None:
+    """The plugins of the large fabrics are there; no name of libnccl itself is given away."""
+    plugins = {each.plugin for each in plugin_names()}
+    assert {"aws-ofi-nccl", "GPUDirect-TCPX", "GPUDirect-TCPXO", "gIB", "SHARP", "UCX", "RCCL", "Spectrum-X"} <= plugins
+    assert {"Inspector", "profiler"} <= plugins
+    assert all(each.reader and each.source for each in plugin_names())
+    current = [name for name, entry in names().items() if entry.status == "current" and plugin_of(name)]
+    assert current == []
+
+
+@pytest.mark.parametrize(
+    ("name", "plugin"),
+    [
+        ("NCCL_TUNER_CONFIG_PATH", "Google's tuner"),
+        ("NCCL_SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "GPUDirect-TCPXO"),
+        ("NCCL_FASTRAK_CTRL_DEV", "GPUDirect-TCPXO"),
+        ("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "GPUDirect-TCPX"),
+        ("OFI_NCCL_PROTOCOL", "aws-ofi-nccl"),
+        ("NCCL_INSPECTOR_DUMP_DIR", "Inspector"),
+        ("NCCL_SPCX_ML_TUNER_ORT_PATH", "Spectrum-X"),
+        ("RCCL_MSCCL_ENABLE", "RCCL"),
+    ],
+)
+def test_plugin_of(name: str, plugin: str) -> None:
+    """Names of plugins come first."""
+    found = plugin_of(name)
+    assert found is not None and found.plugin == plugin
+
+
+def test_releases_are_as_their_libraries_read_them() -> None:
+    """What 2.31 and 2.32 brought, and what they read no more (bench/nccl_names.py)."""
+    table = names()
+    assert newest_read() >= (2, 32, 3)
+    assert table["NCCL_RUN_DIAGNOSTICS"].first == (2, 31, 2)
+    assert table["NCCL_IB_PKEY_VALUE"].first == (2, 31, 2)
+    assert (table["NCCL_IB_RAIL_POLICY"].first, table["NCCL_IB_RAIL_POLICY"].kind) == ((2, 32, 3), "text")
+    assert (table["NCCL_DIAGNOSTICS_ECC_THRESHOLD"].kind, table["NCCL_RUN_DIAGNOSTICS"].default) == ("integer", "0")
+    assert table["NCCL_MLOPART_RDMA_ENABLE"].last == (2, 31, 2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +108,8 @@ def test_replacements_exist_and_families_are_prefixes() -> None:
         ("NCCL_IB_HCAS", "NCCL_IB_HCA"),
         ("NCCL_SOCKET_IF_NAME", "NCCL_SOCKET_IFNAME"),
         ("NCCL_MAX_CHANNELS", "NCCL_MAX_CTAS"),
-        ("NCCL_NET_GDR_ENABLE", "NCCL_NET_GDR_LEVEL"),
+        ("NCCL_DEUBG", "NCCL_DEBUG"),
+        ("NCCL_IB_QP_PER_CONNECTION", "NCCL_IB_QPS_PER_CONNECTION"),
         ("NCCL_IB_GIDINDEX", "NCCL_IB_GID_INDEX"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLNG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     ],
@@ -63,9 +119,16 @@ def test_nearest_name(wrong: str, right: str) -> None:
     assert nearest(wrong)[0] == right
 
 
-def test_nothing_is_guessed_for_a_name_like_no_other() -> None:
-    """A far guess would mislead."""
-    assert nearest("NCCL_MY_OWN_SWITCH") == ()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NCCL_MY_OWN_SWITCH", "NCCL_SOCKET_TIMEOUT", "NCCL_CHECK_DISABLE", "NCCL_TEST_PATH", "NCCL_TIMEOUT",
+        "NCCL_NET_GDR_ENABLE", "NCCL_IB_XX", "NCCL_LL128_ENABLE", "NCCL_GDR_DISABLE",
+    ],
+)  # fmt: skip
+def test_nothing_is_guessed_for_a_name_like_no_other(name: str) -> None:
+    """Another word is another name, however many letters agree."""
+    assert nearest(name) == ()
 
 
 @pytest.mark.parametrize(
@@ -122,3 +185,84 @@ def test_what_no_format_can_carry_is_refused(bad: Setting) -> None:
     for render in (render_env, render_shell, render_k8s):
         with pytest.raises(RenderError, match=bad.name.split()[0]):
             render([bad])
+
+
+def nccl_names() -> ModuleType:
+    """bench/nccl_names.py."""
+    path = Path(__file__).parent.parent.parent / "bench" / "nccl_names.py"
+    spec = importlib.util.spec_from_file_location("nccl_names_of_libraries", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# NCCL's minor releases came every 2 to 4 months from 2.18 (April 2023) to 2.32 (September 2026): a table of half a year
+# lacks one or two.
+OLDEST_DAYS = 183
+
+
+def test_no_newer_release_is_out_than_the_table_knows() -> None:
+    """Asked of pip's index where it answers, else the table's own date decides; `bench/nccl_names.py` mends it."""
+    reader = nccl_names()
+    try:
+        published = [parse_version(each) for package in reader.PACKAGES for each in reader.releases_on_index(package)]
+    except (OSError, subprocess.SubprocessError):
+        published = []
+    if published:
+        assert max(published) <= newest_read(), "python bench/nccl_names.py read, then table"
+    else:
+        age = (datetime.now(UTC).date() - read_on()).days
+        assert age <= OLDEST_DAYS, f"the table is {age} days old, and no index tells whether a release is out"
+
+
+def test_a_newer_release_is_seen() -> None:
+    """The comparison would fail: 2.99.1 sorts above what was read, a rebuilt wheel of the same release does not."""
+    assert parse_version("2.99.1") > newest_read()
+    assert parse_version("2.26.2.post1") == (2, 26, 2)
+
+
+LIBRARY = """
+#include <stdlib.h>
+#define ONE __attribute__((noinline, noclone)) static
+ONE const char* ncclGetEnv(const char* name) {{ return getenv(name); }}
+ONE long ncclLoadParam(const char* name, long value) {{ return getenv(name) ? 1 : value; }}
+const char* kinds[] = {{"NCCL_ONLY_A_WORD"}};
+const char* text(void) {{ return ncclGetEnv("NCCL_SOME_TEXT"); }}
+long number(void) {{ return ncclLoadParam("NCCL_SOME_NUMBER", {default}); }}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
+@pytest.mark.parametrize("default", [0, 5, -2, 1 << 40])
+def test_names_are_read_from_a_librarys_code(default: int, tmp_path: Path) -> None:
+    """Loaded names with their kinds and defaults; a word in a table is none."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the reader knows x86-64, which the wheels are read of")
+    source, library = tmp_path / "a.c", tmp_path / "libnccl.so.2"
+    source.write_text(LIBRARY.format(default=default))
+    subprocess.run(
+        ["cc", "-O1", "-fPIC", "-shared", "-o", library, source],
+        check=True,
+    )
+    reader = nccl_names()
+    assert reader.names_of_library(library.read_bytes()) == {
+        "NCCL_SOME_TEXT": reader.Read(kind="text"),
+        "NCCL_SOME_NUMBER": reader.Read(kind="integer", default=str(default)),
+    }
+
+
+def test_a_release_joins_the_table() -> None:
+    """A new name begins with its release, one that is gone ends with the last that read it, the rest stays."""
+    reader = nccl_names()
+    new = reader.Read(kind="integer", default="3")
+    rows = reader.merged(
+        {name: names()[name] for name in ("NCCL_IB_HCA", "NCCL_PXN_DISABLE")},
+        {(2, 98, 1): {"NCCL_IB_HCA": reader.Read(kind="text"), "NCCL_PXN_DISABLE": new, "NCCL_OLD": new},
+         (2, 99, 1): {"NCCL_IB_HCA": reader.Read(kind="text"), "NCCL_NEW": new}},
+    )  # fmt: skip
+    assert rows["NCCL_IB_HCA"] == names()["NCCL_IB_HCA"]
+    assert (rows["NCCL_NEW"].first, rows["NCCL_NEW"].kind, rows["NCCL_NEW"].default) == ((2, 99, 1), "integer", "3")
+    assert (rows["NCCL_PXN_DISABLE"].status, rows["NCCL_PXN_DISABLE"].last) == ("removed", (2, 98, 1))
+    assert rows["NCCL_OLD"].last == (2, 98, 1)

@@ -144,14 +144,14 @@ def test_ipv6_only_fabric_gets_the_address_family() -> None:
     [
         ({"traffic_class": 106}, "106"),
         ({"pfc_priorities": (3,)}, "106"),
-        ({"pfc_priorities": (5,)}, "170"),
+        ({"pfc_priorities": (5,)}, None),
         ({"pfc_priorities": (3, 4)}, None),
         ({"pfc_priorities": ()}, None),
         ({}, None),
     ],
 )
 def test_traffic_class_follows_the_lossless_priority(facts: dict[str, Any], expected: str | None) -> None:
-    """DSCP 26 (class field 106) for priority 3, as NVIDIA's RoCE configuration has it."""
+    """DSCP 26 (class field 106) for priority 3, as NVIDIA's RoCE configuration has it; no other has a default."""
     roce = host(rdma=[port("mlx5_0", **ROCE, **facts)])
     assert values(advise(roce)).get("NCCL_IB_TC") == expected
 
@@ -243,16 +243,27 @@ def test_host_without_gpus_gets_gloo() -> None:
     assert "GLOO_SOCKET_IFNAME" not in values(advise(alone))
 
 
-def test_vm_without_a_pcie_tree_gets_the_providers_topology_file() -> None:
-    """Only where the maker's images are known to carry one."""
+def test_vm_without_a_pcie_tree_gets_the_providers_topology_file_that_is_there() -> None:
+    """Only the file of this series, only where it is on the disk, and not where nccl.conf names one."""
     flat = "every device sits on its own root"
-    vm = host(rdma=IB8, vendor="Microsoft Corporation", gpu_name="NVIDIA A100-SXM4-40GB")
+    there = {"topology_files": ("/opt/microsoft/ndv2-topo.xml", "/opt/microsoft/ndv4-topo.xml")}
+    azure = {"rdma": IB8, "vendor": "Microsoft Corporation"}
+    vm = host(gpu_name="NVIDIA A100-SXM4-40GB", switches=there, **azure)
     assert values(advise(vm, virtual=flat))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
-    named = host(rdma=IB8, vendor="Microsoft Corporation", gpu_name="A100", nccl_conf={"NCCL_TOPO_FILE": "/x.xml"})
+    named = host(gpu_name="A100", nccl_conf={"NCCL_TOPO_FILE": "/x.xml"}, switches=there, **azure)
     assert "NCCL_TOPO_FILE" not in values(advise(named, virtual=flat))
-    other = advise(host(rdma=IB8, vendor="QEMU"), virtual=flat)
-    assert "NCCL_TOPO_FILE" not in values(other)
-    assert "hides its PCIe tree" in note(other, "NCCL_TOPO_FILE")
+    for other in (
+        host(gpu_name="NVIDIA A100-SXM4-40GB", **azure),  # a pod that the file is not mounted in
+        host(gpu_name="NVIDIA H100 80GB HBM3", switches=there, **azure),  # of another series
+        host(gpu_name="NVIDIA H100 NVL", gpus=2, switches=there, **azure),
+        host(rdma=IB8, vendor="QEMU"),
+    ):
+        advice = advise(other, virtual=flat)
+        assert "NCCL_TOPO_FILE" not in values(advice)
+        assert "hides its PCIe tree" in note(advice, "NCCL_TOPO_FILE")
+        assert "silent at NCCL_DEBUG=WARN" in note(advice, "NCCL_TOPO_FILE")
+    part = host(gpus=4, gpu_name="NVIDIA A100-SXM4-40GB", switches=there, **azure)  # half of the board in a pod
+    assert values(advise(part, virtual=flat))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
 
 
 @pytest.mark.parametrize(("gpus", "says"), [(1, "one GPU"), (4, "limits direct access")])
@@ -364,3 +375,19 @@ def test_cores_of_a_container_are_its_quota() -> None:
     """A pod with 4 of 64 CPUs shares 4 among its ranks."""
     pod = host(gpus=0, rdma=None, interfaces=[interface("eth0", "pod-default")], cgroup_cpus=4.0)
     assert values(advise(pod))["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "quota", "ranks", "threads"),
+    [(0, None, 1, "64"), (0, 2.0, 1, "2"), (0, 1.0, 1, "1"), (0, None, 4, "16"), (1, 8.0, 1, "8"), (1, None, 1, None),
+     (8, 8.0, 8, None), (8, 8.0, 1, "8")],
+)  # fmt: skip
+def test_a_rank_alone_on_its_node_is_told_its_threads(
+    gpus: int, quota: float | None, ranks: int, threads: str | None
+) -> None:
+    """torchrun sets OMP_NUM_THREADS for several ranks of a node only: alone, one takes every core that it sees."""
+    found = host(gpus=gpus, cgroup_cpus=quota, interfaces=None)
+    advice = settings((found,), cluster(found), ranks_per_node=ranks)
+    assert {s.name: s.value for s in advice.settings}.get("OMP_NUM_THREADS") == threads
+    said = " ".join(note.text for note in advice.notes if note.topic == "OMP_NUM_THREADS")
+    assert ranks > 1 or "torchrun gives each rank 1 thread" not in said

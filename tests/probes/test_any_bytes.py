@@ -65,6 +65,7 @@ FILES = (
 )
 SOUND: dict[str, Content] = {
     **dict.fromkeys(FILES, "1\n"),
+    "/sys/bus/pci/drivers_autoprobe": "1\n",  # sysfs is mounted, whatever the bus holds
     f"{GPU}/class": "0x030200\n",
     f"{NIC}/class": "0x020000\n",
     f"{GPU}/vendor": "0x10de\n",

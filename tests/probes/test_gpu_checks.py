@@ -61,8 +61,8 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
 @pytest.mark.parametrize(
     ("changes", "code", "severity"),
     [
-        ({"pcie_width": 8, "pcie_width_max": 16}, "gpu.pcie.width", "warn"),
-        ({"pcie_generation": 1, "pcie_generation_max": 4, "utilization_ratio": 0.9}, "gpu.pcie.generation", "warn"),
+        ({"pcie_width": 8, "pcie_width_max": 16}, "gpu.pcie.width", "fail"),
+        ({"pcie_generation": 1, "pcie_generation_max": 4, "utilization_ratio": 0.9}, "gpu.pcie.generation", "fail"),
         ({"ecc_uncorrected": 1}, "gpu.ecc.uncorrected", "fail"),
         ({"remapping_failed": True}, "gpu.memory.remap_failed", "fail"),
         ({"remapped_rows_uncorrectable": 513}, "gpu.memory.remap_failed", "fail"),
@@ -70,21 +70,61 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
         ({"retired_pages": 3}, "gpu.memory.retired", "info"),
         ({"temperature_celsius": 84.0}, "gpu.thermal.hot", "warn"),
         ({"temperature_celsius": 80.0, "temperature_slowdown_celsius": 79.0}, "gpu.thermal.hot", "warn"),
-        ({"throttle_reasons": ("hw_slowdown",)}, "gpu.thermal.throttling", "warn"),
+        ({"throttle_reasons": ("hw_slowdown",)}, "gpu.clocks.slowdown", "fail"),
         ({"throttle_reasons": ("sw_thermal",)}, "gpu.thermal.throttling", "warn"),
-        ({"throttle_reasons": ("hw_power_brake", "hw_slowdown")}, "gpu.power.brake", "warn"),
+        ({"throttle_reasons": ("hw_power_brake", "hw_slowdown")}, "gpu.power.brake", "fail"),
+        ({"throttle_reasons": ("hw_slowdown", "hw_thermal")}, "gpu.thermal.throttling", "fail"),
+        (
+            {
+                "sm_clock_hertz": 1050e6,
+                "sm_clock_max_hertz": 1980e6,
+                "utilization_ratio": 1.0,
+                "throttle_reasons": ("sw_thermal",),
+            },
+            "gpu.thermal.throttling",
+            "fail",
+        ),
         ({"throttle_reasons": ("sw_power_cap",)}, "gpu.power.capped", "info"),
         ({"power_limit_watts": 300.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "warn"),
-        ({"mig_enabled": True}, "gpu.mig.enabled", "warn"),
+        ({"power_limit_watts": 280.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "fail"),
+        ({"mig_enabled": True}, "gpu.mig.enabled", "fail"),
         ({"compute_mode": "prohibited"}, "gpu.device.mode", "fail"),
         ({"compute_mode": "exclusive_process"}, "gpu.device.mode", "info"),
         ({"fabric_state": "in_progress"}, "gpu.fabric.incomplete", "fail"),
-        ({"fabric_state": "completed", "fabric_degraded": True}, "gpu.fabric.degraded", "warn"),
+        ({"fabric_state": "completed", "fabric_degraded": True}, "gpu.fabric.degraded", "fail"),
         ({"bar1_bytes": 256 << 20}, "gpu.bar1.small", "info"),
         ({"persistence_mode": False}, "gpu.persistence.off", "info"),
         ({"processes": (GpuProcess(pid=7, memory_bytes=None),)}, "gpu.process.running", "info"),
-        ({"error": "GPU_IS_LOST"}, "gpu.device.lost", "fail"),
+        ({"error": "GPU_IS_LOST (nvmlDeviceGetHandleByIndex)"}, "gpu.device.lost", "fail"),
+        ({"error": "RESET_REQUIRED (nvmlDeviceGetHandleByIndex)"}, "gpu.device.lost", "fail"),
+        ({"error": "NO_PERMISSION (nvmlDeviceGetHandleByIndex)"}, "gpu.device.denied", "unknown"),
+        ({"error": "TIMEOUT (nvmlDeviceGetHandleByIndex)"}, "gpu.device.unread", "unknown"),
+        ({"recovery_action": "gpu_reset"}, "gpu.device.recovery", "fail"),
+        ({"recovery_action": "action_9"}, "gpu.device.recovery", "fail"),
+        ({"fabric_state": "completed", "fabric_faults": ("route_unhealthy",)}, "gpu.fabric.unhealthy", "fail"),
+        ({"fabric_state": "completed", "fabric_summary": "limited_capacity"}, "gpu.fabric.unhealthy", "warn"),
+        ({"fabric_state": "completed", "fabric_summary": "unhealthy"}, "gpu.fabric.unhealthy", "fail"),
+        ({"fabric_state": "completed", "fabric_status": "UNKNOWN"}, "gpu.fabric.incomplete", "fail"),
+        ({"ecc_enabled": False, "ecc_pending": False}, "gpu.ecc.off", "warn"),
+        ({"ecc_enabled": False, "ecc_pending": False, "ecc_default": False}, "gpu.ecc.off", "info"),
+        ({"ecc_enabled": True, "ecc_pending": False}, "gpu.ecc.off", "info"),
+        ({"ecc_uncorrected_lifetime": 2}, "gpu.ecc.lifetime", "info"),
+        ({"sram_threshold_exceeded": True}, "gpu.ecc.sram", "fail"),
+        ({"sram_uncorrected": 1}, "gpu.ecc.sram", "fail"),
+        ({"remap_banks_exhausted": 1}, "gpu.memory.remap_exhausted", "warn"),
+        ({"name": "NVIDIA GB200", "c2c_enabled": False}, "gpu.c2c.off", "warn"),
+        ({"memory_used_bytes": 39 << 30, "utilization_ratio": 0.0}, "gpu.memory.held", "fail"),
+        ({"memory_used_bytes": 20 << 30, "utilization_ratio": 0.0}, "gpu.memory.held", "warn"),
+        ({"memory_used_bytes": 39 << 30}, "gpu.memory.held", "warn"),
+        ({"memory_used_bytes": 39 << 30, "utilization_ratio": 0.9}, "gpu.memory.held", "info"),
+        (
+            {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0, "throttle_reasons": ()},
+            "gpu.clocks.low",
+            "fail",
+        ),
         ({"xids": (74, 74)}, "gpu.xid.hardware", "warn"),
+        ({"xid_events": (79,)}, "gpu.xid.hardware", "warn"),
+        ({"xids": (39,)}, "gpu.xid.driver", "info"),
         ({"xids": (13, 31)}, "gpu.xid.application", "info"),
         (
             {"nvlinks_known": True, "nvlinks": (NvLink(link=2, active=True, errors={"replay": 5, "recovery": 0}),)},
@@ -112,6 +152,15 @@ def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: 
         {"power_limit_watts": 400.0, "power_limit_default_watts": 400.0},
         {"fabric_state": "not_supported"},
         {"remapped_rows_uncorrectable": 512},
+        {"pcie_generation": 1, "pcie_generation_max": 5, "utilization_ratio": 0.1},
+        {"fabric_state": "completed", "fabric_faults": (), "fabric_summary": "healthy"},
+        {"recovery_action": "none"},
+        {"ecc_enabled": True, "ecc_pending": True},
+        {"memory_used_bytes": 1 << 30, "utilization_ratio": 0.0},
+        {"name": "NVIDIA H100 80GB HBM3", "c2c_enabled": False},
+        {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 0.0, "throttle_reasons": ()},
+        {"sm_clock_hertz": 1755e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0, "throttle_reasons": ()},
+        {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0},
         {},
     ],
 )
@@ -171,9 +220,11 @@ def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, e
 
 def test_refused_p2p_is_one_finding_a_reason() -> None:
     """Not one for each of 28 pairs."""
-    pairs = tuple(GpuPair(a=a, b=b, p2p_read="chipset_not_supported") for a in range(8) for b in range(a + 1, 8))
-    found = _check(pairs=pairs)
-    assert [(f.code, f.severity.value) for f in found] == [("gpu.p2p.refused", "warn")]
+    ends = [(a, b) for a in range(8) for b in range(a + 1, 8)]
+    for ancestor, severity in (("PIX", "fail"), ("SYS", "warn")):  # across the CPU NCCL goes by itself
+        pairs = tuple(GpuPair(a=a, b=b, p2p_read="chipset_not_supported", ancestor=ancestor) for a, b in ends)
+        found = _check(pairs=pairs)
+        assert [(f.code, f.severity.value) for f in found] == [("gpu.p2p.refused", severity)]
     assert "and 24 more pairs" in found[0].message
     by_design = _check(pairs=(GpuPair(a=0, b=1, p2p_read="gpu_not_supported"), GpuPair(a=0, b=2, p2p_read=None)))
     assert [f.severity.value for f in by_design] == ["info"]

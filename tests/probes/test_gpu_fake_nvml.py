@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from probes.api import Absent, Failed, Ok
+from probes.api import Absent, Failed, Ok, Severity
 from probes.gpu import GpuFacts
 from probes.recording import RecordedHost, load
 from probes.registry import BY_NAME
@@ -91,9 +91,9 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
 @pytest.mark.parametrize(
     ("inject", "words"),
     [
-        ("nvmlDeviceGetName@gpu1=hang", "no answer after"),
-        ("nvmlDeviceGetName@gpu1=crash", "SIGSEGV"),
         ("nvmlInit=hang", "no answer after"),
+        ("nvmlInit=crash", "SIGSEGV"),
+        ("nvmlDeviceGetCount=hang", "no answer after"),
         ("nvmlDeviceGetCount=garbage", "not a number of GPUs"),
     ],
 )
@@ -132,9 +132,80 @@ def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Call
     assert len(_facts(scanner_of(H100, inject="nvmlDeviceGetName=noise")).gpus) == 8
 
 
+def _others(facts: GpuFacts, sick: int) -> list[object]:
+    return [gpu for gpu in _without_xids(facts).gpus if gpu.index != sick]
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    ["nvmlDeviceGetPciInfo", "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetFieldValues",
+     "nvmlDeviceGetNvLinkState", "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetComputeRunningProcesses"],
+)  # fmt: skip
+def test_a_function_that_crashes_costs_its_own_fact(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
+    """The next child asks everything but that, and says so; the crash is not repeated in the next scan."""
+    with scanner_of(H100) as scanner:
+        healthy = _facts(scanner)
+    with scanner_of(H100, inject=f"{symbol}@gpu3=crash") as scanner:
+        first = scanner.scan().facts(GpuFacts)
+        child = scanner.child_pid
+        second = scanner.scan().facts(GpuFacts)
+        assert scanner.child_pid == child, "nothing crashed again"
+    assert first is not None and first == second
+    assert _others(first, 3) == _others(healthy, 3)
+    unread = (*first.gpus[3].unread, *([first.gpus[3].error] if first.gpus[3].error else ()))
+    assert unread and all("CRASHED" in question for question in unread)
+    severities = {f.severity.value for f in BY_NAME["gpu"].check(first)}
+    assert severities == {"unknown"}
+
+
+def test_a_function_that_crashes_for_every_gpu_is_left_out_for_all(scanner_of: Callable[..., Scanner]) -> None:
+    """Two crashes tell enough, not eight."""
+    with scanner_of(H100, inject="nvmlDeviceGetTemperature=crash") as scanner:
+        facts = _facts(scanner)
+    assert [gpu.temperature_celsius for gpu in facts.gpus] == [None] * 8
+    assert all(gpu.power_watts and gpu.error is None for gpu in facts.gpus)
+
+
+def test_a_gpu_that_crashes_whatever_is_asked_is_left_out_alone(scanner_of: Callable[..., Scanner]) -> None:
+    """The others are known in full."""
+    with scanner_of(H100) as scanner:
+        healthy = _facts(scanner)
+    with scanner_of(H100, inject="*@gpu5=crash") as scanner:
+        facts = _facts(scanner)
+    assert (facts.gpus[5].refusal, facts.gpus[5].name) == ("CRASHED", None)
+    assert _others(facts, 5) == _others(healthy, 5)
+    found = [(f.code, f.subject, f.severity.value) for f in BY_NAME["gpu"].check(facts)]
+    assert found == [("gpu.device.unread", "GPU5", "unknown")]
+
+
+def test_a_gpu_whose_questions_hang_is_left_out_alone(scanner_of: Callable[..., Scanner]) -> None:
+    """It costs the time of one attempt, and in the next scan none."""
+    gpu = dataclasses.replace(BY_NAME["gpu"], timeout_seconds=4.0)
+    with scanner_of(H100, inject="nvmlDeviceGetName@gpu1=hang", probes=(gpu,)) as scanner:
+        facts = scanner.scan().facts(GpuFacts)
+        child = scanner.child_pid
+        again = scanner.scan().facts(GpuFacts)
+        assert scanner.child_pid == child
+    assert facts is not None and again is not None
+    assert [gpu.refusal for gpu in facts.gpus] == [None, "HUNG", *[None] * 6]
+    assert [gpu.name is None for gpu in again.gpus] == [False, True, *[False] * 6]
+    found = list(BY_NAME["gpu"].check(facts))
+    assert [(f.code, f.severity.value) for f in found] == [("gpu.device.unread", "unknown")]
+    assert "hangs" in found[0].message
+
+
+def test_a_driver_that_hangs_for_more_than_one_gpu_hangs(scanner_of: Callable[..., Scanner]) -> None:
+    """Each GPU would cost the time of an attempt: the probe has failed."""
+    gpu = dataclasses.replace(BY_NAME["gpu"], timeout_seconds=2.0)
+    with scanner_of(H100, inject="nvmlDeviceGetName=hang", probes=(gpu, BY_NAME["hostinfo"])) as scanner:
+        snapshot = scanner.scan()
+    assert isinstance(snapshot.outcomes["gpu"], Failed)
+    assert isinstance(snapshot.outcomes["hostinfo"], Ok)
+
+
 def test_the_next_scan_works_after_a_crash(scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch) -> None:
     """A new child is started once the old one is gone."""
-    with scanner_of(H100, inject="nvmlDeviceGetUUID=crash") as scanner:
+    with scanner_of(H100, inject="nvmlInit=crash") as scanner:
         assert isinstance(scanner.scan().outcomes["gpu"], Failed)
         monkeypatch.setenv("FAKE_NVML_INJECT", "")
         assert isinstance(scanner.scan().outcomes["gpu"], Ok)
@@ -188,3 +259,44 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
     assert [gpu.index for gpu in second.gpus if gpu.error] == [5]
     assert [gpu.index for gpu in third.gpus if not gpu.nvlinks_known] == [2]
     assert fourth == first
+
+
+@pytest.mark.parametrize(("count", "missing"), [(7, ["0000:df:00.0"]), (0, None)])
+def test_fewer_gpus_than_the_bus_has_is_a_failed_check(
+    count: int, missing: list[str] | None, scanner_of: Callable[..., Scanner], tmp_path: Path
+) -> None:
+    """Through the driver's library: it counts 7, or 0, where the nvidia driver holds 8 of the bus."""
+    scanner = scanner_of(H100)
+    profile = tmp_path / "profile"
+    lines = [line for line in profile.read_text(encoding="utf-8").splitlines() if "nvmlDeviceGetCount" not in line]
+    profile.write_text("\n".join([*lines, f"nvmlDeviceGetCount\t\t{count}", ""]), encoding="utf-8")
+    with scanner:
+        snapshot = scanner.scan()
+    (finding,) = [f for f in findings(snapshot) if f.code == "gpu.device.missing"]
+    assert finding.severity is Severity.FAIL
+    assert f"NVML lists {count} of the 8 GPUs" in finding.message
+    for address in missing or [f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df")]:
+        assert address in finding.message
+
+
+def test_two_gpus_of_eight_given_to_a_container_are_no_fault(
+    scanner_of: Callable[..., Scanner], tmp_path: Path
+) -> None:
+    """The device plugin's container: sysfs shows eight, /dev and NVML two; the six others are told and not judged."""
+    scanner, root = scanner_of(H100), tmp_path / "root"
+    profile = tmp_path / "profile"
+    lines = [line for line in profile.read_text(encoding="utf-8").splitlines() if "nvmlDeviceGetCount" not in line]
+    profile.write_text("\n".join([*lines, "nvmlDeviceGetCount\t\t2", ""]), encoding="utf-8")
+    (root / "etc").mkdir(exist_ok=True)
+    (root / "etc/hosts").write_text("# Kubernetes-managed hosts file.\n", encoding="utf-8")
+    (root / "dev").mkdir(exist_ok=True)
+    for minor, bus in enumerate(("1b", "43", "52", "61", "9d", "c3", "d1", "df")):
+        folder = root / f"proc/driver/nvidia/gpus/0000:{bus}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t NVIDIA H100\nDevice Minor: \t {minor}\n", encoding="utf-8")
+    for minor in (0, 1):
+        (root / f"dev/nvidia{minor}").touch()
+    with scanner:
+        found = [f for f in findings(scanner.scan()) if f.code.startswith("gpu.device.")]
+    assert [(f.code, f.severity) for f in found] == [("gpu.device.not_given", Severity.INFO)]
+    assert "6 of the 8 GPUs on the PCI bus are not visible to this kubernetes container" in found[0].message

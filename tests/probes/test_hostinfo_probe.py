@@ -100,3 +100,30 @@ def test_nccl_conf_of_the_user_wins_over_that_of_the_machine() -> None:
 def test_a_busy_host_is_told_before_it_is_measured() -> None:
     busy = hostinfo.HostinfoFacts(hostname="h", load=9.0, threads=8)
     assert [f.code for f in hostinfo.check(busy)] == ["hostinfo.load.high"]
+
+
+def test_platform_is_told_by_files_on_the_disk() -> None:
+    """DMI's asset tag, cloud-init's file, and what the vendor's installer left."""
+    script = "/usr/local/gib/scripts/set_nccl_env.sh"
+    files = {
+        "/sys/class/dmi/id/chassis_asset_tag": "OracleCloud.com\n",
+        "/run/cloud-init/cloud-id": "oracle\n",
+        script: "export NCCL_NET=gIB\n",
+    }
+    facts = hostinfo.read(DictHost(files))
+    assert (facts.chassis_asset_tag, facts.cloud_id, facts.vendor_files) == ("OracleCloud.com", "oracle", (script,))
+    bare = hostinfo.read(DictHost())
+    assert (bare.chassis_asset_tag, bare.cloud_id, bare.vendor_files, bare.storage_servers) == (None, None, (), ())
+
+
+def test_addresses_of_file_servers_come_from_the_mounts() -> None:
+    """NFS, Lustre with several servers; no local file system, nothing that only looks like an address."""
+    mounts = (
+        "/dev/sda2 / ext4 rw 0 0\n"
+        "10.200.7.9:/data /data nfs4 rw,addr=10.200.7.9 0 0\n"
+        "10.3.0.1@o2ib:10.3.0.2@o2ib:/scratch /scratch lustre rw 0 0\n"
+        "999.1.1.1:/x /x nfs rw 0 0\n"
+        "tmpfs /run tmpfs rw 0 0\n"
+    )
+    facts = hostinfo.read(DictHost({"/proc/self/mounts": mounts}))
+    assert facts.storage_servers == ("10.200.7.9", "10.3.0.1", "10.3.0.2")

@@ -143,6 +143,22 @@ def test_docker0_first_is_a_failure() -> None:
     assert found(network.host()) == [("interfaces.choice.wrong", Severity.FAIL, "br-0123456789ab")]
 
 
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (Network().add("lo", "127.0.0.1").add("ens1", pci="0000:1a:00.0"), Severity.FAIL),
+        (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0", flags=0), Severity.FAIL),
+        (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0"), None),
+        (Network().add("lo", "127.0.0.1"), None),
+        (Network().add("lo", "127.0.0.1").add("tunl0", kind="ipip"), None),
+    ],
+    ids=["no address", "down", "healthy", "no card", "a tunnel and no card"],
+)
+def test_only_loopback_on_a_host_with_a_card_is_no_choice(network: Network, expected: Severity | None) -> None:
+    chosen = [(code, severity) for code, severity, _ in found(network.host()) if code.startswith("interfaces.choice")]
+    assert chosen == ([("interfaces.choice.none", expected)] if expected else [])
+
+
 def test_a_pod_is_told_by_its_network_status() -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
     facts = interfaces.read(host)
@@ -187,7 +203,7 @@ def test_rails_that_differ() -> None:
             f"rail{number}", f"10.0.{number}.1", pci=f"0000:1{number}:00.0", rdma=f"mlx5_{number}", speed=speed, mtu=mtu
         )
     codes = found(network.host())
-    assert ("interfaces.speed.low", Severity.WARN, "rail2") in codes
+    assert ("interfaces.speed.low", Severity.FAIL, "rail2") in codes
     assert ("interfaces.mtu.mismatch", Severity.WARN, "") in codes
 
 
@@ -238,7 +254,7 @@ def test_the_setting_as_nccl_reads_it(setting: str, choice: str | None) -> None:
 
 def test_a_setting_is_judged_by_what_it_takes() -> None:
     assert not found(pod().host(environment={"NCCL_SOCKET_IFNAME": "net1"}))
-    assert ("interfaces.choice.wrong", Severity.WARN, "eth0") in found(
+    assert ("interfaces.choice.wrong", Severity.FAIL, "eth0") in found(
         pod().host(environment={"NCCL_SOCKET_IFNAME": "eth0"})
     )
     assert found(pod().host(environment={"NCCL_SOCKET_IFNAME": "ens5"})) == [
@@ -306,3 +322,32 @@ JSON = st.recursive(
 def test_any_json_as_network_status(value: Any) -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
     list(interfaces.check(interfaces.read(host)))
+
+
+def test_remedy_names_every_equally_fast_interface() -> None:
+    """Where sockets carry the data, one of four equal cards is a quarter of the host's rate."""
+    network = Network().add("aa0", "10.0.0.5", speed=25000, pci="0000:01:00.0", default=True)
+    for index in range(4):
+        network.add(f"ens{index}", f"192.168.{index}.5", speed=200000, pci=f"0000:1{index}:00.0")
+    (finding,) = interfaces.check(interfaces.read(network.host()))
+    assert finding.severity is Severity.FAIL
+    assert finding.remedy == "Set NCCL_SOCKET_IFNAME=ens0,ens1,ens2,ens3 and GLOO_SOCKET_IFNAME=ens0."
+
+
+def test_remedy_is_exact_where_a_name_begins_another() -> None:
+    network = Network().add("eth10", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
+    network.add("eth1", "192.168.1.5", speed=100000, pci="0000:1a:00.0")
+    (finding,) = interfaces.check(interfaces.read(network.host()))
+    assert "NCCL_SOCKET_IFNAME==eth1 " in str(finding.remedy)
+
+
+@pytest.mark.parametrize(("driver", "severity"), [("cxi_core", Severity.INFO), ("mlx5_core", Severity.FAIL)])
+def test_sockets_beside_slingshot_are_for_the_start_only(driver: str, severity: Severity) -> None:
+    """libfabric carries the data there, by whatever name the interface has."""
+    network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
+    network.add("fast0", "172.28.0.5", speed=200000, pci="0000:1a:00.0")
+    device = "/sys/devices/pci0000:10/0000:1a:00.0"
+    network.symlinks[f"{device}/driver"] = f"/sys/bus/pci/drivers/{driver}"
+    network.files[f"/sys/bus/pci/drivers/{driver}/bind"] = ""
+    ((_, found_severity, _),) = found(network.host())
+    assert found_severity is severity

@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 import pytest
-from dicthost import Content, DictHost
+from dicthost import DIRECTORY, Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,8 +118,10 @@ def test_a_sound_machine_has_no_findings() -> None:
     assert findings(switch().host(**good())) == {}
 
 
-def test_no_pci_is_absent() -> None:
+def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
     with pytest.raises(UnavailableError):
+        pci.read(DictHost({"/sys/bus/virtio/devices": DIRECTORY}))
+    with pytest.raises(FileNotFoundError):
         pci.read(DictHost())
 
 
@@ -147,7 +149,7 @@ def test_a_nic_at_half_its_speed_warns() -> None:
 
 def test_acs_between_gpu_and_nic() -> None:
     on = findings(switch(acs=True).host(**good()))["pci.acs.on"]
-    assert on.severity is Severity.WARN
+    assert on.severity is Severity.FAIL
     assert any("0000:17:00.0" in line for line in on.evidence)
     assert "pci.acs.on" not in findings(switch(acs=False).host(**good()))
 

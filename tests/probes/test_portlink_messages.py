@@ -52,6 +52,14 @@ def test_the_mask_of_priorities_is_the_second_byte() -> None:
     assert portlink.parse_pfc(body) == {}
 
 
+def test_the_ports_map_of_dscp_is_in_the_table_of_applications() -> None:
+    """struct dcb_app: selector 5 is DSCP; others are Ethernet types and ports."""
+    apps = b"".join(attribute(1, struct.pack("=BBH", *each)) for each in ((5, 3, 26), (1, 0, 0x8914), (5, 6, 48)))
+    body = struct.pack("=BBH", 0, 21, 0) + attribute(1, b"eth0\0")
+    assert portlink.parse_pfc(body + attribute(13, attribute(0x8003, apps))) == {"app_dscp": [8 * 26 + 3, 8 * 48 + 6]}
+    assert portlink.parse_pfc(body + attribute(13, attribute(3, b""))) == {"app_dscp": []}
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_crash_the_reader(body: bytes) -> None:
     """A driver's answer is taken as it comes."""

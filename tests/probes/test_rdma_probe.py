@@ -129,7 +129,7 @@ def test_devices_are_in_the_order_of_their_numbers() -> None:
 def test_a_dead_port_among_live_ones_and_none_alive() -> None:
     down = {"state": "1: DOWN", "phys": "2: Polling"}
     one = findings(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, **down).host())
-    assert [(f.code, f.severity, f.subject) for f in one] == [("rdma.port.down", Severity.WARN, "mlx5_1:1")]
+    assert [(f.code, f.severity, f.subject) for f in one] == [("rdma.port.down", Severity.FAIL, "mlx5_1:1")]
     assert "Polling" in one[0].message
     none = {f.code: f.severity for f in findings(Fabric().add("mlx5_0", 0, **down).host())}
     assert none["rdma.port.none_active"] is Severity.FAIL
@@ -396,3 +396,38 @@ def test_any_bytes_in_any_file_never_crash_the_probe(damage: dict[str, bytes]) -
     facts = rdma.read(fabric.host(register_limit_bytes=1))
     list(rdma.check(facts))
     list(rdma.samples(facts))
+
+
+@pytest.mark.parametrize(
+    ("answers", "file", "expected"),
+    [
+        ({"app_dscp": [8 * 26 + 3]}, None, ("dscp", ((26, 3),))),
+        ({"app_dscp": []}, None, ("pcp", ())),  # mlx5: no entry of DSCP is what trusting PCP looks like
+        ({}, None, (None, None)),
+        ({"app_dscp": []}, "dscp\n", ("dscp", ())),  # MLNX_OFED's file says it outright
+        ({}, "pcp\n", ("pcp", None)),
+    ],
+)
+def test_trust_state_of_the_port_is_read(answers: dict[str, Any], file: str | None, expected: tuple[Any, ...]) -> None:
+    """By the VLAN tag's priority or by DSCP: the file where it is, else DCB's table."""
+    fabric = Fabric().add("mlx5_0", 0)
+    if file is not None:
+        fabric.files[f"{fabric.links['/sys/class/net/eth0']}/qos/trust"] = file
+    facts = rdma.read(fabric.host(port_links={"eth0": answers}))
+    (port,) = facts.devices[0].ports
+    assert (port.trust, port.dscp_priorities) == expected
+
+
+def test_link_local_gids_are_called_unusable_and_no_index_is_given_for_them() -> None:
+    """An index of a link-local entry reaches no other node either."""
+    for gids in ([(LINK_LOCAL, V1), (LINK_LOCAL, V2)], [(LINK_LOCAL, V2)]):
+        (found,) = findings(Fabric().add("mlx5_0", 0, gids=gids).host())
+        assert "link-local only" in found.message
+        assert "NCCL_IB" not in str(found.remedy)
+
+
+def test_routed_ipv6_gets_the_family_not_an_index() -> None:
+    """NCCL stays on index 0 for want of IPv4: the family mends that on every port, an index where tables agree."""
+    routed = "fd00:0000:0000:0000:0000:0000:0000:0001"
+    (found,) = findings(Fabric().add("mlx5_0", 0, gids=[(LINK_LOCAL, V1), (routed, V2)]).host())
+    assert "AF_INET6" in str(found.remedy)

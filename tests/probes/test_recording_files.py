@@ -83,7 +83,7 @@ def _answer(host: Any, method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def test_what_was_never_asked_is_not_there() -> None:
-    """A newer probe on an older recording sees a host without the thing, not a crash."""
+    """A newer probe on an older recording sees a host without the thing, not a crash; only its bus is unknown."""
     host = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": {}})
     for method, arguments in [
         ("read_text", ("/sys/new",)), ("read_bytes", ("/sys/new", 4)), ("list_dir", ("/sys",)), ("resolve", ("/sys",)),
@@ -99,7 +99,18 @@ def test_what_was_never_asked_is_not_there() -> None:
     some = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": {"nvml": {"nvmlDeviceGetCount": {"": 1}}}})
     assert _answer(some, "nvml", ("nvmlDeviceGetNew", GpuHandle(0)))[2] == "NOT_SUPPORTED"
     outcomes = to_json(scan(host))["outcomes"]
-    assert {name: o for name, o in outcomes.items() if o["status"] == "failed"} == {}
+    failed = {name: o["error"] for name, o in outcomes.items() if o["status"] == "failed"}
+    assert list(failed) == ["pci"]  # what is on it may be anything: nothing that rests on it may pass
+    assert "not in the recording" in failed["pci"]
+
+
+def test_a_recording_from_before_the_question_for_sysfs_has_no_bus_still() -> None:
+    """It asked for the bus, was told that there is none, and has other answers of sysfs."""
+    answers = {"list_dir": {"/sys/bus/pci/devices": {"$errno": "ENOENT"}, "/sys/class/net": ["eth0", "lo"]}}
+    host = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": answers})
+    outcome = to_json(scan(host))["outcomes"]["pci"]
+    assert outcome["status"] == "absent"
+    assert "no PCI bus" in outcome["why"]
 
 
 def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,21 @@ def test_nic_faster_than_its_slot():
     assert "topology.nic.pcie_bound" not in {finding.code for finding in check(fits)}
 
 
+@pytest.mark.parametrize(
+    ("running", "severity"), [(None, None), (48e9, None), (24e9, "fail"), (12e9, "fail"), (37e9, "warn")]
+)
+def test_nic_faster_than_its_link_as_it_runs(running: float | None, severity: str | None) -> None:
+    """The slot would do; what the link trained down to does not."""
+    made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
+    nic = replace(
+        made.nics[0], pcie_bytes_per_second=50e9, pcie_running_bytes_per_second=running, pcie_link="Gen3 of Gen5 x16",
+        rate_bytes_per_second=50e9,
+    )  # fmt: skip
+    found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
+    assert [(f.severity, "Gen3 of Gen5 x16" in f.message) for f in found] == ([(severity, True)] if severity else [])
+    assert all(f.remedy.startswith("Reseat") for f in found)
+
+
 def test_rails_deal_tied_nics_out_in_order():
     words = {(i, f"n{j}"): "PIX" if i // 2 == j // 2 else "NODE" for i in range(4) for j in range(4)}
     made = node(4, words, nics=("n0", "n1", "n2", "n3"))

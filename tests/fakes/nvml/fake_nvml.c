@@ -9,8 +9,9 @@
  *
  * FAKE_NVML_INJECT is a list "SYMBOL=KIND" or "SYMBOL@gpu3=KIND", divided by semicolons; SYMBOL "*" is every device
  * call. KIND is not_supported, no_permission, gpu_lost, timeout, driver_not_loaded, unknown, hang, crash, garbage
- * (success, and nonsense in every byte of the answer) or noise (prints on stdout, then answers). "@FILE" instead of the
- * list is a file with it, so that a GPU may fail between two scans.
+ * (success, and nonsense in every byte of the answer), noise (prints on stdout, then answers), code:N (return code N) or
+ * delay:MS (answers after so many milliseconds). "@FILE" instead of the list is a file with it, so that a GPU may fail
+ * between two scans.
  */
 #include <signal.h>
 #include <stdarg.h>
@@ -145,6 +146,14 @@ static int inject(struct answer *answer, const char *symbol, int gpu)
     }
     if (!strcmp(kind, "garbage")) {
         *answer = (struct answer){OK, 1, "0"};
+        return 1;
+    }
+    if (!strncmp(kind, "delay:", 6)) {
+        usleep(1000u * (u32)atoi(kind + 6));
+        return 0;
+    }
+    if (!strncmp(kind, "code:", 5)) {
+        *answer = (struct answer){atoi(kind + 5), 0, NULL};
         return 1;
     }
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
@@ -301,6 +310,8 @@ U32(nvmlDeviceGetEnforcedPowerLimit)
 U32(nvmlDeviceGetPowerManagementDefaultLimit)
 U32(nvmlDeviceGetPersistenceMode)
 U32(nvmlDeviceGetComputeMode)
+U32(nvmlDeviceGetDefaultEccMode)
+U32(nvmlDeviceGetC2cModeInfoV)
 U64(nvmlDeviceGetCurrentClocksThrottleReasons)
 U64(nvmlDeviceGetCurrentClocksEventReasons)
 U32_BY(nvmlDeviceGetNvLinkState)
@@ -374,6 +385,11 @@ ret nvmlDeviceGetMigMode(device gpu, u32 *now, u32 *pending)
     return put_each(look("nvmlDeviceGetMigMode", gpu, ""), 2, now, pending);
 }
 
+ret nvmlDeviceGetEccMode(device gpu, u32 *now, u32 *pending)
+{
+    return put_each(look("nvmlDeviceGetEccMode", gpu, ""), 2, now, pending);
+}
+
 ret nvmlDeviceGetUtilizationRates(device gpu, u32 out[2])
 {
     return put_each(look("nvmlDeviceGetUtilizationRates", gpu, ""), 2, out, out + 1);
@@ -437,17 +453,103 @@ ret nvmlDeviceGetFieldValues(device gpu, int count, struct field_value *values)
 struct fabric_info {
     u32 version;
     unsigned char cluster[16];
-    u32 status, clique, state, health;
+    u32 status, clique;
+    unsigned char state;
+    u32 health;
+    unsigned char summary; /* of version 3 */
 };
 
+/* A profile's answer with 21 numbers is of version 3, one with 20 of a driver that knows version 2 only. */
 ret nvmlDeviceGetGpuFabricInfoV(device gpu, struct fabric_info *out)
 {
     struct answer a = look("nvmlDeviceGetGpuFabricInfoV", gpu, "");
-    if (out->version != 0x2000024)
+    int numbers = 1, third = out->version == 0x3000028;
+    if (a.code != OK)
+        return a.code;
+    for (const char *p = a.value; *p; p++)
+        numbers += *p == ' ';
+    if (!(third && (a.garbage || numbers > 20)) && out->version != 0x2000024)
         return 25; /* ARGUMENT_VERSION_MISMATCH */
-    for (int i = 0; a.code == OK && i < 16; i++)
+    for (int i = 0; i < 16; i++)
         out->cluster[i] = (unsigned char)next(&a);
-    return put_each(a, 4, &out->status, &out->clique, &out->state, &out->health);
+    out->status = (u32)next(&a);
+    out->clique = (u32)next(&a);
+    out->state = (unsigned char)next(&a);
+    out->health = (u32)next(&a);
+    if (third)
+        out->summary = (unsigned char)next(&a);
+    return OK;
+}
+
+struct sram_status {
+    u32 version;
+    u64 counts[11];
+    u32 exceeded;
+};
+
+ret nvmlDeviceGetSramEccErrorStatus(device gpu, struct sram_status *out)
+{
+    struct answer a = look("nvmlDeviceGetSramEccErrorStatus", gpu, "");
+    if (out->version != 0x1000068)
+        return 25; /* ARGUMENT_VERSION_MISMATCH */
+    if (a.code != OK)
+        return a.code;
+    next(&a); /* the version, as it stands in a recording */
+    for (int i = 0; i < 11; i++)
+        out->counts[i] = next(&a);
+    out->exceeded = (u32)next(&a);
+    return OK;
+}
+
+ret nvmlDeviceGetRowRemapperHistogram(device gpu, u32 out[5])
+{
+    return put_each(look("nvmlDeviceGetRowRemapperHistogram", gpu, ""), 5, out, out + 1, out + 2, out + 3, out + 4);
+}
+
+/* Events: the profile has one line, "nvmlEventSetWait <tab> <tab> GPU XID GPU XID ...", and they come one by one. */
+
+struct event { device device; u64 type, data; u32 gpu_instance, compute_instance; };
+
+static char *events;
+
+ret nvmlEventSetCreate(void **set)
+{
+    struct answer a = look("nvmlEventSetWait", NULL, "");
+    if (a.code != OK)
+        return a.code;
+    events = a.garbage ? NULL : (char *)a.value;
+    *set = &events;
+    return OK;
+}
+
+ret nvmlDeviceGetSupportedEventTypes(device gpu, u64 *out)
+{
+    struct answer a = {OK, 0, NULL};
+    if (inject(&a, "nvmlDeviceGetSupportedEventTypes", (int)gpu->index) && a.code != OK)
+        return a.code;
+    *out = 8;
+    return OK;
+}
+
+ret nvmlDeviceRegisterEvents(device gpu, u64 types, void *set)
+{
+    struct answer a = {OK, 0, NULL};
+    (void)types;
+    (void)set;
+    inject(&a, "nvmlDeviceRegisterEvents", (int)gpu->index);
+    return a.code;
+}
+
+ret nvmlEventSetWait_v2(void *set, struct event *out, u32 milliseconds)
+{
+    char *end;
+    (void)set;
+    (void)milliseconds;
+    unsigned long gpu = events ? strtoul(events, &end, 10) : 0;
+    if (!events || end == events)
+        return 10; /* TIMEOUT */
+    *out = (struct event){&devices[gpu % GPUS_MAX], 8, strtoul(end, &events, 10), 0, 0};
+    return OK;
 }
 
 struct process { u32 pid; u64 memory; u32 gpu_instance, compute_instance; };

@@ -35,7 +35,10 @@ def _lines(symbol: str, answers: dict[str, Json]) -> Iterator[str]:
             gpu, *fields = question.split(",")
             for field, value in zip(fields, answer, strict=True):
                 number, _, scope = field.partition(":")
-                yield f"{symbol}\t{gpu},{number},{scope or 0}\t{'!3' if value is None else value}"
+                told = "!3" if value is None else f"!{ERROR_CODES[value]}" if isinstance(value, str) else value
+                yield f"{symbol}\t{gpu},{number},{scope or 0}\t{told}"
+        elif symbol == "nvmlEventSetWait":
+            yield f"{symbol}\t\t{_value(symbol, answer)}"
         else:
             yield f"{symbol}\t{question}\t{_value(symbol, answer)}"
 
@@ -48,7 +51,10 @@ def _value(symbol: str, answer: Json) -> str:
     if "PciInfo" in symbol:
         return f'"{answer["busId"]}'
     if "FabricInfo" in symbol:
-        return _numbers([*answer["clusterUuid"], *(answer[k] for k in ("status", "cliqueId", "state", "healthMask"))])
+        keys = ("status", "cliqueId", "state", "healthMask", "healthSummary")
+        return _numbers([*answer["clusterUuid"], *(answer[k] for k in keys if k in answer)])
+    if symbol == "nvmlEventSetWait":
+        return _numbers([n for event in answer["xids"] for n in event])
     if symbol == "nvmlDeviceGetComputeRunningProcesses":
         return _numbers([len(answer), *(n for p in answer for n in (p["pid"], p["usedGpuMemory"]))])
     if symbol == "nvmlDeviceGetRetiredPages":

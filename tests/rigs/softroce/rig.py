@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import build
+import guest_image
 
 KERNEL_WORDS = (
     "console=ttyS0 loglevel=4 panic=-1 mitigations=off nokaslr audit=0 apparmor=0 no_timer_check random.trust_cpu=on "
@@ -60,7 +60,7 @@ def run(
     """
     if guests not in (1, 2):
         raise ValueError(f"guests={guests}: the rig has 1 or 2")
-    cache = build.build()
+    cache = guest_image.build()
     folder = Path(tempfile.mkdtemp(prefix="softroce-"))
     try:
         _pack(folder / "job.tar", job, paths)
@@ -195,7 +195,7 @@ def probe_paths() -> list[Path]:
 
     packages = (attr, attrs, cattr, cattrs, psutil)
     folders = [Path(str(package.__file__)).parent for package in packages]
-    return [build.ROOT / "probes", build.ROOT / "topology", *folders, Path(typing_extensions.__file__)]
+    return [guest_image.ROOT / "probes", guest_image.ROOT / "topology", *folders, Path(typing_extensions.__file__)]
 
 
 def _arguments() -> argparse.Namespace:

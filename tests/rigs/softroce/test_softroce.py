@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import build
 import cattrs
+import guest_image
 import pytest
 import rig
 
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.rdma,
     pytest.mark.timeout(6000),  # the first run downloads packages and builds the guest
-    pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle())),
+    pytest.mark.skipif(guest_image.obstacle() is not None, reason=str(guest_image.obstacle())),
 ]
 
 JOB = r"""
@@ -92,7 +92,7 @@ date +%s
 @pytest.fixture(scope="module")
 def guests() -> Iterator[list[rig.Guest]]:
     """Two guests that moved data and were looked at in every state, in one boot."""
-    paths = [HERE / "look.py", HERE / "bandwidth.py", build.ROOT / "collectives", *rig.probe_paths()]
+    paths = [HERE / "look.py", HERE / "bandwidth.py", guest_image.ROOT / "collectives", *rig.probe_paths()]
     ended = rig.run(JOB, paths, guests=2, timeout_seconds=2400)
     try:
         yield ended

@@ -98,7 +98,7 @@ def build() -> Path:
 
 
 def _recipe() -> str:
-    files = ("build.py", "guest-init", "initramfs-init")
+    files = ("guest_image.py", "guest-init", "initramfs-init")
     return hashlib.sha256(b"".join((HERE / name).read_bytes() for name in files)).hexdigest()
 
 

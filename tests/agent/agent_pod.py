@@ -1,0 +1,198 @@
+"""A recorded machine as the shipped agent sees it from inside its pod: the rendered manifest laid over the answers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from kustomization import render
+
+from agent.view import View, look
+from probes.host import GpuHandle, Json
+from probes.live import ENVIRONMENT, SECRET
+from probes.recording import RecordedHost, load
+from probes.scan import scan
+
+ROOT = Path(__file__).parent.parent.parent
+OVERLAYS = ROOT / "deploy/daemonset/overlays"
+MACHINES = ROOT / "tests/machines"
+Document = dict[str, Any]
+GROUP = "/kubepods/burstable/pod0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c/c0ffee00c0ffee00"
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "": 1}
+OPENSHIFT_UID = 1000650000  # where the manifest names none, of the range of the namespace
+SHM_OF_A_POD = 64 << 20  # what containerd and CRI-O give where the manifest mounts nothing there
+
+
+def size_bytes(quantity: str) -> int:
+    """A Kubernetes quantity of memory."""
+    found = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)", str(quantity))
+    assert found, quantity
+    return int(found[1]) * UNITS[found[2]]
+
+
+def cpus(quantity: str) -> float:
+    """A Kubernetes quantity of CPU."""
+    text = str(quantity)
+    return float(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
+
+
+class PodHost(RecordedHost):
+    """Answers as the machine would from inside the pod; `engine` gives the container runtime's default limits.
+
+    Pods of one network namespace see their own interfaces only, no /dev/infiniband without a device plugin, the first
+    64 bytes of configuration space (not root), and no kernel log.
+    """
+
+    def __init__(self, path: Path, manifest: Document, *, memlock: int | None = None, nofile: int = 1 << 20) -> None:
+        super().__init__(load(path).content)
+        pod = manifest["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        security = {**pod["securityContext"], **container["securityContext"]}
+        assert security["capabilities"] == {"drop": ["ALL"]} and security["readOnlyRootFilesystem"]
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        self.uid = int(security.get("runAsUser", OPENSHIFT_UID))
+        self.host_network = bool(pod.get("hostNetwork"))
+        self.engine = {"MEMLOCK": memlock, "NOFILE": nofile}
+        self.env = {e["name"]: e.get("value", "from-the-pod") for e in container["env"]}
+        limits = container["resources"]["limits"]
+        period = 100_000
+        self.files = {
+            "/proc/self/status": "Name:\ttopoflight\nCapEff:\t0000000000000000\nSeccomp:\t2\n",
+            "/proc/self/cgroup": f"0::{GROUP}\n",
+            "/proc/1/cgroup": f"0::{GROUP}\n",
+            f"/sys/fs/cgroup{GROUP}/memory.max": f"{size_bytes(limits['memory'])}\n",
+            f"/sys/fs/cgroup{GROUP}/cpu.max": f"{int(cpus(limits['cpu']) * period)} {period}\n",
+            "/etc/hosts": "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n",
+        }
+        mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        self.shm = SHM_OF_A_POD
+        if memory := volumes.get(mounted.get("/dev/shm", ""), {}).get("emptyDir"):
+            assert memory["medium"] == "Memory"  # sized by the smaller of its own limit and the pod's
+            self.shm = min(size_bytes(memory["sizeLimit"]), size_bytes(limits["memory"]))
+
+    def read_text(self, path: str) -> str:
+        """The pod's own files stand above the machine's."""
+        if path in self.files:
+            return self.files[path]
+        if path.startswith(("/proc/net/", "/proc/self/net/")) and not self.host_network:
+            raise FileNotFoundError(errno.ENOENT, "of the host's network namespace", path)
+        if "/gid_attrs/" in path and not self.host_network:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)  # the GID's netdev is in another namespace
+        return super().read_text(path)
+
+    def read_bytes(self, path: str, limit: int) -> bytes:
+        """Who is not root reads the header of configuration space."""
+        return super().read_bytes(path, limit)[:64]
+
+    def list_dir(self, path: str) -> tuple[str, ...]:
+        """Device nodes and network devices of the host are out of sight."""
+        if path.startswith(("/dev/", "/sys/class/net")) and not (self.host_network and path.startswith("/sys")):
+            raise FileNotFoundError(errno.ENOENT, "not in the pod", path)
+        if path.endswith("/net") and not self.host_network:
+            raise FileNotFoundError(errno.ENOENT, "of another network namespace", path)
+        return super().list_dir(path)
+
+    def exists(self, path: str) -> bool:
+        """Files of the pod, none below /dev but what every container has."""
+        if path in self.files or path == "/var/run/secrets/kubernetes.io/serviceaccount":
+            return True
+        return not path.startswith(("/dev/infiniband", "/run/.containerenv", "/.dockerenv")) and super().exists(path)
+
+    def usable(self, path: str) -> bool:
+        """No device plugin gave the agent a device."""
+        return not path.startswith("/dev/") and super().usable(path)
+
+    def statvfs(self, path: str) -> tuple[int, int]:
+        """What the manifest mounts at /dev/shm."""
+        return self.shm, self.shm
+
+    def limit(self, name: str) -> tuple[int | None, int | None]:
+        """The engine's own."""
+        if name in self.engine:
+            return self.engine[name], self.engine[name]
+        return super().limit(name)
+
+    def environment(self) -> dict[str, str]:
+        """The manifest's, filtered as a live host filters it."""
+        return {k: v for k, v in self.env.items() if ENVIRONMENT.match(k) and not SECRET.search(k)}
+
+    def identity(self) -> dict[str, Json]:
+        """The pod's user and name."""
+        return {**super().identity(), "uid": self.uid, "pid": 1, "hostname": "topoflight-x7k2p", "home": "/tmp"}
+
+    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """Loopback and the cluster network's eth0, unless the pod is on the host's network."""
+        if self.host_network:
+            return super().netlink(what)
+        return POD_NETLINK[what]
+
+    def port_link(self, netdev: str) -> dict[str, Json]:
+        """A veth has no port."""
+        if self.host_network:
+            return super().port_link(netdev)
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), netdev)
+
+    def verbs(self, what: str, *arguments: int | str) -> Json:
+        """The agent's image has no pyverbs."""
+        raise ImportError("No module named 'pyverbs'")
+
+    def kernel_log(self, word: str) -> tuple[str, ...]:
+        """CAP_SYSLOG is dropped."""
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), "kernel log")
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """The runtime class mounts the driver's library: as on the host."""
+        return super().nvml(symbol, *arguments)
+
+
+def _link(name: str, index: int, flags: int, kind: str | None, mtu: int) -> dict[str, Json]:
+    link: dict[str, Json] = {
+        "family": 0, "ifi_type": 772 if name == "lo" else 1, "index": index, "flags": flags, "state": "up",
+        "IFLA_IFNAME": name, "IFLA_MTU": mtu, "IFLA_OPERSTATE": "UP", "IFLA_CARRIER": 1,
+        "IFLA_ADDRESS": "00:00:00:00:00:00" if name == "lo" else "0a:58:0a:f4:01:07",
+        "IFLA_STATS64": {"rx_errors": 0, "tx_errors": 0, "rx_dropped": 0, "tx_dropped": 0},
+    }  # fmt: skip
+    if kind:
+        link |= {"IFLA_LINKINFO": {"IFLA_INFO_KIND": kind}, "IFLA_LINK": 12, "IFLA_LINK_NETNSID": 0}
+    return link
+
+
+def _address(index: int, address: str, prefix: int) -> dict[str, Json]:
+    return {"family": 2, "prefixlen": prefix, "flags": 128, "scope": 0, "index": index, "IFA_ADDRESS": address,
+            "IFA_LOCAL": address, "IFA_FLAGS": 128}  # fmt: skip
+
+
+POD_NETLINK: dict[str, tuple[dict[str, Json], ...]] = {
+    "links": (_link("lo", 1, 0x10049, None, 65536), _link("eth0", 2, 0x11043, "veth", 1450)),
+    "addresses": (_address(1, "127.0.0.1", 8), _address(2, "10.244.1.7", 24)),
+    "routes": (
+        {"family": 2, "src_len": 0, "dst_len": 0, "tos": 0, "table": 254, "proto": 3, "scope": 0, "type": 1, "flags": 0,
+         "RTA_TABLE": 254, "RTA_GATEWAY": "10.244.1.1", "RTA_OIF": 2},
+    ),
+}  # fmt: skip
+
+
+def agent_of(overlay: str) -> Document:
+    """The DaemonSet that an overlay renders."""
+    return next(d for d in render(OVERLAYS / overlay) if d["kind"] == "DaemonSet")
+
+
+def bad(view: View) -> set[str]:
+    """Codes of what fails or warns."""
+    return {check.id for check in view.checks if check.status in ("fail", "warn")}
+
+
+def of_host(path: Path) -> View:
+    return look((scan(load(path)),))
+
+
+def in_pod(path: Path, overlay: str = "kubernetes") -> View:
+    return look((scan(PodHost(path, agent_of(overlay))),))
+
+
+HEALTHY = [path for path in sorted(MACHINES.glob("*.json")) if not bad(of_host(path))]
+"""Built machines and recordings on which nothing is wrong."""

@@ -1,0 +1,172 @@
+"""Every command and snippet of the documentation is run, or, where it needs a cluster or makes load, parsed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from agent.cli import VERBS, cli
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINES = ROOT / "tests" / "machines"
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "locks").glob("*.md")]
+)
+CODE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`|^\$ ((?:.*\\\n)*.*)$", re.M)
+BLOCK = re.compile(r"^```(python|yaml|json|toml)\n(.*?)^```", re.M | re.S)
+LOG = """\
+n1:10:20 [0] NCCL INFO NCCL_DEBUG set by environment to INFO
+n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+"""
+MATRIX = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV4\t0-7\nGPU1\tNV4\t X \t0-7\n"
+# What a reader puts in place of a word in capitals, and the files that stand in a reader's folder.
+WORDS = {
+    "CODE": "rdma.port.down", "VERSION": "2.27.7", "NODE": "gpu-01", "DIR": "fleet", "LOG": "nccl.log",
+    "A": "A.json", "B": "B.json", "PID": "1", "CLASS": "efs",
+}  # fmt: skip
+FILE_OF = {"topo": "matrix.txt", "lint-env": "job.env", "evidence": "nccl.log"}
+READS = {
+    "scan",
+    "topo",
+    "diff",
+    "recommend",
+    "lint-env",
+    "evidence",
+    "explain",
+}  # run; others make load or ask a cluster
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Page and command, for whatever a reader may type."""
+    for page in PAGES:
+        for found in CODE.finditer(page.read_text(encoding="utf-8")):
+            text = re.sub(r"\s*\\?\n\s*", " ", (found[1] or found[2]).replace("\\|", "|")).strip()
+            yield page.relative_to(ROOT).as_posix(), text
+
+
+def ours() -> list[tuple[str, str, bool]]:
+    """The part of each command that is Topoflight's, once, and whether it reads standard input."""
+    found: dict[str, tuple[str, bool]] = {}
+    for page, text in commands():
+        for part in re.split(r"\s\|\s|\s&&\s|;\s", text.replace(" -- topoflight ", " | topoflight ")):
+            line = re.sub(r"\s#.*|\s>\s*\S+$", "", part).replace("[", "").replace("]", "").strip()
+            words = line.split()
+            if words[:1] == ["topoflight"] and len(words) > 1 and re.fullmatch(r"[a-z][a-z-]*", words[1]):
+                found.setdefault(line, (page, "| topoflight evidence" in text))
+    return [(page, line, piped) for line, (page, piped) in sorted(found.items())]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name: recordings, a log, an environment, a matrix, manifests."""
+    made = tmp_path_factory.mktemp("reader")
+    machine = MACHINES / "hgx-h100-8xH100-8hca.json"
+    for name in (
+        "node.json",
+        "good.json",
+        "A.json",
+        "B.json",
+        "HEALTHY.json",
+        "THIS.json",
+        "fleet/a.json",
+        "fleet/b.json",
+    ):
+        (made / name).parent.mkdir(exist_ok=True)
+        shutil.copy(machine, made / name)
+    (made / "nccl.log").write_text(LOG)
+    (made / "job.env").write_text("NCCL_DEBUG=INFO\n")
+    (made / "matrix.txt").write_text(MATRIX)
+    (made / "nccl.conf").write_text("NCCL_DEBUG=INFO\n")
+    (made / "calibration.json").write_text("{}")
+    pod = {"spec": {"containers": [{"name": "a", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}]}}
+    (made / "trainjob.yaml").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", **pod}))
+    return made
+
+
+def filled(line: str, folder: Path) -> list[str]:
+    """The words with what a reader would put in place of those in capitals."""
+    words = shlex.split(line)[1:]
+    given = {**WORDS, "FILE": FILE_OF.get(words[0], "job.env")}
+    return [str(folder / "nccl.conf") if word == "/etc/nccl.conf" else given.get(word, word) for word in words]
+
+
+@pytest.mark.parametrize(("page", "line", "piped"), ours(), ids=[line for _, line, _ in ours()])
+def test_a_command_of_the_pages_can_be_typed(page: str, line: str, piped: bool, folder: Path) -> None:
+    """Its verb and options exist; where it only reads, it is run and neither refused nor broken."""
+    words = filled(line, folder)
+    assert words[0] in VERBS, page
+    command = cli.get_command(click.Context(cli), words[0])
+    assert command is not None
+    options = {
+        name for one in command.params if isinstance(one, click.Option) for name in (*one.opts, *one.secondary_opts)
+    }
+    assert {word.partition("=")[0] for word in words[1:] if word.startswith("-") and word != "-"} <= options, page
+    last = words[-1] if words[-1].startswith("--") else ""
+    taking = {name for one in command.params if isinstance(one, click.Option) and not one.is_flag for name in one.opts}
+    if last in taking:  # the page names the option alone
+        return
+    command.make_parser(click.Context(command)).parse_args(list(words[1:]))
+    cut_short = (
+        words[0] in FILE_OF and not set(words) & {*FILE_OF.values(), "-", "trainjob.yaml"} and words[0] != "topo"
+    )
+    if words[0] == "launch" and "--api" in words:
+        words += ["--dry-run"]
+    elif (
+        words[0] not in READS or (words[0] == "diff" and len(words) < 3) or (cut_short and not piped) or "PATH" in line
+    ):
+        return
+    if words[0] == "recommend" and "--calibration" in words:  # what `calibrate` writes takes load to make
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", "agent.cli", *words], cwd=folder, input=LOG, capture_output=True, text=True, timeout=250,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "KUBECONFIG": "/nonexistent"}, check=False,
+    )  # fmt: skip
+    assert done.returncode not in (1, 2), f"{page}: {done.stderr}"
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_not_ours_names_what_is_there() -> None:
+    """Targets of make, scripts, modules and manifests that a command names exist."""
+    targets = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M)
+    wrong = []
+    for page, text in commands():
+        words = text.split()
+        if words[0] == "make" and len(words) > 1 and words[1] not in targets:
+            wrong.append((page, text))
+        for script in re.findall(r"(?:^|python )((?:bench|locks|tests)/[a-z_/]+\.(?:py|sh))", text):
+            source = ROOT / script
+            if not source.exists():
+                wrong.append((page, text))
+            elif text.startswith("python "):
+                options = [word for word in words if word.startswith("--")]
+                wrong += [(page, text) for option in options if f'"{option}"' not in source.read_text()]
+        for module in re.findall(r"-m ((?:finetune|collectives|agent|probes)[a-z._]*)", text):
+            if not (ROOT / f"{module.replace('.', '/')}.py").exists():
+                wrong.append((page, text))
+        for manifest in re.findall(r"-[kf] (deploy/[\w./-]+)", text):
+            if not (ROOT / manifest).exists():
+                wrong.append((page, text))
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_snippets_run_or_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python from the top of the repository; data by its own reader."""
+    monkeypatch.chdir(ROOT)
+    readers = {"json": json.loads, "toml": tomllib.loads, "yaml": lambda text: list(yaml.safe_load_all(text))}
+    for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if kind == "python":
+            exec(compile(text, str(page), "exec"), {"__name__": "snippet"})  # noqa: S102 - our own documentation
+        else:
+            readers[kind](text)

@@ -1,0 +1,193 @@
+"""The one table of exit codes, docs/exit-codes.md: every verb in it, and every cell run here or in the test named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.cli import VERBS
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINES = ROOT / "tests" / "machines"
+SICK, SOUND = str(MACHINES / "sick-h100-dead-hca.json"), str(MACHINES / "hgx-h100-8xH100-8hca.json")
+GOOD_LOG = """\
+n1:10:20 [0] NCCL INFO Using network IB
+n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0
+n1:10:20 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 1b000 commId 0x2 - Init COMPLETE
+"""
+BAD_LOG = GOOD_LOG.replace("/GDRDMA", "").replace("NET/IB/0", "NET/Socket/0").replace("network IB", "network Socket")
+WARNED_LOG = "n1:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n" + GOOD_LOG
+JOB = ("--api", "job", "--image", "i:1", "--dry-run")
+# verb, code: words, and what to write to standard input
+CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
+    ("scan", 0): (("--host", SICK), ""),
+    ("scan", 2): (("--host", "missing.json"), ""),
+    ("capture", 0): ((), ""),
+    ("capture", 2): (("--no-such-option",), ""),
+    ("topo", 0): (("--host", SOUND), ""),
+    ("topo", 2): (("--from", "-"), "no matrix"),
+    ("diff", 0): ((SICK, SOUND), ""),
+    ("diff", 2): ((SICK,), ""),
+    ("evidence", 0): (("-",), GOOD_LOG),
+    ("evidence", 2): (("missing.log",), ""),
+    ("evidence", 3): (("-",), BAD_LOG),
+    ("evidence", 4): (("-", "--fail-on", "warn", "--port", "mlx5_0:1", "--port", "mlx5_9:1"), WARNED_LOG),
+    ("evidence", 5): (("-",), "nothing of NCCL"),
+    ("calibrate", 2): (("--model", "no-such-model"), ""),
+    ("recommend", 0): (("--machine", "p5", "--model", "tiny"), ""),
+    ("recommend", 2): (("--model", "no-such-model", "--machine", "p5"), ""),
+    ("recommend", 3): (("--machine", "4xrtx4090", "--model", "Llama-3.1-70B", "--method", "full"), ""),
+    ("lint-env", 0): (("-",), "NCCL_DEBUG=INFO\n"),
+    ("lint-env", 2): (("missing.env",), ""),
+    ("lint-env", 3): (("-", "--host", SOUND), "NCCL_IB_HCA=mlx5_77\n"),
+    ("preflight", 0): (("--host", SOUND), ""),
+    ("preflight", 2): (("--host", SOUND, "--require", "no.such"), ""),
+    ("preflight", 3): (("--host", SICK), ""),
+    ("preflight", 4): (("--host", str(MACHINES / "l40s-4x-pcie.json"), "--fail-on", "warn"), ""),
+    ("preflight", 5): (("--host", SOUND, "--require", "bench.*"), ""),
+    ("launch", 0): (("--dry-run",), ""),
+    ("launch", 2): (("--set", "no_such_setting=1"), ""),
+    ("launch", 3): ((*JOB, "--machine", "4xrtx4090", "--model", "Llama-3.1-70B", "--method", "full"), ""),
+    ("bench", 2): (("--op", "all_to_none"), ""),
+    ("serve", 2): (("--reads", "token"), ""),
+    ("admission", 2): (("--no-such-option",), ""),
+    ("explain", 0): (("rdma.port.down",), ""),
+    ("explain", 2): (("rdma.port.dwon",), ""),
+}
+RANKS: dict[tuple[str, int], tuple[str, ...]] = {  # these start ranks: seconds each
+    ("bench", 0): ("--ranks", "2", "--size", "65536", "--budget", "60"),
+    ("bench", 3): ("--ranks", "2", "--size", "65536", "--budget", "60"),  # over an interface that is not there
+    ("calibrate", 0): ("--ranks", "1", "--budget", "60"),
+}
+# cells whose proof takes a signal in the midst of a run: the test that has them
+ELSEWHERE: dict[tuple[str, int], str] = {
+    (
+        "preflight",
+        75,
+    ): "agent/test_preflight_unscanned.py::test_sigterm_during_the_scan_leaves_a_report_that_knows_nothing",
+    ("launch", 5): "agent/test_launch_gate.py::test_a_required_check_that_is_unknown_stops_it_and_others_do_not",
+    ("launch", 75): "finetune/test_launch_cut_short.py::test_sigterm_is_passed_on_and_its_outcome_told",
+}
+
+
+def run(*words: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agent.cli", *words], input=stdin, capture_output=True, text=True, timeout=250,
+        env=os.environ | environment, check=False,
+    )  # fmt: skip
+
+
+def documented() -> set[tuple[str, int]]:
+    """The cells of the page's table that say something, and code 2 of every verb."""
+    cells: set[tuple[str, int]] = set()
+    for line in (ROOT / "docs" / "exit-codes.md").read_text().splitlines():
+        if found := re.match(r"\| `([a-z-]+)` \|(.*)\|$", line):
+            texts = [text.strip() for text in found[2].split("|")]
+            assert len(texts) == 5, line
+            cells |= {(found[1], code) for code, text in zip((0, 3, 4, 5, 75), texts, strict=True) if text}
+            cells.add((found[1], 2))
+    return cells
+
+
+def test_the_table_names_every_verb_and_each_cell_has_its_proof() -> None:
+    """A verb or a code that is added without its row, its cell and its case is found here."""
+    cells = documented()
+    assert {verb for verb, _ in cells} == set(VERBS)
+    assert cells == {*CASES, *RANKS, *ELSEWHERE}
+    for place in ELSEWHERE.values():
+        file, _, test = place.partition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), place
+
+
+@pytest.mark.parametrize(("verb", "code"), sorted(CASES))
+def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
+    """Bad input says so on standard error and prints no result."""
+    words, stdin = CASES[verb, code]
+    done = run(verb, *words, stdin=stdin)
+    assert done.returncode == code, done.stderr or done.stdout
+    assert "Traceback" not in done.stderr
+    if code == 2:
+        assert done.stdout == "" and done.stderr.strip()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("verb", "code"), sorted(RANKS))
+def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int) -> None:
+    """Measured for real, or ended because the ranks do not meet."""
+    done = run(verb, *RANKS[verb, code], **({"GLOO_SOCKET_IFNAME": "nosuch0"} if code else {}))
+    assert done.returncode == code, done.stderr
+
+
+def test_machine_list_is_an_answer() -> None:
+    """Of every verb that takes a machine."""
+    for verb in ("recommend", "launch"):
+        done = run(verb, "--machine", "list")
+        assert done.returncode == 0 and "p5.48xlarge" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("form", ["json", "env", "finetune"])
+def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None:
+    """What needs no layout is printed; the code says that there is none."""
+    done = run(*("recommend", *CASES["recommend", 3][0]), "-o", form)
+    assert done.returncode == 3 and "no layout of Llama-3.1-70B fits" in done.stderr
+    if form == "json":
+        assert json.loads(done.stdout)["chosen"] is None
+
+
+def test_a_port_in_use_is_no_verdict() -> None:
+    """1, with uvicorn's own words; a free one is served until a signal ends it, and the shell sees that signal."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("serve", "--host", SOUND, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1 and "in use" in done.stderr
+    serving = subprocess.Popen(
+        [sys.executable, "-m", "agent.cli", "serve", "--host", SOUND, "--port", "0"],
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not _listens(serving.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    serving.send_signal(signal.SIGTERM)
+    serving.communicate(timeout=120)
+    assert serving.returncode == -signal.SIGTERM
+
+
+def _listens(pid: int) -> bool:
+    """Whether a socket of the process is in state LISTEN (0A of /proc/net/tcp)."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            sockets.add(str(link.readlink()))
+        except OSError:
+            continue
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in sockets for line in lines)
+
+
+def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
+    """By letters; one that is close to none gets the list."""
+    assert "did you mean scan" in run("scn").stderr
+    assert "recommend" in run("zzzzzz").stderr
+
+
+def test_flights_prints_its_bars_or_why_there_are_none(tmp_path: Path) -> None:
+    """In the terminal: real records of one job over two networks; a folder without records is bad input."""
+    measured = ROOT / "tests" / "browser" / "measured" / "flights"
+    done = run("preflight", "--host", SOUND, "--flights", str(measured))
+    assert "step time by network, measured" in done.stdout and "TCP over net1 (gloo)" in done.stdout
+    done = run("preflight", "--host", SOUND, "--flights", str(measured / "net1.json"))
+    assert "a comparison needs two" in " ".join(done.stdout.split())
+    done = run("preflight", "--host", SOUND, "--flights", str(tmp_path))
+    assert done.returncode == 2 and "no record of a run" in done.stderr

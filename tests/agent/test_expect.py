@@ -1,0 +1,330 @@
+"""`--expect`: what a node must have. Absent is failed, unread is unknown, a word not understood is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from fastapi.testclient import TestClient
+from kustomization import render
+
+from agent.cli import cli
+from agent.cluster_gate import checks_of as gate_of_nodes
+from agent.expect import EXPECT_CODES, KEYS, Expectation, asked, parse, read_file
+from agent.gate import GateError, judge
+from agent.nodes import Fleet, records_of
+from agent.server import create
+from agent.state import State
+from agent.view import look
+from probes.api import Failed, Ok, Snapshot
+from probes.gpu import GpuFacts
+from probes.limits import LimitsFacts
+from probes.rdma import RdmaFacts
+from probes.recording import load
+from probes.scan import scan
+
+ROOT = Path(__file__).parents[2]
+MACHINES = ROOT / "tests" / "machines"
+H100 = "hgx-h100-8xH100-8hca"
+ALL_OF_IT = "gpus=8,gpu=H100,nvlink=NV18,hcas=8,rate=200,gdr=on,memlock=unlimited,shm=1GiB,interface=eno1,driver=550"
+
+
+def recorded(name: str = H100) -> Snapshot:
+    return scan(load(MACHINES / f"{name}.json"))
+
+
+def preflight(name: str, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["preflight", "-q", "--host", str(MACHINES / f"{name}.json"), *options])
+
+
+def judged(snapshot: Snapshot, words: str) -> dict[str, str]:
+    """Status of each expectation, by its subject."""
+    checks = look((snapshot,), expected=parse([words])).checks
+    return {check.subject: check.status for check in checks if check.id == EXPECT_CODES[0]}
+
+
+def test_a_node_that_has_it_all_passes_and_says_each() -> None:
+    """One check for each key."""
+    found = judged(recorded(), ALL_OF_IT)
+    assert len(found) == len(KEYS)
+    assert set(found.values()) == {"pass"}
+    assert preflight(H100, "--expect", ALL_OF_IT).exit_code == 0
+
+
+LESS = [
+    # machine, expectation that it does not meet, what is told
+    ("sick-h100-gpu-lost", "gpus=8", "7 GPUs answer"),
+    (H100, "gpus=9", "8 GPUs answer"),
+    ("cpu-only-vm", "gpus=1", "0 GPUs answer"),
+    ("l40s-4x-pcie", "gpu=H100", "NVIDIA L40S"),
+    ("cpu-only-vm", "gpu=H100", "no GPU"),
+    ("sick-h100-nvlink-missing", "nvlink=NV18", "GPU0-GPU3 NV16"),
+    ("l40s-4x-pcie", "nvlink=NV4", "GPU0-GPU1"),
+    ("cpu-only-vm", "nvlink=NV18", "there is no pair to link"),
+    ("sick-h100-dead-hca", "hcas=10", "9 RDMA devices have an ACTIVE port"),
+    ("sick-h100-rdma-off", "hcas=8", ""),
+    ("cpu-only-vm", "hcas=1", "0 RDMA devices"),
+    (H100, "rate=400", "mlx5_4 200 Gb/s"),
+    ("r760xa-2xA40-bf3", "gdr=on", "not possible"),
+    ("sick-h100-no-peermem", "gdr=on", "not possible"),
+    ("cpu-only-vm", "gdr=on", "not possible"),
+    ("sick-h100-memlock-64KiB", "memlock=unlimited", "memlock is 64.0 KiB"),
+    ("sick-h100-memlock-64KiB", "memlock=64MiB", "memlock is 64.0 KiB"),
+    (H100, "shm=2TiB", "512.0 GiB"),
+    (H100, "interface=net1", "there are"),
+    (H100, "interface=net*", "there are"),
+    (H100, "driver=550.91", "550.90.07"),
+    (H100, "driver=570", "550.90.07"),
+    ("cpu-only-vm", "driver=550", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("machine", "words", "told"), LESS)
+def test_absent_or_less_is_failed_and_unread_is_unknown(machine: str, words: str, told: str) -> None:
+    """Exit code 3 with what is there; where the probe saw nothing of a device that the bus has, 5 at least."""
+    result = preflight(machine, "--expect", words, "-o", "json")
+    (check,) = [c for c in json.loads(result.stdout)["checks"] if c["id"] == EXPECT_CODES[0]]
+    if machine == "sick-h100-rdma-off":  # the bus has ten HCAs and no RDMA device could be read
+        assert (check["status"], check["required"]) == ("unknown", True)
+        return
+    assert check["status"] == "fail", check
+    assert told in check["message"] and words in check["subject"] and check["remedy"]
+    assert result.exit_code == 3
+
+
+@pytest.mark.parametrize("words", ["gpus=8", "gpu=H100", "nvlink=NV18", "driver=550", "hcas=1", "rate=100",
+                                   "memlock=1GiB", "shm=1GiB", "interface=eno1", "gdr=on"])  # fmt: skip
+def test_what_could_not_be_read_is_unknown_and_required(words: str) -> None:
+    """A hung driver is no lost GPU: exit code 5 and not 3, whatever is expected."""
+    gone = {name: Failed(error="no answer after 30.0 s") for name in ("gpu", "rdma", "limits", "interfaces", "pci")}
+    snapshot = replace(recorded(), outcomes={**recorded().outcomes, **gone})
+    view = look((snapshot,), expected=parse([words]))
+    (check,) = [c for c in view.checks if c.id == EXPECT_CODES[0]]
+    assert (check.status, check.required) == ("unknown", True)
+    assert "no answer after 30.0 s" in check.message
+    assert view.verdict.exit_code == 5
+
+
+WRONG = [
+    ("gpuss=8", "gpuss: no such expectation; one of gpus"), ("gpuss=8", "did you mean gpus?"),
+    ("gpus", "must be KEY=VALUE"),
+    ("gpus=eight", "gpus=eight: must be a number from 0 to 1024"), ("gpus=-1", "must be a number"),
+    ("gpus=8,gpus=4", "gpus stands 2 times"), ("nvlink=18x", "NV1 to NV99"), ("nvlink=0", "NV1 to NV99"),
+    ("gdr=off", "must be on"), ("gdr=maybe", "must be on"), ("memlock=lots", "unlimited, or bytes"),
+    ("shm=1GB", "bytes with a binary unit"), ("rate=fast", "gigabits a second"),
+    ("interface=net/1", "interface's name"), ("interface=", "interface's name"),
+    ("=8", "no such expectation"), ("interface=net1,net2", "net2: must be KEY=VALUE"),
+    ("gpu=", "part of a GPU's model"), ("driver=new", "release of NVIDIA's driver"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "told"), WRONG)
+def test_what_is_not_understood_is_a_usage_error_that_names_what_is_allowed(words: str, told: str) -> None:
+    """Exit code 2, before anything is scanned; `serve` does not start either."""
+    for verb in (["preflight", "-q", "--host", str(MACHINES / f"{H100}.json")], ["serve", "--port", "0"]):
+        result = CliRunner().invoke(cli, [*verb, "--expect", words])
+        assert result.exit_code == 2, result.output
+        assert told in " ".join(result.stderr.split()), result.stderr
+
+
+def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
+    """YAML's own spellings count: `on` is true, lists are several interfaces, numbers need no quotes."""
+    path = tmp_path / "expect.yaml"
+    path.write_text("gpus: 8\nnvlink: NV18\ngdr: on\nmemlock: unlimited\ninterface: [net1, net2]\ndriver: 550.9\n")
+    words = "gpus=8,nvlink=NV18,gdr=on,memlock=unlimited,interface=net1,interface=net2,driver=550.9"
+    assert read_file(path) == parse([words])
+    assert asked(["gpus=4"], path) == replace(read_file(path), gpus=4), "the command line goes before the file"
+    path.write_text("# gpus: 8\n")
+    assert read_file(path) == Expectation()
+    assert judged(recorded(), "") == {}
+    assert preflight(H100, "--expect-file", str(path)).exit_code == 0
+    path.write_text("gpus: 9\n")
+    assert preflight(H100, "--expect-file", str(path)).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("gpuz: 8", "no such expectation"), ("gpus: {a: 1}", "must be a value"), ("gpus: [8, 8]", "stands 2 times"),
+     ("- gpus", "one mapping"), ("gpus: 8\n---\nhcas: 8\n", "one mapping"), ("gpus: [", "not YAML"),
+     ("gpus:", "must be a value"),
+     ("gdr: off", "must be on"), ("a: &a 1\ngpus: *a\n", "aliases"), ("gpus: 8\n" + "#" * 70000, "larger than 65536"),
+     ("interface: [" + ", ".join(["a"] * 65) + "]", "more than 64")],
+)  # fmt: skip
+def test_a_file_that_is_not_understood_is_named(text: str, told: str, tmp_path: Path) -> None:
+    """Exit code 2 with the file's name, never a silent half."""
+    path = tmp_path / "expect.yaml"
+    path.write_text(text)
+    with pytest.raises(GateError, match="--expect-file"):
+        read_file(path)
+    result = preflight(H100, "--expect-file", str(path))
+    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True), result.stderr
+
+
+def test_files_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
+    """A folder, a file that is not there, bytes that are no text."""
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe gpus")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "bytes"):
+        assert preflight(H100, "--expect-file", str(path)).exit_code == 2
+
+
+def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path) -> None:
+    """What the DaemonSet's ConfigMap says: changed, broken and mended under a running agent."""
+    path = tmp_path / "expect.yaml"
+    path.write_text("gpus: 8\n")
+    state = State(lambda: (recorded(),), interval_seconds=3600, expected=lambda: asked((), path))
+    client = TestClient(create(state))
+
+    def said() -> tuple[str, int]:
+        state.refresh()
+        verdict = client.get("/preflight").json()["verdict"]
+        return verdict["word"], verdict["exit_code"]
+
+    assert said() == ("pass", 0)
+    path.write_text("gpus: 16\n")
+    assert said() == ("fail", 3)
+    assert records_of(state.view)[0].verdict == "fail" if state.view else False
+    path.write_text("gpuz: 16\n")
+    assert said() == ("unknown", 5)
+    path.unlink()
+    assert said() == ("unknown", 5)
+    path.write_text("")
+    assert said() == ("pass", 0)
+
+
+def fleet_of(snapshot: Snapshot) -> Fleet:
+    fleet = Fleet()
+    (record,) = records_of(look((snapshot,)))
+    fleet.set([replace(record, scanned_at_seconds=time.time())])
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("machine", "words", "code"),
+    [(H100, "gpus=8,hcas=8,nvlink=NV18,memlock=unlimited,gpu=H100,rate=200", 0), (H100, "gpus=9", 3),
+     (H100, "nvlink=NV19", 3),
+     ("sick-h100-gpu-lost", "gpus=8", 3), (H100, "interface=net1", 3), ("sick-h100-no-peermem", "gdr=on", 3),
+     (H100, "gdr=on", 0), ("cpu-only-vm", "gpus=1", 3), ("cpu-only-vm", "hcas=1", 3)],
+)  # fmt: skip
+def test_records_of_nodes_are_held_to_it_too(machine: str, words: str, code: int) -> None:
+    """`--nodes` and `--selector`: a record carries what a scan read of the node."""
+    fleet = fleet_of(recorded(machine))
+    (name,) = [record.name for record in fleet.records()]
+    checks = gate_of_nodes([name], fleet, expected=parse([words]))
+    assert judge(checks).exit_code == code, [c for c in checks if c.id == EXPECT_CODES[0]]
+
+
+def test_a_record_of_another_release_meets_nothing() -> None:
+    """Without facts or graph that this release reads everything expected is unknown, and required."""
+    fleet = fleet_of(recorded())
+    for without in ({"facts": None}, {"graph": None}, {"facts": "bm9uZQ=="}):
+        old = Fleet()
+        old.set([replace(record, **without) for record in fleet.records()])  # type: ignore[arg-type]
+        (name,) = [record.name for record in old.records()]
+        checks = gate_of_nodes([name], old, expected=parse(["gpus=8,interface=eno1"]))
+        assert {c.status for c in checks if c.id == EXPECT_CODES[0]} == {"unknown"}
+        assert judge(checks).exit_code == 5
+
+
+def test_the_agents_own_shared_memory_is_no_jobs() -> None:
+    """shm of an agent's pod is unknown; memlock comes from the container engine and counts."""
+    snapshot = recorded()
+    limits = snapshot.facts(LimitsFacts)
+    assert limits is not None
+    agent = replace(limits, of_agent=True, shm_size_bytes=64 << 20)
+    pod = replace(snapshot, outcomes={**snapshot.outcomes, "limits": Ok(facts=agent)})
+    assert judged(pod, "shm=1GiB,memlock=unlimited") == {"shm=1GiB": "unknown", "memlock=unlimited": "pass"}
+
+
+def test_a_hung_drivers_record_meets_no_number_of_gpus() -> None:
+    """The bus still counts eight; none of them was read."""
+    snapshot = recorded()
+    broken = replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Failed(error="no answer")})
+    fleet = fleet_of(broken)
+    checks = gate_of_nodes([snapshot.hostname], fleet, expected=parse(["gpus=8"]))
+    assert judge(checks).exit_code == 5
+
+
+def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
+    """An uncabled port looks like a dead one, a GPU given to others like a lost one: the owner's number tells."""
+    snapshot = recorded("sick-h100-dead-hca")
+    nine = look((snapshot,), expected=parse(["hcas=9"])).checks
+    ten = look((snapshot,), expected=parse(["hcas=10"])).checks
+    assert {c.status for c in nine if c.id == "rdma.port.down"} == {"info"}
+    assert {c.status for c in ten if c.id == "rdma.port.down"} == {"fail"}
+    gpus = snapshot.facts(GpuFacts)
+    assert gpus is not None and gpus.bus is not None
+    some = replace(gpus, gpus=gpus.gpus[:2], pairs=(),
+                   bus=replace(gpus.bus, container="kubernetes", all_requested=True))  # fmt: skip
+    pod = replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Ok(facts=some)})
+    for words, status, required in (("gpus=2", "info", False), ("gpus=3", "unknown", True)):
+        checks = look((pod,), expected=parse([words])).checks
+        (check,) = [c for c in checks if c.id == "gpu.device.not_given"]
+        assert (check.status, check.required) == (status, required)
+
+
+def test_ports_whose_state_is_unknown_are_not_counted_as_down() -> None:
+    """hcas with a port that could not be read: unknown."""
+    snapshot = recorded()
+    rdma = snapshot.facts(RdmaFacts)
+    assert rdma is not None
+    unread = tuple(replace(d, ports=tuple(replace(p, state=None) for p in d.ports)) for d in rdma.devices)
+    broken = replace(snapshot, outcomes={**snapshot.outcomes, "rdma": Ok(facts=replace(rdma, devices=unread))})
+    assert judged(broken, "hcas=8") == {"hcas=8": "unknown"}
+
+
+def test_the_daemonset_reads_its_config_map() -> None:
+    """As shipped it asks nothing; every line in it that is commented out would be understood."""
+    documents = render(ROOT / "deploy/daemonset/base")
+    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
+    (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
+    pod: dict[str, Any] = daemonset["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    path = container["args"][container["args"].index("--expect-file") + 1]
+    (volume,) = [v for v in pod["volumes"] if v.get("configMap", {}).get("name") == config["metadata"]["name"]]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+    ((file, text),) = config["data"].items()
+    assert f"{mount['mountPath']}/{file}" == path
+    assert yaml.safe_load(text) is None
+    lines = "\n".join(line.removeprefix("# ") for line in text.splitlines())
+    temporary: dict[str, Any] = yaml.safe_load(lines)
+    assert set(temporary) <= set(KEYS)
+    words = [f"{key}={'on' if value is True else value}" for key, value in temporary.items() if key != "interface"]
+    assert parse([*words, *(f"interface={name}" for name in temporary["interface"])])
+
+
+@pytest.mark.parametrize("name", ["github-actions.yaml", "gitlab-ci.yaml", "tekton-task.yaml", "init-container.yaml"])
+def test_the_examples_for_ci_say_what_a_node_must_have(name: str) -> None:
+    """And this release understands it."""
+    text = (ROOT / "docs/examples" / name).read_text(encoding="utf-8")
+    found = [word for word in text.replace('"', " ").replace(",\n", " ").split() if word.startswith("gpus=")]
+    assert "--expect" in text and found
+    for words in found:
+        assert parse([words.rstrip("],")]).gpus == 8
+
+
+# A host without a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["table", "markdown", "github"])
+def test_a_pass_without_a_gpu_says_so_in_its_first_line(form: str) -> None:
+    """Whatever a pipeline reads first."""
+    result = preflight("cpu-only-vm", "-o", form)
+    assert result.exit_code == 0
+    first = next(line for line in result.stdout.splitlines() if line.strip())
+    assert "no GPU was judged" in first
+    assert "no GPU was judged" not in preflight(H100, "-o", form).stdout
+
+
+def test_a_pass_without_a_gpu_says_so_in_json_junit_and_over_several_hosts() -> None:
+    """The verdict's own words, the name of the suites; of several hosts which."""
+    said = json.loads(preflight("cpu-only-vm", "-o", "json").stdout)["verdict"]["why"]
+    assert said.startswith("no GPU was judged; ")
+    assert "no GPU was judged" in preflight("cpu-only-vm", "-o", "junit").stdout.splitlines()[1]
+    both = look((recorded(), recorded("cpu-only-vm")))
+    assert both.verdict.why.startswith("no GPU was judged on vm; ")

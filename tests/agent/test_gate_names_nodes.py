@@ -1,0 +1,102 @@
+"""Several nodes in one report: each finding says of which node it is, in every format; and no verdict on no node."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+from fastapi.testclient import TestClient
+
+from agent.cli import cli
+from agent.gate import judge
+from agent.nodes import Fleet
+from agent.pages import fleet_page
+from agent.server import create
+from agent.state import State
+from agent.view import look
+
+MACHINES = Path(__file__).parents[1] / "machines"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings of three nodes: one healthy, two sick with something of their own."""
+    made = tmp_path_factory.mktemp("nodes")
+    for name in ("hgx-h100-8xH100-8hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing"):
+        shutil.copy(MACHINES / f"{name}.json", made)
+    return made
+
+
+def preflight(folder: Path, *options: str) -> str:
+    return CliRunner().invoke(cli, ["preflight", "-q", "--host", str(folder), *options]).stdout
+
+
+LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
+
+
+def test_the_table_names_the_node_of_a_finding_that_only_one_has(folder: Path) -> None:
+    """gpu.device.lost is the lost one's, gpu.nvlink.missing the other's."""
+    text = preflight(folder).partition("Findings")[2].strip()
+    blocks = re.split(r"\n(?=[✗!?·✓])", text)
+    (lost,) = [block for block in blocks if "gpu.device.lost" in block.splitlines()[0]]
+    (cut,) = [block for block in blocks if "gpu.nvlink.missing" in block.splitlines()[0]]
+    assert LOST in lost and CUT not in lost
+    assert CUT in cut and LOST not in cut
+
+
+def test_markdown_names_the_node_of_every_finding(folder: Path) -> None:
+    """Each row of the table, whatever its subjects are."""
+    rows = [line for line in preflight(folder, "-o", "markdown").splitlines() if line.startswith(("| ✗", "| !", "| ?"))]
+    assert rows
+    for row in rows:
+        assert any(name in row for name in (LOST, CUT, WELL)), row
+    (row,) = [row for row in rows if "gpu.device.lost" in row]
+    assert f"on {LOST}: GPU5" in row and CUT not in row
+
+
+def test_markdown_of_one_node_does_not_repeat_its_name(folder: Path) -> None:
+    """It stands in the first line already."""
+    text = preflight(folder / "sick-h100-gpu-lost.json", "-o", "markdown")
+    assert text.count(LOST) == 1
+
+
+def test_junit_and_github_name_the_node_of_every_finding(folder: Path) -> None:
+    """The suite, its host and the message itself, which viewers show alone."""
+    root = ElementTree.fromstring(preflight(folder, "-o", "junit"))  # noqa: S314 - our own text
+    failures = [(suite, case) for suite in root for case in suite if case.find("failure") is not None]
+    assert failures
+    for suite, case in failures:
+        failure: Any = case.find("failure")
+        assert suite.get("hostname") == suite.get("name")
+        assert failure.get("message").startswith(f"{suite.get('name')}: ")
+    lines = preflight(folder, "-o", "github").splitlines()
+    assert lines
+    assert all(re.match(rf"::\w+ title=\S+( \S+)* on ({LOST}|{CUT}|{WELL})::", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("door", ["/cluster", "/nodes", "/nodes?scope=node", "/topology?scope=cluster"])
+def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None:
+    """Nothing is known of any node yet: no green page over none."""
+    state = State(tuple, interval_seconds=3600)
+    client = TestClient(create(state), raise_server_exceptions=False)  # without its life: nothing is scanned
+    ready, answer = client.get("/readyz"), client.get(door)
+    assert (ready.status_code, answer.status_code) == (503, 503)
+    assert answer.headers["retry-after"] == ready.headers["retry-after"]
+    assert answer.json()["detail"] == ready.json()["detail"] == "the first scan is not done yet"
+
+
+def test_a_cluster_of_no_nodes_and_a_gate_of_no_checks_are_unknown() -> None:
+    """An API server without records; a gate that skips everything; a view of no host."""
+    page = fleet_page(Fleet(), source="kubernetes", behind=None, links={})
+    assert "<title>unknown" in page and 'class="verdict pass' not in page
+    assert (judge(()).word, judge(()).exit_code) == ("unknown", 5)
+    assert look(()).verdict.word == "unknown"
+    result = CliRunner().invoke(cli, ["preflight", "-q", "--host", str(MACHINES / "cpu-only-vm.json"), "--skip", "*",
+                                      "-o", "json"])  # fmt: skip
+    assert (result.exit_code, json.loads(result.stdout)["verdict"]["why"]) == (5, "nothing was measured")

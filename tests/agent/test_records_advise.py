@@ -1,0 +1,210 @@
+"""What travels in a node's record is what advice needs: the cluster's answer for like nodes is each node's own."""
+
+from __future__ import annotations
+
+import ast
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import advise, node_facts
+from agent.nodes import Fleet, NodeRecord, from_resource, from_row, records_of, row, to_resource
+from agent.server_cluster import advise_cluster
+from agent.view import look
+from planner.advice import Recommendation
+from probes.api import Ok, Snapshot
+from probes.interfaces import InterfacesFacts
+from probes.rdma import RdmaFacts
+from probes.recording import load
+from probes.scan import scan
+
+MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
+SNAPSHOTS = {path.stem: scan(load(path)) for path in MACHINES}
+ROOT = Path(__file__).parent.parent.parent
+OF_OTHERS = {
+    "GpuFacts.pairs",  # the graph's pairs are read, not NVML's
+    "GpuFacts.unread", "Gpu.unread",  # a situation's, which asks how a probe ended
+    "Gpu.uuid",  # compared with the graph's, which does not travel either
+    "Gpu.processes",  # named beside the memory that they hold
+}  # fmt: skip
+every_machine = pytest.mark.parametrize("machine", SNAPSHOTS)
+QUESTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"model": "Llama-3.1-8B"}, {"model": "Qwen2.5-0.5B", "ranks_per_node": 1}, {"nccl_version": "2.18.5"},
+    {"model": "Llama-3.1-8B", "nccl_version": "2.27.7", "steps": 100},
+)  # fmt: skip
+
+
+def through_the_api(record: NodeRecord) -> NodeRecord:
+    """Published and read back."""
+    whole, status = to_resource(record)
+    return from_resource({**whole, "status": status["status"]})
+
+
+def record_of(snapshot: Snapshot, name: str) -> NodeRecord:
+    (record,) = records_of(look((snapshot,)), name=name)
+    return replace(record, scanned_at_seconds=time.time())
+
+
+def fleet_of(*records: NodeRecord) -> Fleet:
+    held = Fleet()
+    held.set(records)
+    return held
+
+
+def told(advice: Recommendation) -> dict[str, Any]:
+    """What is advised, and why; not which host is named as the example."""
+    return {
+        "settings": [(s.name, s.value, s.reason.rule) for s in advice.settings],
+        "notes": [(n.topic, n.text) for n in advice.notes if n.topic != "cluster"],
+        "needs": [(n.name, n.value, n.reason.rule) for n in advice.needs],
+        "layout": advice.chosen.layout if advice.chosen else None,
+        "forecast": advice.chosen.forecast if advice.chosen else None,
+        "rejected": [r.reason for r in advice.rejected], "backend": advice.backend, "hours": advice.total_seconds,
+        "unknowns": [text for text in advice.unknowns if "sound machines" not in text],
+    }  # fmt: skip
+
+
+@every_machine
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
+    """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
+    snapshot, request = SNAPSHOTS[machine], advise.Request(nodes=2, **question)
+    own = advise.answer(request, (snapshot,))
+    records = [through_the_api(replace(record_of(snapshot, name), verdict="pass")) for name in ("n1", "n2")]
+    whole, count = advise_cluster(fleet_of(*records), advise.Request(**question))
+    assert count == 2
+    assert told(whole) == told(own)
+
+
+@every_machine
+def test_a_record_by_http_is_the_record(machine: str) -> None:
+    """Agents that know each other by URL exchange the same."""
+    record = record_of(SNAPSHOTS[machine], "n1")
+    assert from_row(row(record, graph=True)) == record
+    assert through_the_api(record) == replace(record, scanned_at_seconds=float(int(record.scanned_at_seconds)))
+
+
+@every_machine
+def test_like_nodes_carry_equal_text_and_their_own_addresses(machine: str) -> None:
+    """Other addresses in the same subnets, other counters, another process: one text for thousands of nodes."""
+    first, second = SNAPSHOTS[machine], moved(SNAPSHOTS[machine])
+    (text, addresses), (other, others) = node_facts.pack(first), node_facts.pack(second)
+    assert text is not None and text == other
+    assert len(addresses) == len(others)
+    for snapshot, found in ((first, addresses), (second, others)):
+        back = node_facts.of_node(node_facts.unpack(text), name="n", addresses=found)
+        was, now = (each.facts(InterfacesFacts) for each in (snapshot, back))
+        assert was is not None and now is not None
+        assert [i.addresses for i in now.interfaces] == [i.addresses for i in was.interfaces]
+
+
+def moved(snapshot: Snapshot) -> Snapshot:
+    """Another node of the kind: the last octet of each address, GIDs and counters differ."""
+    facts, rdma = snapshot.facts(InterfacesFacts), snapshot.facts(RdmaFacts)
+    assert facts is not None
+    outcomes = dict(snapshot.outcomes)
+    known: dict[str, str] = {}
+
+    def other(text: str) -> str:
+        address, slash, prefix = text.partition("/")
+        if ":" in address or address.startswith("127.") or prefix in ("31", "32"):
+            return text
+        head, _, last = address.rpartition(".")
+        known[address] = f"{head}.{(int(last) + 100) % 250 + 2}"
+        return f"{known[address]}{slash}{prefix}"
+
+    interfaces = tuple(
+        replace(i, addresses=tuple(other(a) for a in i.addresses), errors={"rx_errors": 9}, mac="02:00:00:00:00:09")
+        for i in facts.interfaces
+    )
+    outcomes["interfaces"] = Ok(facts=replace(facts, interfaces=interfaces), seconds=9.0)
+    if rdma is not None:
+        outcomes["rdma"] = Ok(facts=replace(rdma, devices=tuple(
+            replace(device, node_guid="9", ports=tuple(
+                replace(port, counters={"link_downed": 9}, gids=tuple(
+                    replace(gid, gid=known_gid(gid.gid, known)) for gid in port.gids)) for port in device.ports))
+            for device in rdma.devices)))  # fmt: skip
+    return replace(snapshot, outcomes=outcomes, hostname="another", taken_at_seconds=9.0)
+
+
+def known_gid(text: str, known: dict[str, str]) -> str:
+    import ipaddress
+
+    mapped = ipaddress.IPv6Address(text).ipv4_mapped
+    if mapped is None or str(mapped) not in known:
+        return text
+    return str(ipaddress.IPv6Address(f"::ffff:{known[str(mapped)]}"))
+
+
+def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
+    """An older agent's record has a graph only: the answer says whose interfaces are unknown, not that none are."""
+    for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
+        new = record_of(SNAPSHOTS[machine], "n1")
+        for old in (replace(new, name="n2", facts=None, addresses=()), replace(new, name="n2", facts="AAAA")):
+            advice, _ = advise_cluster(fleet_of(new, old), advise.Request())
+            notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
+            assert "no interface with an address" not in notes and "no RDMA device" not in notes
+            assert "n2" in notes, notes
+            alone, _ = advise_cluster(fleet_of(old), advise.Request())
+            assert any(note.text.startswith("Unknown") and "SOCKET_IFNAME" in note.topic for note in alone.notes)
+
+
+def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
+    """A record that was tampered with makes unknown."""
+    record = record_of(SNAPSHOTS["cpu-only-vm"], "n1")
+    wrong = replace(record, addresses=tuple("198.51.100.7" for _ in record.addresses))
+    advice, _ = advise_cluster(fleet_of(wrong), advise.Request())
+    assert not any("198.51.100.7" in f"{note.text}{note.evidence}" for note in advice.notes)
+    assert not any("198.51.100.7" in setting.reason.evidence for setting in advice.settings)
+
+
+def test_nodes_of_different_kinds_are_all_asked() -> None:
+    """An interface of another name on one of three nodes is seen, whichever of them is first."""
+    first = SNAPSHOTS["cpu-only-vm"]
+    facts = first.facts(InterfacesFacts)
+    assert facts is not None
+    renamed = tuple(replace(i, name="ens9") if i.role not in ("loopback",) else i for i in facts.interfaces)
+    changed = replace(facts, interfaces=renamed, default_route="ens9")
+    second = replace(first, outcomes={**first.outcomes, "interfaces": Ok(facts=changed)})
+    made = [record_of(first, "n1"), record_of(first, "n2"), record_of(second, "n3")]
+    records = [replace(record, verdict="pass") for record in made]
+    advice, _ = advise_cluster(fleet_of(*records), advise.Request())
+    (note,) = [note for note in advice.notes if note.topic == "GLOO_SOCKET_IFNAME"]
+    assert "another name on each node" in note.text and "n3: ens9" in note.text
+
+
+def test_no_fact_that_advice_reads_is_left_out() -> None:
+    """Each field that does not travel is one whose name the planner's modules of advice nowhere read."""
+    read = {
+        node.attr
+        for path in (ROOT / "planner").glob("*.py")
+        if path.stem.startswith(("nccl_env", "pod_needs", "recommend", "links", "search", "memory", "steptime"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    kinds = {*node_facts._KEPT, *node_facts._DROPPED}
+    left_out = {
+        f"{kind.__name__}.{field.name}"
+        for kind in kinds
+        for field in fields(kind)
+        if field.name in node_facts._DROPPED.get(kind, ())
+        or (kind in node_facts._KEPT and field.name not in node_facts._KEPT[kind])
+    }
+    assert {name for name in left_out if name.partition(".")[2] in read} <= OF_OTHERS
+
+
+def test_facts_are_bounded_and_rubbish_is_refused() -> None:
+    """As the graph is."""
+    import base64
+    import zlib
+
+    bomb = base64.b64encode(zlib.compress(b"[" * (64 << 20), 9)).decode()
+    for text in (bomb, "%%%", base64.b64encode(b"x").decode(), base64.b64encode(zlib.compress(b"{}")).decode()):
+        with pytest.raises(ValueError, match=r".+"):
+            node_facts.unpack(text)
+    for snapshot in SNAPSHOTS.values():
+        text, _ = node_facts.pack(snapshot)
+        assert text is not None and len(text) < node_facts.MOST_TEXT // 8

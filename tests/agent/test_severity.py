@@ -1,0 +1,205 @@
+"""Severity follows what a finding costs a job: from a tenth of a multi-node step on it is a failure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.codes import ALL_CODES
+from agent.gate import Check
+from agent.view import View, look, with_environment
+from probes.api import Ok, Severity, Snapshot, by_loss
+from probes.gpu import GpuFacts
+from probes.hostinfo import HostinfoFacts
+from probes.interfaces import InterfacesFacts
+from probes.pci import PciFacts
+from probes.rdma import RdmaFacts
+from probes.recording import load
+from probes.scan import scan
+
+ROOT = Path(__file__).parents[2]
+MACHINES = ROOT / "tests" / "machines"
+README_CASE = "r760xa-2xA40-bf3"
+
+
+def recorded(name: str) -> Snapshot:
+    return scan(load(MACHINES / f"{name}.json"))
+
+
+def with_facts(snapshot: Snapshot, **facts: Any) -> Snapshot:
+    return replace(snapshot, outcomes={**snapshot.outcomes, **{k: Ok(facts=v) for k, v in facts.items()}})
+
+
+def of(view: View, code: str) -> list[Check]:
+    return [check for check in view.checks if check.id == code]
+
+
+def status(view: View, code: str) -> set[str]:
+    return {check.status for check in of(view, code)}
+
+
+def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
+    """The rule itself."""
+    assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Severity.WARN] * 2 + [Severity.FAIL] * 2
+
+
+def test_the_readmes_own_case_fails() -> None:
+    """NCCL takes eth0 while net1 is there, no GPUDirect RDMA path, and an HCA is down: each of them is a failure."""
+    view = look((recorded(README_CASE),))
+    assert (view.verdict.word, view.verdict.exit_code) == ("fail", 3)
+    for code in ("interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far", "rdma.port.down"):
+        assert status(view, code) == {"fail"}, code
+
+
+def test_what_the_job_sets_is_not_held_against_the_host() -> None:
+    """The same host as the recommended job meets it: its interface and its GDR level cost nothing any more."""
+    view = look((with_environment(recorded(README_CASE), {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "SYS"}),))
+    assert status(view, "interfaces.choice.wrong") == {"pass"}
+    assert status(view, "topology.gdr.path") == {"pass"}
+    assert status(view, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
+
+
+@pytest.mark.parametrize(
+    ("level", "path"), [("PHB", "pass"), ("3", "pass"), ("SYS", "pass"), ("PXB", "fail"), ("2", "fail"), ("", "fail"),
+                        ("nonsense", "fail"), ("phb", "fail")],
+)  # fmt: skip
+def test_a_gdr_level_of_the_environment_counts(level: str, path: str) -> None:
+    """Polaris by its operator's own advice: NCCL_NET_GDR_LEVEL=PHB, two to three times as fast."""
+    snapshot = with_environment(recorded("polaris-4xA100-nv4"), {"NCCL_NET_GDR_LEVEL": level} if level else {})
+    assert status(look((snapshot,)), "topology.gdr.path") == {path}
+
+
+def test_gpus_far_from_the_nic_cost_nothing_where_another_gpu_is_the_way_in() -> None:
+    """Four L40S, one NIC beside the first two: rings enter there."""
+    view = look((recorded("l40s-4x-pcie"),))
+    assert status(view, "topology.gpu_nic.far") == {"warn"}
+    assert view.verdict.exit_code == 0
+
+
+def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rdma_carries_the_data() -> None:
+    """By the rates: 100 against 105 is a warning, 25 against 100 a failure; with an ACTIVE HCA neither costs a step."""
+    plain = recorded("cpu-only-vm")
+    found = plain.facts(InterfacesFacts)
+    assert found is not None
+    eth0 = next(i for i in found.interfaces if i.name == found.nccl_choice)
+    for slow, fast, wanted in ((12.5e9, 13.1e9, "warn"), (3.1e9, 12.5e9, "fail")):
+        both = (
+            replace(eth0, role="host", speed_bytes_per_second=slow),
+            replace(eth0, name="eth1", role="host", speed_bytes_per_second=fast),
+        )
+        view = look((with_facts(plain, interfaces=replace(found, interfaces=both)),))
+        assert status(view, "interfaces.choice.wrong") == {wanted}
+        hgx = with_facts(recorded("hgx-h100-8xH100-8hca"), interfaces=replace(found, interfaces=both))
+        assert status(look((hgx,)), "interfaces.choice.wrong") == {"info"}
+
+
+@pytest.mark.parametrize(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "warn")])
+def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
+    """One of ten is a tenth; the only one of its kind carried nothing that another could be measured by."""
+    snapshot = recorded("hgx-h100-8xH100-8hca")
+    rdma = snapshot.facts(RdmaFacts)
+    assert rdma is not None
+    first = rdma.devices[0]
+    down = replace(first, name="mlx5_99", ports=tuple(replace(p, state="DOWN") for p in first.ports))
+    others = [replace(first, name=f"mlx5_{n}", bus_id=None) for n in range(ports - 1)]
+    another = replace(rdma.devices[4], name="mlx5_88")  # of another model, so that some port is ACTIVE
+    facts = replace(rdma, devices=(down, *others, another))
+    (check,) = of(look((with_facts(snapshot, rdma=facts),)), "rdma.port.down")
+    assert check.status == wanted
+
+
+@pytest.mark.parametrize(("mtu", "wanted"), [(2048, "warn"), (1024, "warn"), (512, "fail"), (256, "fail")])
+def test_small_packets_cost_their_headers(mtu: int, wanted: str) -> None:
+    """1024 of 4096 bytes costs 6 % of the wire, 512 12 %."""
+    snapshot = recorded("l40s-4x-pcie")
+    rdma = snapshot.facts(RdmaFacts)
+    assert rdma is not None
+    devices = tuple(replace(d, ports=tuple(replace(p, active_mtu_bytes=mtu) for p in d.ports)) for d in rdma.devices)
+    view = look((with_facts(snapshot, rdma=replace(rdma, devices=devices)),))
+    assert status(view, "rdma.mtu.small") == {wanted}
+
+
+def test_an_iommu_that_translates_fails_where_peers_share_a_switch() -> None:
+    """HGX: GPU and NIC behind one switch. On a server without switches the way led through the root complex before."""
+    for name, wanted in (("hgx-h100-8xH100-8hca", {"fail"}), ("r760xa-2xA40-bf3", {"warn"})):
+        snapshot = recorded(name)
+        pci = snapshot.facts(PciFacts)
+        assert pci is not None
+        view = look((with_facts(snapshot, pci=replace(pci, iommu_mode="translated")),))
+        assert status(view, "pci.iommu.translated") == wanted, name
+
+
+def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
+    """A host whose environment is unknown keeps its checks; the job's settings still count for it."""
+    snapshot = recorded(README_CASE)
+    host = snapshot.facts(HostinfoFacts)
+    assert host is not None
+    unread = with_facts(snapshot, hostinfo=replace(host, nccl_environment=None))
+    assert status(look((unread,)), "topology.gdr.path") == {"fail"}
+
+
+def gpu0(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    found = snapshot.facts(GpuFacts)
+    assert found is not None
+    return with_facts(snapshot, gpu=replace(found, gpus=(replace(found.gpus[0], **changes), *found.gpus[1:])))
+
+
+def test_a_gpu_held_down_by_heat_fails() -> None:
+    """1050 MHz by hw_thermal, and the power brake beside it: every rank waits for them."""
+    view = look((recorded("sick-h100-thermal"),))
+    assert view.verdict.exit_code == 3
+    assert status(view, "gpu.thermal.throttling") == status(view, "gpu.power.brake") == {"fail"}
+    assert status(view, "gpu.power.limit") == {"fail"}, "500 of 700 W: clocks follow the third root"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "wanted"),
+    [
+        ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": 1.9e9, "sm_clock_max_hertz": 1.98e9},
+         "gpu.thermal.throttling", "warn"),
+        ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": 1.7e9, "sm_clock_max_hertz": 1.98e9,
+          "utilization_ratio": 1.0}, "gpu.thermal.throttling", "fail"),
+        ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": None}, "gpu.thermal.throttling", "warn"),
+        ({"throttle_reasons": ("hw_thermal",), "sm_clock_hertz": 1.98e9, "sm_clock_max_hertz": 1.98e9},
+         "gpu.thermal.throttling", "fail"),
+        ({"power_limit_watts": 600.0, "power_limit_default_watts": 700.0}, "gpu.power.limit", "warn"),
+        ({"power_limit_watts": 350.0, "power_limit_default_watts": 700.0}, "gpu.power.limit", "fail"),
+        ({"name": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0)}, "gpu.device.mixed", "fail"),
+        ({"name": "NVIDIA H100 NVL"}, "gpu.device.mixed", "warn"),
+    ],
+)  # fmt: skip
+def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str, wanted: str) -> None:
+    """By its clock where that is known, by NVML's factor of two where hardware slows it."""
+    assert status(look((gpu0(recorded("hgx-h100-8xH100-8hca"), **changes),)), code) == {wanted}
+
+
+# The page ----------------------------------------------------------------------------------------------------------
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Code -> severity and cost, as docs/findings.md states them."""
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    part = page.partition("## Severity\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| ([^|]+) \| (.+) \|$", part, flags=re.MULTILINE)
+    return {code: (severity.strip(), cost) for code, severity, cost in rows}
+
+
+def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> None:
+    """What it takes of a multi-node step, with a source or a reason; none is left out and none is invented."""
+    assert set(table()) == {code for code in ALL_CODES if not code.startswith("env.")}  # settings: docs/nccl-env.md
+    for code, (severity, cost) in table().items():
+        assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
+        assert len(cost) > 15, code
+
+
+@pytest.mark.parametrize("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
+def test_the_page_states_each_severity_that_a_machine_shows(path: Path) -> None:
+    """On every recorded machine."""
+    stated = table()
+    for check in look((scan(load(path)),)).checks:
+        if check.status in ("fail", "warn", "info") and check.id in stated:
+            assert check.status in stated[check.id][0], (check.id, check.status, check.message)

@@ -1,0 +1,318 @@
+"""Pods of a job on a cluster: late, deleted, killed, failed; on loopback, a process each, as a container has it."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rigs.waiting import eventually
+
+from finetune import pod
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+# A rank without torch: it tells that it runs, and ends as its file says.
+RANK = """
+import os, pathlib, signal, sys, time
+place = pathlib.Path(sys.argv[1])
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+(place / f"up-{rank}-{time.time_ns()}").touch()
+while True:
+    time.sleep(0.02)
+    if (end := place / f"end-{rank}").exists():
+        sys.exit(int(end.read_text()))
+    if (place / "end").exists():
+        sys.exit(0)
+"""
+JOB = """
+model_name_or_path: random:micro-llama
+dataset_name: synthetic:arithmetic
+dataset_rows: 96
+max_length: 48
+use_peft: true
+lora_r: 4
+lora_modules_to_save: [embed_tokens, lm_head]
+per_device_train_batch_size: 4
+layout: {dp_shard: 2}
+max_steps: 400
+save_strategy: steps
+save_steps: 4
+logging_steps: 1
+profile_steps: 0
+"""
+
+
+class Rig:
+    """Pods of one job, and what they say."""
+
+    def __init__(self, folder, words, **options):
+        self.folder, self.words, self.options = folder, words, options
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.pods = {}
+        self.started = 0
+
+    def start(self, index, before=(), **environment):
+        """A pod of this index, as the job's controller makes it; its log."""
+        self.started += 1
+        log = self.folder / f"pod-{index}-{self.started}.log"
+        given = {"nodes": 2, "ranks": 1, **self.options}
+        options = [f"--{name}" if value is None else f"--{name}={value}" for name, value in given.items()]
+        argv = [
+            *before,
+            sys.executable,
+            "-m",
+            "finetune.pod",
+            *options,
+            f"--meet=127.0.0.1:{self.port}",
+            "--",
+            *self.words,
+        ]
+        env = {**os.environ, "JOB_COMPLETION_INDEX": str(index), "PYTHONPATH": str(ROOT)}
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+        with log.open("wb") as stream:
+            self.pods[index] = subprocess.Popen(argv, env=env, stdout=stream, stderr=stream, cwd=ROOT)
+        return log
+
+    def ended(self, index):
+        """The pod's exit code."""
+        return self.pods[index].wait(timeout=300)
+
+    def ups(self, rank):
+        """How often a rank has started."""
+        return len(list(self.folder.glob(f"up-{rank}-*")))
+
+
+@pytest.fixture
+def rig(tmp_path):
+    made = []
+
+    def make(*words, **options):
+        made.append(Rig(tmp_path, words, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for process in one.pods.values():
+            process.kill()
+            process.wait()
+    (tmp_path / "end").touch()  # for ranks of pods that were killed: a container would have taken them along
+
+
+@pytest.fixture
+def scripted(rig, tmp_path):
+    """Two pods whose ranks end as they are told, with the record that rank 0 would have."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+
+    def make(**options):
+        return rig("torchrun", str(tmp_path / "rank.py"), str(tmp_path), f"output_dir={tmp_path}", **options)
+
+    return make
+
+
+def record(folder):
+    return json.loads((folder / "flight.json").read_text())
+
+
+def both_up(rig, times=1):
+    eventually(lambda: rig.ups(0) >= times and rig.ups(1) >= times, f"both ranks started {times} times", 300)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_late_pod_is_waited_for_and_really_joins(scripted, tmp_path, first):
+    """Whichever comes first says for whom it waits; nothing runs until both are there."""
+    job = scripted()
+    log = job.start(first)
+    awaited = "waiting for pod 1 of 2" if first == 0 else "waiting for pod 0 at 127.0.0.1"
+    eventually(lambda: awaited in log.read_text(), awaited)
+    assert job.ups(first) == 0
+    job.start(1 - first)
+    both_up(job)
+    (tmp_path / "end").touch()
+    assert (job.ended(0), job.ended(1)) == (0, 0)
+
+
+def test_a_pod_that_does_not_come_is_named(scripted, tmp_path):
+    """Bounded, with a code that no controller tries again; the record does not stay "running"."""
+    job = scripted(wait=2)
+    log = job.start(0)
+    assert job.ended(0) == pod.UNAVAILABLE
+    assert "pod 1 of 2 did not come within 2 s" in log.read_text()
+    assert (record(tmp_path)["status"], record(tmp_path)["exit_code"]) == ("interrupted", 75), "of an earlier start"
+
+
+def test_another_exit_code_ends_all_pods_at_once_and_keeps_the_logs(scripted, tmp_path, code=65):
+    """The job's own code, not torchrun's 1; pod 0 goes first, and every pod's output lies beside the run."""
+    job = scripted()
+    log = job.start(0)
+    job.start(1)
+    both_up(job)
+    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    (tmp_path / "end-1").write_text(str(code))
+    (tmp_path / "end-0").write_text("1")
+    assert job.ended(0) == code
+    assert job.ended(1) == code
+    assert job.ups(0) == job.ups(1) == 1, "it was not started again"
+    assert f"the ranks of pod 1 ended with exit code {code}" in log.read_text()
+    assert (record(tmp_path)["status"], record(tmp_path)["exit_code"]) == ("failed", code)
+    for index in (0, 1):
+        assert "Root Cause" in (tmp_path / "pods" / f"{index}.log").read_text()
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_pod_that_is_lost_comes_back_and_all_start_again(scripted, tmp_path, struck, sign):
+    """Killed or deleted; the other pod stays, the record says "interrupted" meanwhile, and the job goes on."""
+    job = scripted()
+    job.start(0)
+    job.start(1)
+    both_up(job)
+    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    if sign == signal.SIGTERM:  # in the job all ranks save together; these do not speak with each other
+        (tmp_path / f"end-{1 - struck}").write_text("75")
+    job.pods[struck].send_signal(sign)
+    assert job.ended(struck) == (pod.TOLD_TO_GO if sign == signal.SIGTERM else -sign)
+    eventually(lambda: record(tmp_path)["status"] == "interrupted", "the record has ended")
+    assert record(tmp_path)["exit_code"] == pod.RESUMABLE
+    (tmp_path / f"end-{1 - struck}").unlink(missing_ok=True)
+    assert job.pods[1 - struck].poll() is None, "the other pod waits for it"
+    job.start(struck)
+    both_up(job, 2)
+    assert json.loads((tmp_path / "restarts.json").read_text())["restarts"] == 1
+    (tmp_path / "end").touch()
+    assert (job.ended(0), job.ended(1)) == (0, 0)
+    assert not (tmp_path / "restarts.json").exists()
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+def test_restarts_are_counted_and_used_up(scripted, tmp_path, struck):
+    """Also where pod 0, which counts, is the one that is lost; the record then says how to go on."""
+    job = scripted(restarts=1, wait=60)
+    job.start(0)
+    log = job.start(1)
+    for times in (1, 2):
+        both_up(job, times)
+        job.pods[struck].kill()
+        job.ended(struck)
+        log = job.start(struck) if times == 1 or struck == 0 else log
+    assert job.ended(0) == pod.UNAVAILABLE
+    assert job.ended(1) == pod.UNAVAILABLE or struck == 1
+    assert "restart 1 of 1 is used up" in "".join(p.read_text() for p in tmp_path.glob("pod-0-*.log"))
+    assert job.ups(0) == 2
+    told = record(tmp_path)
+    assert (told["status"], told["exit_code"]) == ("interrupted", 75)
+    assert log.exists() and not (tmp_path / "restarts.json").exists(), "launched again, it starts with all restarts"
+
+
+@pytest.mark.parametrize(
+    ("codes", "lost", "verdict"),
+    [
+        ({0: 0, 1: 0}, set(), (False, 0)),
+        ({0: 75, 1: 75}, set(), (True, 75)),
+        ({0: 1, 1: 75}, set(), (True, 75)),  # its peer saved, and the barrier broke
+        ({0: 1}, {1}, (True, 75)),
+        ({0: -6, 1: -9}, set(), (True, 75)),  # NCCL's watchdog aborts where a peer was killed
+        ({0: 1, 1: 76}, set(), (False, 76)),
+        ({0: -6, 1: 1}, set(), (False, 1)),  # ran out of memory; the other one aborted for it
+        ({0: -11, 1: -1000}, set(), (False, 139)),
+        ({0: 2, 1: 2}, set(), (False, 2)),
+    ],
+)
+def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
+    """A failure of one is a failure of all: what tells is the code that no other pod's can have caused."""
+    settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
+    found = pod.Pod(settings=settings).judge(codes, lost)
+    assert (found.again, found.code) == verdict
+
+
+def test_the_gates_code_ends_the_pod_before_its_ranks(rig, tmp_path, capsys):
+    """PyTorchJob's operator would start a pod anew whose init container failed."""
+    (tmp_path / "code").write_text("3\n")
+    words = ["--nodes=1", "--ranks=1", "--meet=127.0.0.1:1", f"--gate={tmp_path / 'code'}", "--", "torchrun", "x.py"]
+    assert pod.main(words) == 3
+    assert "the gate before this job ended with 3" in capsys.readouterr().out
+
+
+def measured_pod(job, index, **environment):
+    """A pod on a host of its own, as far as the benchmark's lock and names go."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    own = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run/lock && exec "$@"', "sh"]
+    return job.start(index, own, NODE_NAME=f"host-{index}", **environment)
+
+
+@pytest.mark.netns
+def test_pods_measure_together_before_their_ranks_and_again_with_a_new_pod(scripted, tmp_path):
+    """Real benchmark ranks, of both pods in one run; the pod that comes in another's place is measured too."""
+    job = scripted(measure=None)
+    log = measured_pod(job, 0)
+    measured_pod(job, 1)
+    both_up(job)
+    told = log.read_text()
+    assert "2 ranks" in told and told.count("measured: no result fails") == 1, told
+    job.pods[1].kill()
+    job.ended(1)
+    measured_pod(job, 1)
+    both_up(job, 2)
+    assert log.read_text().count("measured: no result fails") == 2
+    (tmp_path / "end").touch()
+    assert (job.ended(0), job.ended(1)) == (0, 0)
+
+
+@pytest.mark.netns
+def test_a_measurement_that_fails_ends_all_pods_and_no_rank_trains(scripted, tmp_path):
+    """The ranks of one pod find no interface of the name that its environment gives: 3, which nothing tries again."""
+    job = scripted(measure=None)
+    log = measured_pod(job, 0)
+    measured_pod(job, 1, GLOO_SOCKET_IFNAME="nosuch0")
+    assert (job.ended(0), job.ended(1)) == (3, 3), log.read_text()
+    assert "not started: measured before the job: the ranks of pod" in log.read_text()
+    assert job.ups(0) == job.ups(1) == 0
+
+
+def test_nccls_lines_reach_the_pods_log(scripted, tmp_path):
+    """Of this pod's files, of this start: what `logs POD | topoflight evidence -` reads."""
+    host = os.uname().nodename.partition(".")[0]
+    (tmp_path / "nccl").mkdir()
+    (tmp_path / "nccl" / f"nccl.{host}.1.log").write_text("n1:1:1 [0] NCCL INFO of an earlier start\n")
+    job = scripted(nodes=1)
+    log = job.start(0)
+    eventually(lambda: job.ups(0) == 1, "the rank is up", 300)
+    line = "n1:7:7 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA\n"
+    (tmp_path / "nccl" / f"nccl.{host}.7.log").write_text(line)
+    (tmp_path / "nccl" / "nccl.elsewhere.7.log").write_text("of another pod\n")
+    eventually(lambda: line in log.read_text(), "the line is in the pod's log")
+    (tmp_path / "end").touch()
+    assert job.ended(0) == 0
+    assert "earlier" not in log.read_text() and "of another pod" not in log.read_text()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_the_fine_tune_goes_on_from_its_checkpoint_after_a_pod_was_lost(rig, tmp_path, sign):
+    """Real gloo ranks: deleted, all save at one step; killed, the newest whole checkpoint stands."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    out = tmp_path / "out"
+    job = rig("torchrun", "-m", "finetune.train", "--config", str(tmp_path / "job.yaml"), f"output_dir={out}")
+    log = job.start(0)
+    job.start(1)
+    eventually(lambda: list(out.glob("checkpoint-*/trainer.json")), "a checkpoint is there", 300)
+    job.pods[1].send_signal(sign)
+    assert job.ended(1) == (pod.TOLD_TO_GO if sign == signal.SIGTERM else -sign)
+    eventually(lambda: record(out)["status"] == "interrupted", "the record has ended")
+    assert record(out)["exit_code"] == 75
+    saved = max(int(path.parent.name.partition("-")[2]) for path in out.glob("checkpoint-*/trainer.json"))
+    (tmp_path / "job.yaml").write_text(JOB.replace("max_steps: 400", f"max_steps: {saved + 4}"))
+    job.start(1)
+    assert (job.ended(0), job.ended(1)) == (0, 0), log.read_text()[-3000:]
+    done = record(out)
+    assert (done["status"], done["restarts"], done["steps_done"]) == ("complete", 1, saved + 4)
+    assert f"resumed from checkpoint-{saved}, " in "".join(done["notes"])
+    if sign == signal.SIGTERM:
+        assert f"saved at step {saved}" in log.read_text()

@@ -1,0 +1,431 @@
+"""Every form in which people keep environments is read, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+
+import pytest
+
+from planner.lint import lint
+from planner.lint_sources import EnvironmentTextError, NamedEnvironment, Reading, guess_kind, read_text, why_nothing
+
+
+def reading(text: str, name: str = "") -> Reading:
+    """A text as it stands in a file."""
+    return read_text(textwrap.dedent(text).lstrip("\n"), None, name)
+
+
+def merged(found: Reading) -> dict[str, str]:
+    """All variables with a known value, whatever place they stand in."""
+    return {name: value for each in found.environments for name, value in each.environment.items()}
+
+
+def only(found: Reading) -> NamedEnvironment:
+    """The one environment."""
+    (one,) = found.environments
+    return one
+
+
+PAIR = {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}
+FORMS = {
+    "export": ("shell script", "", "#!/bin/bash\nexport NCCL_DEBUG=INFO\nexport NCCL_IB_HCA='mlx5_0,mlx5_1'\n"),
+    "export of several": ("shell script", "", 'export NCCL_DEBUG=INFO NCCL_IB_HCA="mlx5_0,mlx5_1" # why\n'),
+    "assigned, exported later": (
+        "shell script", "", "NCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nexport NCCL_DEBUG NCCL_IB_HCA\n",
+    ),
+    "set -a": ("shell script", "job.sh", "set -a\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nset +a\n./train\n"),
+    "declare -x": ("shell script", "", "declare -x NCCL_DEBUG=INFO\ntypeset -x NCCL_IB_HCA=mlx5_0,mlx5_1\n"),
+    "own variables": (
+        "shell script", "", 'A=mlx5\nLEVEL=${1:-INFO}\nexport NCCL_DEBUG=$LEVEL\nexport NCCL_IB_HCA="${A}_0,${A}_1"\n',
+    ),
+    "bash -c": ("shell script", "", 'bash -lc "export NCCL_DEBUG=INFO; NCCL_IB_HCA=mlx5_0,mlx5_1 python t.py"\n'),
+    "before a command": ("shell script", "", "NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5_0,mlx5_1 \\\n  torchrun t.py\n"),
+    "env": ("shell script", "", "srun env -u X NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5_0,mlx5_1 python t.py\n"),
+    "mpirun -x": ("shell script", "", "mpirun -np 16 -x NCCL_DEBUG=INFO -x NCCL_IB_HCA=mlx5_0,mlx5_1 -x PATH ./a\n"),
+    "mpirun -x of what is set": (
+        "shell script", "", "export NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5_0,mlx5_1\nmpirun -x NCCL_DEBUG -x NCCL_IB_HCA a\n",
+    ),
+    "options in an array": (
+        "shell script", "", 'O=(-x NCCL_DEBUG=INFO)\nO+=(-x NCCL_IB_HCA=mlx5_0,mlx5_1)\nmpirun "${O[@]}" ./a\n',
+    ),
+    "options in a variable": ("shell script", "", 'O="-x NCCL_DEBUG=INFO -x NCCL_IB_HCA=mlx5_0,mlx5_1"\nmpirun $O\n'),
+    "hydra": ("shell script", "", "mpiexec -genv NCCL_DEBUG INFO -genv NCCL_IB_HCA mlx5_0,mlx5_1 ./a\n"),
+    "docker run": (
+        "shell script", "", 'docker run --rm -e NCCL_DEBUG=INFO --env "NCCL_IB_HCA=mlx5_0,mlx5_1" image python t.py\n',
+    ),
+    "apptainer": ("shell script", "", 'apptainer exec --nv --env "NCCL_DEBUG=INFO,NCCL_IB_HCA=mlx5_0,mlx5_1" i ./a\n'),
+    "sbatch": (
+        "Slurm batch script", "", "#!/bin/sh\n#SBATCH --export=ALL,NCCL_DEBUG=INFO\nexport NCCL_IB_HCA=mlx5_0,mlx5_1\n",
+    ),
+    "srun --export": ("shell script", "", "export NCCL_IB_HCA=mlx5_0,mlx5_1\nsrun --export=ALL,NCCL_DEBUG=INFO ./a\n"),
+    "csh": ("C shell script", "", "#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\nsetenv NCCL_IB_HCA mlx5_0,mlx5_1\n"),
+    "fish": ("shell script", "env.fish", "set -gx NCCL_DEBUG INFO\nset -x NCCL_IB_HCA mlx5_0,mlx5_1\n"),
+    "here-document": (
+        "shell script", "", "cat > /etc/nccl.conf <<'EOF'\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nEOF\n",
+    ),
+    "echo into a file": (
+        "shell script", "",
+        "echo NCCL_DEBUG=INFO >> /etc/nccl.conf\necho 'NCCL_IB_HCA=mlx5_0,mlx5_1' | sudo tee -a /etc/nccl.conf\n",
+    ),
+    "ssh": ("shell script", "", 'ssh node1 "export NCCL_DEBUG=INFO && NCCL_IB_HCA=mlx5_0,mlx5_1 ./a"\n'),
+    "env file": ("env file", "", "# all jobs\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\n"),
+    "nccl.conf": ("nccl.conf", "/etc/nccl.conf", "NCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\n"),
+    "process": ("process", "", "PATH=/bin\0NCCL_DEBUG=INFO\0NCCL_IB_HCA=mlx5_0,mlx5_1\0"),
+    "Dockerfile": (
+        "Dockerfile", "", "FROM image\nARG H=mlx5_0,mlx5_1\nENV NCCL_DEBUG=INFO \\\n    NCCL_IB_HCA=${H}\n",
+    ),
+    "Dockerfile, old form": ("Dockerfile", "", "FROM image\nENV NCCL_DEBUG INFO\nENV NCCL_IB_HCA mlx5_0,mlx5_1\n"),
+    "Dockerfile RUN": (
+        "Dockerfile", "", "FROM image\nENV NCCL_DEBUG=INFO\nRUN echo NCCL_IB_HCA=mlx5_0,mlx5_1 >> /etc/nccl.conf\n",
+    ),
+    "systemd": (
+        "systemd unit", "", '[Service]\nEnvironment="NCCL_DEBUG=INFO" NCCL_IB_HCA=mlx5_0,mlx5_1\nExecStart=/bin/a\n',
+    ),
+    "Pod": (
+        "Kubernetes manifest", "",
+        """
+        apiVersion: v1
+        kind: Pod
+        metadata: {name: a}
+        spec:
+          initContainers:
+            - name: i
+              env: [{name: NCCL_DEBUG, value: INFO}]
+          containers:
+            - name: c
+              env: [{name: NCCL_IB_HCA, value: "mlx5_0,mlx5_1"}]
+        """,
+    ),
+    "LeaderWorkerSet": (
+        "Kubernetes manifest", "",
+        """
+        apiVersion: leaderworkerset.x-k8s.io/v1
+        kind: LeaderWorkerSet
+        metadata: {name: a}
+        spec:
+          leaderWorkerTemplate:
+            workerTemplate:
+              spec:
+                containers:
+                  - name: c
+                    env:
+                      - name: NCCL_DEBUG
+                        value: INFO
+                    command: ["sh", "-c", "export NCCL_IB_HCA=mlx5_0,mlx5_1 && ray start"]
+        """,
+    ),
+    "ConfigMap": (
+        "Kubernetes manifest", "",
+        """
+        apiVersion: v1
+        kind: ConfigMap
+        metadata: {name: a}
+        data: {NCCL_DEBUG: INFO, NCCL_IB_HCA: "mlx5_0,mlx5_1", train.py: "print()"}
+        """,
+    ),
+    "script in a ConfigMap": (
+        "Kubernetes manifest", "",
+        """
+        apiVersion: v1
+        kind: ConfigMap
+        metadata: {name: a}
+        data:
+          run.sh: |
+            export NCCL_DEBUG=INFO
+            export NCCL_IB_HCA=mlx5_0,mlx5_1
+        """,
+    ),
+    "Helm template": (
+        "Kubernetes manifest", "a.yaml",
+        """
+        apiVersion: batch/v1
+        kind: Job
+        metadata:
+          name: {{ .Release.Name }}-job
+        spec:
+          template:
+            spec:
+              containers:
+                - name: c
+                  env:
+                    {{- if .Values.debug }}
+                    - name: NCCL_DEBUG
+                      value: INFO
+                    {{- end }}
+                    - name: NCCL_IB_HCA
+                      value: "mlx5_0,mlx5_1"
+        """,
+    ),
+    "Helm values": ("YAML", "values.yaml", "extraEnv:\n  - name: NCCL_DEBUG\n    value: INFO\nworker:\n  env:\n"
+                    "    NCCL_IB_HCA: mlx5_0,mlx5_1\n"),
+    "Compose list": (
+        "Compose file", "", "services:\n  a:\n    environment:\n      - NCCL_DEBUG=${LEVEL:-INFO}\n"
+        "      - NCCL_IB_HCA=mlx5_0,mlx5_1\n",
+    ),
+    "Compose mapping": (
+        "Compose file", "", "services:\n a:\n  environment:\n   NCCL_DEBUG: INFO\n   NCCL_IB_HCA: mlx5_0,mlx5_1\n",
+    ),
+    "SkyPilot": (
+        "SkyPilot task", "", "resources: {accelerators: H100}\nenvs:\n  NCCL_DEBUG: INFO\nrun: |\n"
+        "  export NCCL_IB_HCA=mlx5_0,mlx5_1\n  torchrun t.py\n",
+    ),
+    "NeMo": ("YAML", "", "launcher:\n  env_vars:\n    NCCL_DEBUG: INFO\n    NCCL_IB_HCA: mlx5_0,mlx5_1\n"),
+    "Ray": ("JSON", "", '{"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}, "pip": []}'),
+    "ECS": (
+        "JSON", "", '{"containerDefinitions": [{"name": "a", "environment": [{"name": "NCCL_DEBUG", "value": "INFO"}, '
+        '{"name": "NCCL_IB_HCA", "value": "mlx5_0,mlx5_1"}]}]}',
+    ),
+    "TOML": ("TOML", "", '[job.env]\nNCCL_DEBUG = "INFO"\nNCCL_IB_HCA = "mlx5_0,mlx5_1"\n'),
+    "os.environ": (
+        "Python", "", 'import os\nos.environ["NCCL_DEBUG"] = "INFO"\n'
+        'os.environ.setdefault("NCCL_IB_HCA", "mlx5_0,mlx5_1")\n',
+    ),
+    "os.environ.update": (
+        "Python", "", 'import os\nH = "mlx5_0,mlx5_1"\nos.environ.update({"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": H})\n',
+    ),
+    "os.putenv": ("Python", "", 'import os\nos.putenv("NCCL_DEBUG", "INFO")\ne = dict(NCCL_IB_HCA="mlx5_0,mlx5_1")\n'),
+    "runtime_env": (
+        "Python", "", 'import ray\nray.init(runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", '
+        '"NCCL_IB_HCA": "mlx5_0,mlx5_1"}})\n',
+    ),
+    "command in Python": (
+        "Python", "a.py", 'import subprocess\n'
+        'subprocess.run("mpirun -x NCCL_DEBUG=INFO -x NCCL_IB_HCA=mlx5_0,mlx5_1 a")\n',
+    ),
+    "notebook": (
+        "notebook", "", '{"nbformat": 4, "cells": [{"cell_type": "code", "source": ["%env NCCL_DEBUG=INFO\\n", '
+        '"os.environ[\'NCCL_IB_HCA\'] = \'mlx5_0,mlx5_1\'"]}]}',
+    ),
+    "Markdown": (
+        "Markdown", "README.md", "# Run\n\n```bash\n$ export NCCL_DEBUG=INFO\n```\n\n```yaml\nenv:\n"
+        "  - {name: NCCL_IB_HCA, value: 'mlx5_0,mlx5_1'}\n```\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "name", "text"), FORMS.values(), ids=FORMS)
+def test_forms(form: str, name: str, text: str) -> None:
+    """The same two variables in every form, which is named."""
+    found = reading(text, name)
+    assert (found.form, merged(found)) == (form, PAIR)
+    assert found.names() == ("NCCL_DEBUG", "NCCL_IB_HCA")
+
+
+def test_conditions_are_said_and_each_way_is_judged() -> None:
+    """A wrong value in one branch is found, under the branch's name."""
+    found = reading(
+        """
+        #!/bin/bash
+        export NCCL_DEBUG=WARN
+        if [ "$FABRIC" = roce ]; then
+          export NCCL_IB_TC=106
+        else
+          export NCCL_IB_TC=300
+        fi
+        [ -n "$SLOW" ] && export NCCL_DEBUG=TRACE
+        """
+    )
+    sources = {each.source: {name: each.environment[name] for name in each.names} for each in found.environments}
+    assert sources == {
+        "shell script": {"NCCL_DEBUG": "WARN"},
+        "shell script, if [ $FABRIC = roce ]": {"NCCL_IB_TC": "106"},
+        "shell script, else of if [ $FABRIC = roce ]": {"NCCL_IB_TC": "300"},
+        "shell script, after &&": {"NCCL_DEBUG": "TRACE"},
+    }
+    assert found.environments[2].lines["NCCL_IB_TC"] == 6
+
+
+def test_the_last_assignment_counts() -> None:
+    """Also where a condition set it before, and where one is unset."""
+    text = "if x; then export NCCL_NET=IB; fi\nexport NCCL_NET=Socket\nexport NCCL_ALGO=Ring\nunset NCCL_ALGO\n"
+    assert only(reading(text)).environment == {"NCCL_NET": "Socket"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export NCCL_NET=$(hostname)\n", "export NCCL_NET=${NCCL_NET}\n", "export NCCL_NET=$OUTSIDE\n",
+        "read -r X\nexport NCCL_NET=$X\n", "for X in a b; do export NCCL_NET=$X; done\n", "export NCCL_NET=${X%%,*}\n",
+        "kind: Pod\nspec: {containers: [{env: [{name: NCCL_NET, valueFrom: {fieldRef: {fieldPath: a}}}]}]}\n",
+        "kind: Pod\nspec: {containers: [{env: [{name: NCCL_NET, value: $(OTHER)}]}]}\n",
+        "services: {a: {environment: {NCCL_NET: '${N}'}}}\n",
+        "env:\n  - name: NCCL_NET\n    value: {{ .Values.net }}\n",
+        "import os\nos.environ['NCCL_NET'] = find_net()\n", "FROM a\nARG N\nENV NCCL_NET=$N\n",
+    ],
+)  # fmt: skip
+def test_a_value_from_elsewhere_is_unknown(text: str) -> None:
+    """The name is judged and the value is not guessed, least of all as the text of its variable."""
+    found = only(reading(text))
+    assert found.environment == {}
+    assert list(found.unresolved) == ["NCCL_NET"]
+    assert lint(found.environment, unresolved=found.unresolved) == ()
+
+
+def test_a_variable_above_its_export_is_not_its_value() -> None:
+    """`NCCL_DEBUG=${NCCL_DEBUG}` hands on what is set."""
+    assert only(reading("NCCL_DEBUG=${NCCL_DEBUG}\nexport NCCL_DEBUG=INFO\n")).environment == {"NCCL_DEBUG": "INFO"}
+
+
+def test_variables_of_the_script_are_not_nccls() -> None:
+    """Neither helpers with NCCL in their names, nor what is shown on the terminal, nor comments."""
+    found = reading(
+        """
+        #!/bin/bash
+        var_NCCL_DEBUG=TRACE
+        NCCL_TESTS=/opt/nccl-tests
+        nccl_dir=/usr/lib
+        # export NCCL_ALGO=Ring
+        export NCCL_DEBUG=WARN
+        echo "NCCL_PROTO=$NCCL_PROTO, NCCL_NET=IB"
+        $NCCL_TESTS/all_reduce_perf
+        """
+    )
+    assert only(found).environment == {"NCCL_DEBUG": "WARN"}
+    assert lint(only(found).environment, unexported=only(found).unexported) == ()
+
+
+def test_a_variable_that_is_never_exported() -> None:
+    """NCCL does not see it, and only known names are named."""
+    found = only(reading("#!/bin/bash\nexport NCCL_DEBUG=WARN\nNCCL_IB_HCA=mlx5_0\nNCCL_OWN=1\ntorchrun t.py\n"))
+    (finding,) = lint(found.environment, unexported=found.unexported)
+    assert (finding.code, finding.subject) == ("env.name.unexported", "NCCL_IB_HCA")
+
+
+def test_env_from_joins_the_pod_and_its_config_map() -> None:
+    """Pairs of settings are judged together; a ConfigMap of elsewhere is named."""
+    found = reading(
+        """
+        kind: ConfigMap
+        metadata: {name: nccl}
+        data: {NCCL_IB_DISABLE: "1"}
+        ---
+        kind: Pod
+        metadata: {name: p}
+        spec:
+          containers:
+            - name: c
+              envFrom: [{configMapRef: {name: nccl}}, {configMapRef: {name: other}}]
+              env: [{name: NCCL_IB_HCA, value: mlx5_0}]
+        """
+    )
+    assert only(found).environment == {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}
+    assert found.files == ("ConfigMap other",)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('resource "x" "y" {\n  env = { NCCL_DEBUG = "INFO" }\n}\n', "Terraform or HCL"),
+        ('#include <stdlib.h>\nint main() { setenv("NCCL_DEBUG", "INFO", 1); }\n', "C or C++"),
+        ("func main() { use(NCCL_DEBUG) }\n", "Java, Go, Rust or JavaScript"),
+        ("", "no variable"), ("HOME=/root\n", "no variable"), ("We advise to set NCCL_DEBUG to INFO\n", "line 1"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_named(text: str, says: str) -> None:
+    """Never a silent zero."""
+    found = reading(text)
+    assert found.names() == ()
+    assert says in why_nothing(text, found)
+
+
+def test_broken_documents_are_errors() -> None:
+    """TOML, JSON and YAML that end in the midst."""
+    for text, name in (("[a\n", "a.toml"), ('{"a": ', "a.json"), ("a: [", "a.yaml")):
+        with pytest.raises(EnvironmentTextError):
+            reading(text, name)
+
+
+def test_how_many_nodes_the_job_has() -> None:
+    """From launchers and objects, where one says."""
+    assert reading("#SBATCH --nodes=4\nexport NCCL_NET=IB\n").nodes == 4
+    assert reading("export NCCL_NET=IB\ntorchrun --nnodes=2 t.py\n").nodes == 2
+    assert reading("export NCCL_NET=IB\n").nodes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a/Dockerfile.gpu", "dockerfile"), ("a.service", "systemd"), ("x.yml", "yaml"), ("/etc/nccl.conf", "conf"),
+     ("a.slurm", "shell"), ("b.ipynb", "json")],
+)  # fmt: skip
+def test_a_files_name_tells_its_form(name: str, kind: str) -> None:
+    """Before its looks are asked."""
+    assert guess_kind("{}" if kind == "json" else "NCCL_NET=IB\n", name) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("cat <<EOF | kubectl apply -f -\nkind: Pod\nspec:\n  containers:\n  - env:\n    - name: NCCL_NET\n"
+         "      value: IB\nEOF\n", "a.sh"),
+        ("python train.py +env_vars.NCCL_NET=IB \\\n  ++trainer.devices=8\n", "a.sh"),
+        ("helm install a . --set env.NCCL_NET=IB\n", "a.sh"),
+        ("NCCL_FLAG='-x NCCL_NET=IB'\nmpirun $NCCL_FLAG ./a\n", "a.sh"),
+        ("jobs:\n  a:\n    steps:\n      - run: x\n        ENVS: |\n          A=1;\n          NCCL_NET=IB;\n"
+         "          X=--a --b;\n", "a.yml"),
+        ("Resources:\n  A:\n    Properties:\n      Image: !Ref Image\n      Environment:\n        - Name: NCCL_NET\n"
+         "          Value: IB\n", "a.yaml"),
+        ("spec:\n  args:\n    - |\n      N=8\n      mpirun -n $N \\\n        -x NCCL_NET=IB ./a\n", "a.yaml"),
+        ("```bash\ncat > run.sh <<'EOF'\nexport NCCL_NET=IB\nEOF\n", "README.md"),
+        ("export NCCL_NET=IB\r\nrun\r\n", "a.sh"), ("Set it so:\n\n```\nNCCL_NET=IB\n```\n", "README.md"),
+    ],
+)  # fmt: skip
+def test_forms_inside_forms(text: str, name: str) -> None:
+    """As public jobs have them: manifests in scripts, scripts in manifests, lists in scalars, keys with dots."""
+    assert merged(reading(text, name)) == {"NCCL_NET": "IB"}
+
+
+def test_arithmetic_of_known_numbers() -> None:
+    """`$((2 * 1024 * 1024))` is a number; one with an unknown name is not."""
+    text = "export KB=1024 NCCL_BUFFSIZE=$((8 * 1024 * $KB)) NCCL_CHUNK_SIZE=$((1 << N)) NCCL_LL_BUFFSIZE=$((1/0))\n"
+    text = text.replace("export KB=1024 ", "KB=1024\nexport ")
+    found = only(reading(text))
+    assert found.environment == {"NCCL_BUFFSIZE": "8388608"}
+    assert set(found.unresolved) == {"NCCL_CHUNK_SIZE", "NCCL_LL_BUFFSIZE"}
+
+
+def test_numbers_of_yaml_stay_as_they_are_written() -> None:
+    """NCCL gets the text: 022 is octal to it, and `on` no number at all."""
+    found = only(reading("env:\n  NCCL_IB_TIMEOUT: 022\n  NCCL_IB_DISABLE: on\n  NCCL_DEBUG: null\n"))
+    assert found.environment == {"NCCL_IB_TIMEOUT": "022", "NCCL_IB_DISABLE": "on", "NCCL_DEBUG": ""}
+
+
+def test_what_the_script_itself_reads_is_no_mistake() -> None:
+    """An unknown name that is used elsewhere is a note; one that only hands on its own value is none the better."""
+    helper = only(reading("export NCCL_ITERS=20\n./all_reduce_perf -n $NCCL_ITERS\n"))
+    (note,) = lint(helper.environment, own=helper.used)
+    assert (note.code, note.severity.value) == ("env.name.unknown", "info")
+    alone = only(reading("export NCCL_ITERS=${NCCL_ITERS:-20}\n./all_reduce_perf\n"))
+    (warning,) = lint(alone.environment, own=alone.used)
+    assert warning.severity.value == "warn"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("HEAD=$(cat <<EOF\n# it isn't done (yet\nexport NCCL_NET=IB\nEOF\n)\nsrun bash -c \"$HEAD\"\n", "a.sh"),
+        ("# Run\n\nSet it:\n\n    export NCCL_NET=IB\n    ./a\n\nThen go on.\n", "README.md"),
+        ("Title\n~~~~~\n\n.. code-block:: bash\n\n    export NCCL_NET=IB\n\nMore\n~~~~\n", "a.rst"),
+        ("kind: ConfigMap\ndata:\n  ramble.yaml: |\n    env_vars:\n      set:\n        NCCL_NET: IB\n", "a.yaml"),
+    ],
+)  # fmt: skip
+def test_scripts_and_documents_kept_as_text(text: str, name: str) -> None:
+    """A script in a variable, code that is only indented, a document inside a ConfigMap."""
+    assert merged(reading(text, name)) == {"NCCL_NET": "IB"}
+
+
+ENDLESS = {
+    "empty lines": "\n" * 200_000, "assignments": "A=" * 100_000, "backticks": "`" * 200_000, "doubling": "A=aaaa\n" +
+    "A=$A$A\n" * 100 + "export NCCL_X=$A\n", "conditions": "if x; then\n" * 20_000, "quotes": "bash -c \"" * 20_000,
+    "here-documents": "cat <<E\n" * 20_000, "braces": "${" * 100_000, "indented": "\n    NCCL_X=1" * 10_000,
+    "array": "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.timeout(60)
+def test_no_text_takes_long(text: str) -> None:
+    """What repeats, nests or doubles is read in one pass or refused."""
+    for kind in (None, "shell", "markdown", "dockerfile"):
+        with contextlib.suppress(EnvironmentTextError):
+            read_text(text, kind)

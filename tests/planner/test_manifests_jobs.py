@@ -1,0 +1,362 @@
+"""What a job's manifests say of failures, security, placement, the gate and the environment, for each API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from nccl_env_hosts import host, interface
+
+from agent import cluster_job
+from agent.advise import Request, answer
+from agent.cmd_launch import launch
+from agent.cmd_recommend import recommend
+from agent.hosts import snapshots
+from planner import manifests, network_manifests
+from planner.job import JobError, JobSpec
+from probes.api import Snapshot
+from probes.pci import PciFacts
+
+MACHINES = Path(__file__).parents[1] / "machines"
+SPEC = JobSpec(
+    name="sft", namespace="training", image="registry.example/finetune:1", nodes=3, processes_per_node=2,
+    command=("torchrun", "-m", "finetune.train"), limits={"cpu": "4", "nvidia.com/gpu": "2"}, claim="shared",
+    config_map="sft-config", environment={"NCCL_IB_HCA": "mlx5_1"}, preflight_image="registry.example/topoflight:1",
+    preflight_require=("rdma.*",),
+)  # fmt: skip
+APIS = sorted(manifests.APIS)
+
+
+def templates(node: Any) -> Iterator[dict[str, Any]]:
+    """Every pod template below `node`."""
+    if isinstance(node, dict):
+        if "containers" in (node.get("spec") or {}):
+            yield node
+        else:
+            for value in node.values():
+                yield from templates(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from templates(value)
+
+
+def command_of(documents: tuple[dict[str, Any], ...]) -> list[str]:
+    """What the main container runs; of a TrainJob it stands in the trainer."""
+    for document in documents:
+        if document["kind"] == "TrainJob":
+            return list(document["spec"]["trainer"]["command"])
+    return list(next(templates(list(documents)))["spec"]["containers"][0]["command"])
+
+
+def variables_of(documents: tuple[dict[str, Any], ...]) -> dict[str, str]:
+    """The environment of the main container."""
+    trainer = next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
+    listed = trainer["env"] if trainer else next(templates(list(documents)))["spec"]["containers"][0]["env"]
+    return {each["name"]: each.get("value", "") for each in listed}
+
+
+def meant_for_retry(job: dict[str, Any], code: int) -> bool:
+    """Whether batch/v1's policy makes a pod anew that ended with this code: the first rule that matches."""
+    for rule in job["podFailurePolicy"]["rules"]:
+        on = rule.get("onExitCodes")
+        if on and (code in on["values"]) is (on["operator"] == "In"):
+            return bool(rule["action"] != "FailJob")
+    return True
+
+
+@pytest.mark.parametrize("api", ["job", "trainjob"])
+def test_75_and_lost_pods_come_again_and_other_codes_end_the_job(api: str) -> None:
+    """Of the Job, and of the one that JobSet makes of a TrainJob; a pod that went with its node is counted."""
+    documents = manifests.APIS[api](SPEC)
+    if api == "job":
+        spec = documents[-1]["spec"]
+    else:
+        (replicated,) = documents[0]["spec"]["template"]["spec"]["replicatedJobs"]
+        spec = replicated["template"]["spec"]
+    assert spec["backoffLimit"] == SPEC.restarts * SPEC.nodes
+    assert [code for code in range(1, 256) if meant_for_retry(spec, code)] == [75, 137, 143]
+    first = spec["podFailurePolicy"]["rules"][0]
+    assert first == {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "a failure policy goes with nothing else"
+
+
+def test_a_pytorchjob_makes_pods_anew_where_they_count_by_themselves() -> None:
+    """ExitCode: its operator makes a pod anew from 128 on. It counts none: the pods do, on the claim."""
+    (job,) = manifests.pytorchjob(SPEC)
+    assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"ExitCode"}
+    assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 9}
+    for without in (replace(SPEC, claim=None), replace(SPEC, restarts=0)):
+        (job,) = manifests.pytorchjob(without)
+        assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"Never"}
+        assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
+    """The names that each controller gives it; torchrun's own words follow."""
+    command = command_of(manifests.APIS[api](SPEC))
+    meet = {"job": "sft-0.sft", "trainjob": "sft-node-0-0.sft", "pytorchjob": "sft-master-0"}[api]
+    assert command[:3] == ["python", "-m", "finetune.pod"]
+    assert {"--nodes=3", "--ranks=2", f"--meet={meet}:29500", "--restarts=3", "--wait=3600"} <= set(command)
+    assert command[command.index("--") + 1 :] == ["torchrun", "-m", "finetune.train"]
+    waits = command_of(manifests.APIS[api](replace(SPEC, peer_wait_seconds=60, restarts=1)))
+    assert {"--wait=60", "--restarts=1"} <= set(waits)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
+    """In the job's own container, so with its image, environment, networks and devices; nothing else differs."""
+    plain, measured = (manifests.APIS[api](replace(SPEC, measure=asked)) for asked in (False, True))
+    without, words = command_of(plain), command_of(measured)
+    assert "--measure" not in without
+    assert [word for word in words if word != "--measure"] == list(without)
+    assert words.index("--measure") < words.index("--")
+
+
+@pytest.mark.parametrize("given", [{"restarts": -1}, {"peer_wait_seconds": 0}])
+def test_counts_that_cannot_be_are_refused(given: dict[str, int]) -> None:
+    """With what is allowed."""
+    with pytest.raises(JobError, match=f"{next(iter(given))}=.*at least"):
+        replace(SPEC, **given)
+
+
+def restricted(container: dict[str, Any], pod: dict[str, Any]) -> list[str]:
+    """What Pod Security's profile "restricted" (1.36) finds wrong with a container of a pod."""
+    mine, common = container.get("securityContext", {}), pod.get("securityContext", {})
+    seccomp = (mine.get("seccompProfile") or common.get("seccompProfile") or {}).get("type")
+    capabilities = mine.get("capabilities", {})
+    wrong = {
+        "allowPrivilegeEscalation": mine.get("allowPrivilegeEscalation") is not False,
+        "capabilities": "ALL" not in capabilities.get("drop", ())
+        or not set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"},
+        "runAsNonRoot": mine.get("runAsNonRoot", common.get("runAsNonRoot")) is not True,
+        "runAsUser": mine.get("runAsUser", common.get("runAsUser")) == 0,
+        "seccompProfile": seccomp not in ("RuntimeDefault", "Localhost"),
+        "host": any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC")),
+        "volumes": any(
+            set(volume) - {"name", "configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret", "ephemeral"}
+            for volume in pod.get("volumes", ())
+        ),
+    }  # fmt: skip
+    return [name for name, bad in wrong.items() if bad]
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, replace(SPEC, agent="http://a:1", shm_bytes=1 << 30, token_secret="hub"), replace(SPEC, nodes=1)],  # noqa: S106 - its name
+)
+def test_pods_meet_the_restricted_profile(api: str, spec: JobSpec) -> None:
+    """The main container and the gate; by themselves, because an operator adds containers of its own to the pod."""
+    found = list(templates(list(manifests.APIS[api](spec))))
+    assert found
+    for template in found:
+        pod = template["spec"]
+        for container in [*pod["containers"], *pod["initContainers"]]:
+            assert restricted(container, pod) == [], container["name"]
+        assert "runAsNonRoot" not in pod.get("securityContext", {}), "PyTorchJob's init container is root's"
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_rdma_needs_beyond_it_is_all_that_there_is(api: str) -> None:
+    """IPC_LOCK, which only root keeps; everything else is dropped all the same."""
+    for template in templates(list(manifests.APIS[api](replace(SPEC, ipc_lock=True)))):
+        for container in [*template["spec"]["containers"], *template["spec"]["initContainers"]]:
+            assert restricted(container, template["spec"]) == ["capabilities", "runAsNonRoot"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
+    """By the label that the job's controller gives its pods; a single pod needs none of it."""
+    label = {"job": "job-name", "trainjob": "jobset.sigs.k8s.io/jobset-name",
+             "pytorchjob": "training.kubeflow.org/job-name"}[api]  # fmt: skip
+    for template in templates(list(manifests.APIS[api](SPEC))):
+        (term,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert term["labelSelector"] == {"matchLabels": {label: "sft"}}
+    for template in templates(list(manifests.APIS[api](replace(SPEC, nodes=1)))):
+        assert "affinity" not in template["spec"]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_gate_judges_with_the_jobs_environment(api: str) -> None:
+    """And not with its tokens."""
+    documents = manifests.APIS[api](replace(SPEC, token_secret="hub", agent="http://a:1"))  # noqa: S106 - its name
+    for template in templates(list(documents)):
+        (gate,) = template["spec"]["initContainers"]
+        assert {"name": "NCCL_IB_HCA", "value": "mlx5_1"} in gate["env"]
+        assert {"name": "HF_HOME", "value": "/mnt/shared/.cache"} in gate["env"]
+        assert not [each for each in gate["env"] if each["name"] in ("HF_TOKEN", "TOPOFLIGHT_AGENT_TOKEN_FILE")]
+
+
+def test_a_pytorchjobs_gate_fails_in_the_main_container() -> None:
+    """Its operator takes a pod whose init container failed for one that was lost, and makes it anew without end."""
+    (job,) = manifests.pytorchjob(SPEC)
+    for template in templates(job):
+        (gate,), (main,) = template["spec"]["initContainers"], template["spec"]["containers"]
+        assert gate["command"][:2] == ["sh", "-c"]
+        assert gate["command"][2] == (
+            "topoflight preflight -o table --require 'rdma.*'; echo $? > /run/topoflight-gate/code"
+        )
+        assert "--gate=/run/topoflight-gate/code" in main["command"]
+        shared = {"name": "gate", "mountPath": "/run/topoflight-gate"}
+        assert shared in gate["volumeMounts"] and shared in main["volumeMounts"]
+    for api in ("job", "trainjob"):
+        documents = manifests.APIS[api](SPEC)
+        (gate,) = next(templates(list(documents)))["spec"]["initContainers"]
+        assert gate["command"][0] == "topoflight" and not [w for w in command_of(documents) if "--gate" in w]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_hubs_cache_lies_on_the_claim(api: str) -> None:
+    """One download for all pods and starts; without a claim the image's own place, and a user's word stands."""
+    assert variables_of(manifests.APIS[api](SPEC))["HF_HOME"] == "/mnt/shared/.cache"
+    assert "HF_HOME" not in variables_of(manifests.APIS[api](replace(SPEC, claim=None)))
+    named = replace(SPEC, environment={"HF_HOME": "/mnt/shared/hub"})
+    assert variables_of(manifests.APIS[api](named))["HF_HOME"] == "/mnt/shared/hub"
+
+
+GIVEN = {
+    "image": "registry.example/finetune:1", "namespace": "default", "nodes": 2, "resources": ("rdma/shared=1",),
+    "node_selector": (), "tolerate": (), "claim": "shared", "queue": None, "topology": None, "service_account": None,
+    "preflight_image": None, "require": (), "dra": False, "name": "sft",
+}  # fmt: skip
+
+
+def test_nccl_says_what_it_does() -> None:
+    """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
+    path = MACHINES / "r760xa-2xA40-bf3.json"
+    advice = answer(Request(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path]))
+    assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
+    path = MACHINES / "cpu-only-vm.json"
+    advice = answer(Request(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path]), ranks=1)
+    assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
+
+
+def node(name: str, role: str) -> Snapshot:
+    """A machine without GPUs, whose address is on this interface."""
+    links = (interface("lo", "loopback", "127.0.0.1/8"), interface(name, role))
+    return host("node-a", gpus=0, interfaces=links)
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "inside", "kept"),
+    [
+        (node("ens5", "host"), {"hosts": ("node.json",)}, False, False),
+        (node("bond0", "host"), {"hosts": ("node.json",)}, True, False),
+        (node("net1", "secondary"), {"hosts": ("node.json",)}, False, True),
+        (node("eth0", "pod-default"), {"hosts": ("node.json",)}, False, True),
+        (node("eth0", "host"), {"hosts": ()}, False, False),
+        (node("eth0", "pod-default"), {"hosts": ()}, False, False),  # a container on the administrator's machine
+        (node("net1", "secondary"), {"hosts": ()}, True, True),  # launch in a pod of the cluster
+    ],
+)
+def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, found: Snapshot, given: dict[str, Any], inside: bool, kept: bool
+) -> None:
+    """A host's ens5 in a pod ends the job at its first connection: left out, with the reason."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if inside:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    advice = answer(Request(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
+    assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
+    made, told = cluster_job.for_pods(advice, {"machine": None, "resources": (), "nodes": 2, **given}, [found])
+    assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is kept
+    assert bool(told) is not kept
+    if told:
+        where = "node-a" if given["hosts"] else "this machine"
+        assert f"is left out: {advice.settings[0].value} is an interface of {where}" in told[0]
+    spec = cluster_job.spec_of(made, {**GIVEN, "resources": ()})
+    (files, *_) = cluster_job.documents(made, spec, "job", None)
+    planned = json.loads(files["data"]["plan.json"])["environment"]
+    assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is kept
+
+
+@pytest.mark.parametrize(("role", "kept"), [("host", False), ("pod-default", False), ("secondary", True)])
+def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: bool) -> None:
+    """A pod on a macvlan sees GIDs of its own."""
+    found = node("net1" if role == "secondary" else "ens5", role)
+    advice = answer(Request(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
+    index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
+    made, told = cluster_job.in_pods(replace(advice, settings=(index,)), [found], here=False)
+    assert (made.settings == (index,)) is kept and bool(told) is not kept
+
+
+def test_an_environment_for_pods_is_held_to_the_same(tmp_path: Path) -> None:
+    """recommend -o k8s is pasted into a pod; -o shell is for the host."""
+    path = tmp_path / "host.json"
+    path.write_text((MACHINES / "cpu-only-vm.json").read_text())
+    said = {}
+    for form in ("k8s", "shell"):
+        done = CliRunner().invoke(recommend, ["--host", str(path), "--nodes", "2", "--model", "tiny-llama", "-o", form])
+        assert done.exit_code == 0, done.output
+        said[form] = done
+    assert "GLOO_SOCKET_IFNAME" in said["shell"].stdout
+    assert "GLOO_SOCKET_IFNAME" not in said["k8s"].stdout and "is left out" in said["k8s"].stderr
+
+
+def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The administrator's machine is no node's pod, whatever its interfaces are called."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    words = ["--api", "job", "--nodes", "2", "--dry-run", "--no-preflight", "--claim", "c", "--image", "r.example/f:1"]
+    done = CliRunner().invoke(launch, words)
+    assert done.exit_code == 0, done.output
+    assert "SOCKET_IFNAME" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "resources", "threads"),
+    [(1, (), "8"), (2, (), "4"), (1, ("cpu=4",), "4"), (2, ("cpu=4",), "2"), (1, ("cpu=500m",), "1")],
+)
+def test_a_rank_starts_as_many_threads_as_its_pod_may_use(ranks: int, resources: tuple[str, ...], threads: str) -> None:
+    """torchrun sets nothing for a rank that is alone, which then takes the whole node; --ranks says how many share."""
+    found = host("n", gpus=0, cores=8, threads=16)
+    request = Request(model="tiny-llama", nodes=2, ranks_per_node=ranks)
+    given = {"hosts": ("n.json",), "machine": None, "resources": resources, "nodes": 2}
+    made, _ = cluster_job.for_pods(answer(request, [found]), given, [found])
+    spec = cluster_job.spec_of(made, {**GIVEN, "resources": resources})
+    assert (spec.processes_per_node, spec.environment["OMP_NUM_THREADS"]) == (ranks, threads)
+
+
+def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
+    """Where nvidia_peermem is loaded that driver is on the node; ofedDriver and useHostMofed exclude each other."""
+
+    def made(loaded: bool | None, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        facts = snapshots([MACHINES / "l40s-4x-pcie.json"])[0]
+        pci = facts.facts(PciFacts)
+        assert pci is not None
+        outcomes = {
+            name: replace(outcome, facts=replace(pci, peermem_loaded=loaded)) if name == "pci" else outcome
+            for name, outcome in facts.outcomes.items()
+        }
+        spec = network_manifests.from_snapshots([replace(facts, outcomes=outcomes)], **settings)
+        kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}
+        return kinds["ClusterPolicy"]["driver"]["rdma"], kinds["NicClusterPolicy"].get("ofedDriver", {})
+
+    assert made(True) == ({"enabled": True, "useHostMofed": True}, {})
+    assert made(None) == made(False) == ({"enabled": True}, {})
+    brought = {"repository": "nvcr.io/nvidia/mellanox", "image": "doca-driver"}
+    assert made(True, host_mofed=False) == ({"enabled": True}, brought)
+    assert made(None, host_mofed=True) == ({"enabled": True, "useHostMofed": True}, {})
+
+
+def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
+    """A record without nvidia_peermem; the options answer."""
+    words = [
+        "--host", str(MACHINES / "sick-h100-no-peermem.json"), "--api", "job", "--network", "--dry-run", "--claim", "c",
+        "--image", "r.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=a/b", "--no-preflight",
+    ]  # fmt: skip
+    done = CliRunner().invoke(launch, words)
+    assert done.exit_code == 0 and "--no-host-mofed to have the network operator bring it" in done.stderr
+    answered = CliRunner().invoke(launch, [*words, "--no-host-mofed"])
+    assert "host-mofed" not in answered.stderr
+    kinds = {each["kind"]: each for each in yaml.safe_load_all(answered.stdout)}
+    assert "ofedDriver" in kinds["NicClusterPolicy"]["spec"]
+    assert kinds["ClusterPolicy"]["spec"]["driver"]["rdma"] == {"enabled": True}

@@ -1,0 +1,375 @@
+"""Every platform of data/platforms.toml on its built machine: what is recognised, what is advised, what the docs say.
+
+`TOPOFLIGHT_UPDATE_GOLDEN=1` redraws docs/platforms.md and the table of docs/nccl-env.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from agent.advise import Request, cluster_of, of_cluster
+from agent.coverage import covered
+from agent.gate import checks_of_snapshot, judge
+from planner import machines
+from planner.nccl_env import EnvAdvice, settings
+from planner.nccl_env_situation import situation
+from planner.nccl_names import names
+from planner.platforms import Platform, platforms, recognise
+from topology.build import build
+from topology.cluster import join
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "machines"))
+import platform_machines as built  # noqa: E402
+
+EFA = {"NCCL_NET": "AWS Libfabric"}
+AZURE = {"NCCL_IGNORE_CPU_AFFINITY": "1"}
+OCI = {"NCCL_IB_TC": "41", "NCCL_IB_TIMEOUT": "22"}
+OCI_HOST = {**OCI, "NCCL_IGNORE_CPU_AFFINITY": "1"}
+RAILS = {"NCCL_CROSS_NIC": "0"}
+SLINGSHOT = {
+    "NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "hsn", "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB",
+    "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_MR_CACHE_MONITOR": "userfaultfd", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+    "FI_CXI_RDZV_EAGER_SIZE": "0", "FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_RDZV_THRESHOLD": "0",
+}  # fmt: skip
+CLUSTER_NICS = ",".join(f"mlx5_{number}" for number in range(18) if number not in (2, 11))
+
+EXPECTED: dict[str, tuple[str | None, dict[str, str]]] = {
+    # machine: (platform, settings that NCCL and libfabric read, between nodes)
+    "aws-p4de": ("AWS p4d, p4de", EFA),
+    "aws-p5-4xlarge": ("AWS p5.4xlarge", EFA),
+    "aws-p5": ("AWS p5, p5e", EFA),
+    "aws-p6-b200": ("AWS p5en, p6-b200", EFA),
+    "aws-p6-b300": ("AWS p6-b300", EFA),
+    "aws-p6e-gb200": ("AWS p6e-gb200, p6e-gb300", EFA),
+    "aws-g6e": ("AWS g5, g6, g6e, g7e with EFA", EFA),
+    "azure-nd-a100": ("Azure ND A100 v4", {**AZURE, "NCCL_TOPO_FILE": "/opt/microsoft/ndv4/topo.xml"}),
+    "azure-nd-h200": ("Azure ND H100 v5, ND H200 v5", {**AZURE, "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}),
+    "azure-nd-gb200": ("Azure ND GB200 v6, ND GB300 v6", {}),
+    "azure-nc-a100": ("Azure NC A100 v4", {**AZURE, "NCCL_TOPO_FILE": "/opt/microsoft/ncv4/topo.xml"}),
+    "azure-nc-h100": ("Azure NC H100 v5", {}),
+    "gcp-a3-high": ("Google A3 High", {}),
+    "gcp-a3-mega": ("Google A3 Mega", {}),
+    "gcp-a3-ultra": ("Google A3 Ultra", {}),
+    "gcp-a4": ("Google A4", {}),
+    "gcp-a4x": ("Google A4X, A4X Max", {}),
+    "oci-a100": ("OCI BM.GPU4.8, BM.GPU.B4.8, BM.GPU.A100-v2.8", OCI),
+    "oci-h100": ("OCI BM.GPU.H100.8", {**OCI_HOST, "NCCL_IB_HCA": CLUSTER_NICS}),
+    "oci-h200": ("OCI BM.GPU.H200.8", OCI_HOST),
+    "oci-b200": ("OCI BM.GPU.B200.8, BM.GPU.B300.8", OCI_HOST),
+    "oci-gb200": ("OCI GB200, GB200-v2 (four NICs a tray)", {}),
+    "oci-gb200-v3": ("OCI GB200-v3, GB300 (eight NICs a tray)", OCI),
+    "oci-mi300x": ("OCI BM.GPU.MI300X.8", {}),
+    "slingshot-gh200": ("HPE Slingshot 11", {**SLINGSHOT, "NCCL_PROTO": "^LL128"}),
+    "slingshot-a100": ("HPE Slingshot 11", SLINGSHOT),
+    "slingshot-mi250": (None, {}),
+    "dgx-h200": ("NVIDIA DGX (SuperPOD)", {}),
+    "coreweave-h100": (None, {}),
+    "coreweave-gb300-roce": (None, {**RAILS, "NCCL_IB_ADDR_FAMILY": "AF_INET6"}),
+    "lambda-h100-vm": (None, {}),
+    "openshift-macvlan": (None, {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "mlx5_1"}),
+    "openshift-ipvlan": (None, {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "mlx5_1"}),
+    "sriov-pod": (None, {**RAILS, "NCCL_SOCKET_IFNAME": "net1"}),
+    "vlan-on-bond": (None, RAILS),
+    "spectrum-x": (None, {**RAILS, "NCCL_IB_TC": "106"}),
+    "twin-storage": (None, {**RAILS, "NCCL_IB_HCA": ",".join(f"mlx5_{number}" for number in range(8))}),
+    "tcp-two-equal": (None, {"NCCL_SOCKET_IFNAME": "enp0s0,enp1s0"}),
+    "gb200-nvl72-tray": (None, {}),
+}
+
+
+def advice(machine: str, *, multi_node: bool = True) -> EnvAdvice:
+    """The advice for a job of several nodes like this one."""
+    snapshot = built.snapshot(machine)
+    return settings([snapshot], join([build(snapshot)]), multi_node=multi_node)
+
+
+def transport(found: EnvAdvice) -> dict[str, str]:
+    """What NCCL and libfabric read."""
+    return {each.name: each.value for each in found.settings if each.name.startswith(("NCCL_", "FI_"))}
+
+
+def row_of(machine: str) -> Platform | None:
+    """The platform that the machine is recognised as."""
+    snapshot = built.snapshot(machine)
+    return recognise(situation([snapshot], join([build(snapshot)])).nodes[0])
+
+
+@pytest.mark.parametrize("machine", EXPECTED)
+def test_settings_of_the_built_machine(machine: str) -> None:
+    """Recognised by its facts, and given what is right there and no more."""
+    name, expected = EXPECTED[machine]
+    row = row_of(machine)
+    assert (row.name if row else None) == name
+    found = advice(machine)
+    assert transport(found) == expected
+    assert not [each for each in found.settings if each.name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")]
+    assert not transport(advice(machine, multi_node=False)).keys() - {"NCCL_TOPO_FILE"}
+
+
+def test_every_machine_and_every_platform_is_covered() -> None:
+    """A row without its machine says so by having none; a machine without its expectation is none."""
+    assert set(EXPECTED) == set(built.MACHINES)
+    assert {row.machine for row in platforms().rows if row.machine} <= set(EXPECTED)
+    assert [row.name for row in platforms().rows if row.machine is None] == [
+        "Azure NC RTX PRO 6000 v6",
+        "Azure ND40rs v2",
+    ]
+
+
+@pytest.mark.parametrize("machine", ["gcp-a3-high", "gcp-a3-mega", "gcp-a3-ultra", "gcp-a4", "gcp-a4x"])
+def test_vendors_script_is_named_and_never_overwritten(machine: str) -> None:
+    """What it sets is said; where it is not on the disk that is said too."""
+    found = advice(machine)
+    (note,) = [each for each in found.notes if each.topic == "platform"]
+    row = row_of(machine)
+    assert row is not None
+    there = [path for path in row.script if path in built.NODES[machine].files]
+    assert (f"source {there[0]}" if there else "plugin") in note.text
+    assert all(f"{name}={value}" in note.text for name, (value, _) in row.values().items())
+    assert "finds what this machine offers" not in str(found.notes)
+
+
+def test_machines_own_file_is_not_overwritten() -> None:
+    """nccl.conf of the image says it already, and may say it otherwise."""
+    node = built.NODES["azure-nd-h200"]
+    own = {**node.files, "/etc/nccl.conf": "NCCL_TOPO_FILE=/opt/microsoft/ndv5/topo.xml\nNCCL_IGNORE_CPU_AFFINITY=1\n"}
+    built.MACHINES["azure-with-conf"] = built.describe(replace(node, files=own))
+    try:
+        assert transport(advice("azure-with-conf")) == {}
+    finally:
+        del built.MACHINES["azure-with-conf"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"gpus": 4}, "OCI BM.GPU.H200.8"),  # half of the GPUs in a pod
+        ({"tag": None, "vendor": "Supermicro", "product": "SYS-821GE"}, None),  # the same board elsewhere
+        ({"tag": None, "vendor": "GIGABYTE", "product": "G593", "files": {"/run/cloud-init/cloud-id": "oracle"}}, ""),
+        ({"nics": (built.Nics(kind="ib", count=8),)}, None),  # no RoCE: another fabric than the recipe's
+    ],
+)
+def test_platform_is_told_by_facts_not_by_one_name(change: dict[str, object], expected: str | None) -> None:
+    """Without the fact there is no class of OCI's on another's switches."""
+    name = f"oci-h200 {sorted(change)}"
+    built.MACHINES[name] = built.describe(replace(built.NODES["oci-h200"], **change))  # type: ignore[arg-type]
+    try:
+        row = row_of(name)
+        assert (row.name if row else None) == ("OCI BM.GPU.H200.8" if expected == "" else expected)
+        assert ("NCCL_IB_TC" in transport(advice(name))) is (expected is not None)
+    finally:
+        del built.MACHINES[name]
+
+
+def test_unknown_machine_of_a_cloud_is_said_to_be_unknown() -> None:
+    """No recipe is known for it: left out, with the facts that no row knows."""
+    node = replace(built.NODES["aws-p5"], product="p9.96xlarge", nics=(built.Nics(kind="ib", count=4),))
+    built.MACHINES["new"] = built.describe(node)
+    try:
+        (note,) = [each for each in advice("new").notes if each.topic == "platform"]
+        assert note.text.startswith("Unknown platform, because DMI")
+        assert "p9.96xlarge" in note.text
+    finally:
+        del built.MACHINES["new"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("BM.GPU.H100.8", OCI_HOST),
+        ("ND96isr_H200_v5", AZURE),
+        ("a3-megagpu-8g", {}),
+        ("p6-b300.48xlarge", EFA),
+        ("p6e-gb200.36xlarge", EFA),
+        ("dgx-b200", {}),
+        ("gb200-nvl72", {}),
+    ],
+)
+def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[str, str]) -> None:
+    """The user says which machine it is: what is published for it holds."""
+    found = settings([], machines.cluster(name, 4))
+    assert transport(found) == expected
+    if name.startswith("a3-"):
+        assert "nccl-env-profile.sh" in str(found.notes)
+
+
+def test_catalogue_names_are_known() -> None:
+    """Every name is one that --machine answers to."""
+    assert {name for row in platforms().rows for name in row.catalogue} <= set(machines.names())
+
+
+def test_recipes_are_whole() -> None:
+    """Each has its source with a date and sets only what it publishes; NCCL or a plugin reads every name."""
+    table = platforms()
+    for row in table.rows:
+        for recipe in row.recipes:
+            assert recipe.set <= set(recipe.values), row.name
+            assert recipe.source.name, row.name
+            assert recipe.source.date.startswith("2026-"), row.name
+    known = {name for row in table.rows for name in row.values()}
+    plugins = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "FI_", "NCCL_IB_NET_LATENCY")  # the last: no NCCL reads it
+    assert not [name for name in known if not name.startswith(plugins) and name not in names()]
+
+
+# -- The docs ---------------------------------------------------------------------------------------------------------
+
+
+def compared(row: Platform) -> list[tuple[str, str, str, str]]:
+    """(variable, published, ours, reason) of one platform: its recipe first, then what ours adds."""
+    assert row.machine is not None
+    found = advice(row.machine)
+    ours = transport(found)
+    lines = []
+    for name, (value, recipe) in row.values().items():
+        mine = ours.get(name)
+        if mine == value:
+            reason = "as published"
+        elif row.amd:
+            reason = "RCCL is not judged yet"
+        elif row.plugin:
+            reason = "the vendor's script or manifest sets it, and is never overwritten"
+        else:
+            reason = recipe.by or platforms().why[name]
+        lines.append((name, value, mine or "not set", reason))
+    for each in found.settings:
+        if each.name in ours and each.name not in row.values():
+            lines.append((each.name, "—", each.value, each.reason.rule.split(";")[0].split(". ")[0]))
+    return lines
+
+
+def table() -> str:
+    """Platforms beside ours: in a line the settings of one outcome and reason, and the platforms that agree in it."""
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for row in platforms().rows:
+        if row.machine is None:
+            continue
+        found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for name, value, mine, reason in compared(row):
+            outcome = mine if mine in ("not set", value) else f"{name}={mine}"
+            found.setdefault(("the same" if mine == value else outcome, reason), []).append((name, value))
+        for (outcome, reason), each in found.items():
+            listed = " ".join("—" if value == "—" else f"`{name}={value}`" for name, value in each)
+            ours = outcome if outcome in ("not set", "the same") else f"`{outcome}`"
+            lines.setdefault((listed, ours, reason), []).append(row.name)
+        if not found:
+            lines.setdefault(("nothing", "nothing", "NCCL finds what is there"), []).append(row.name)
+    text = ["| platform | published | ours | why |", "|---|---|---|---|"]
+    for (listed, ours, reason), rows in sorted(lines.items(), key=lambda each: each[1]):
+        text.append(f"| {'; '.join(rows)} | {listed} | {ours} | {reason} |")
+    return "\n".join(text) + "\n"
+
+
+def page() -> str:
+    """docs/platforms.md."""
+    head = (
+        "# Platforms\n\n"
+        "Drawn from `planner/data/platforms.toml` by `tests/planner/test_nccl_env_platforms.py`: one row per platform, "
+        "with the facts\nthat recognise it and the source of what is published for it. Nothing is asked of a network: "
+        "DMI, PCI devices and files on\nthe disk tell. Which of the published values are advised, and why others are "
+        "not, is in [nccl-env.md](nccl-env.md#published-and-ours).\n\n"
+    )
+    lines = ["| platform | recognised by | published in | read | vendor's script |", "|---|---|---|---|---|"]
+    for row in platforms().rows:
+        sources = {recipe.source.name: recipe.source.date for recipe in row.recipes}
+        sources |= {source.name: source.date for source in row.more}
+        script = f"`{row.script[0]}`" if row.script else "—"
+        lines.append(
+            f"| {row.name} | {_facts(row)} | {'; '.join(sources) or 'publishes none'} | "
+            f"{', '.join(sorted(set(sources.values()))) or '—'} | {script} |"
+        )
+    values = ["", "## What is published", ""]
+    for recipes, rows in groupby(
+        sorted((row for row in platforms().rows if row.recipes), key=lambda row: str(sorted(row.values()))),
+        key=lambda row: {name: value for name, (value, _) in row.values().items()},
+    ):
+        listed = " ".join(f"`{name}={value}`" for name, value in recipes.items())
+        values.append(f"- {'; '.join(row.name for row in rows)}: {listed}")
+    return head + "\n".join([*lines, *values]) + "\n"
+
+
+def _facts(row: Platform) -> str:
+    if not row.recognised:
+        return "nothing on the machine tells"
+    clouds = {
+        "aws": "DMI vendor Amazon EC2",
+        "azure": "DMI asset tag or vendor of Azure",
+        "gcp": "DMI vendor Google",
+        "oci": "DMI asset tag OracleCloud.com, or vendor Oracle",
+    }
+    parts = [clouds[row.cloud]] if row.cloud else []
+    parts += [f"product `{row.product}`".replace("|", "\\|")] if row.product else []
+    parts += [f"GPU `{row.gpu}`".replace("|", "\\|")] if row.gpu else []
+    parts += ["AMD GPUs by PCI class and vendor"] if row.amd else []
+    fabric = {
+        "cxi": "Cassini NICs (PCI vendor 17db or driver cxi)",
+        "ethernet": "no RDMA device, Ethernet alone",
+        "roce": "RoCE ports",
+        "efa": "EFA devices",
+        "infiniband": "InfiniBand ports",
+    }
+    if row.fabric:
+        parts.append(fabric[row.fabric] + (f", at least {row.nics} of its ports" if row.nics else ""))
+    return "; ".join(parts)
+
+
+MARKS = ("<!-- published and ours: drawn by tests/planner/test_nccl_env_platforms.py -->\n", "<!-- end -->\n")
+
+
+def test_docs_show_what_is_published_beside_ours() -> None:
+    """The table of docs/nccl-env.md is what the code answers on the built machines."""
+    path = ROOT / "docs" / "nccl-env.md"
+    text = path.read_text(encoding="utf-8")
+    head, rest = text.split(MARKS[0])
+    shown, tail = rest.split(MARKS[1])
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
+        path.write_text(head + MARKS[0] + "\n" + table() + "\n" + MARKS[1] + tail, encoding="utf-8")
+        return
+    assert shown.strip() == table().strip()
+
+
+def test_page_of_platforms_is_drawn_from_the_data() -> None:
+    """docs/platforms.md."""
+    path = ROOT / "docs" / "platforms.md"
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
+        path.write_text(page(), encoding="utf-8")
+        return
+    assert path.read_text(encoding="utf-8") == page()
+
+
+def test_aws_instance_without_a_visible_efa_is_said_to_be_one() -> None:
+    """A pod that asked for no EFA device runs over TCP in silence."""
+    snapshot = built.snapshot_of(built.describe(replace(built.NODES["aws-p5"], nics=())))
+    found = settings([snapshot], join([build(snapshot)]), multi_node=True)
+    (note,) = [note for note in found.notes if note.topic == "NCCL_NET"]
+    assert "no EFA device is visible" in note.text
+    assert "p5.48xlarge" in note.evidence
+
+
+def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> None:
+    """No pass over GPUs that nothing read, no layout over zero GPUs, and no setting of NCCL's own."""
+    snapshot = built.snapshot("oci-mi300x")
+    (said,) = [one for one in checks_of_snapshot(snapshot) if one.id == "pci.gpu.unjudged" and one.status != "pass"]
+    assert "AMD GPUs seen" in said.message
+    checks = covered(snapshot, checks_of_snapshot(snapshot))
+    assert judge([one for one in checks if one.id.startswith("gpu.")]).word == "unknown"
+    found = of_cluster(Request(model="tiny-llama"), cluster_of(Request(), [snapshot]), [snapshot])
+    assert found.backend == "rccl"
+    assert found.chosen is None
+    assert not found.runners_up
+    assert not [one.name for one in found.settings if one.name.startswith(("NCCL_", "FI_"))]
+
+
+@pytest.mark.parametrize("machine", sorted(EXPECTED))
+def test_one_node_is_told_nothing_of_networks(machine: str) -> None:
+    """No variable and no note of HCAs, interfaces, classes or plugins where nothing leaves the node."""
+    found = advice(machine, multi_node=False)
+    names = {each.name for each in found.settings} | {each.topic for each in found.notes}
+    assert not [name for name in names if name.startswith(("NCCL_IB_", "NCCL_NET", "NCCL_SOCKET", "NCCL_CROSS", "FI_"))]
+    assert not {"platform", "NCCL_MNNVL_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_IGNORE_CPU_AFFINITY"} & names

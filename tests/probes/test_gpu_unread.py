@@ -1,0 +1,359 @@
+"""What the gpu probe says where the driver refuses, fails or is slow: question by question, code by code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.gate import checks_of_snapshot
+from probes.api import Finding, Ok, Severity, Snapshot
+from probes.gpu import PROBE, Gpu, GpuFacts
+from probes.gpu_ask import LOST
+from probes.gpu_unread import IDENTITY, codes_of
+from probes.host import GpuHandle, Json, NvmlError
+from probes.nvml import ERROR_CODES, HANDLE, INIT, NOT_ASKED, XIDS
+from probes.recording import RecordedHost
+from probes.registry import BY_NAME
+from probes.scan import findings, scan
+from probes.scanner import Scanner
+from topology.build import build
+from topology.check import check as topology_check
+
+MACHINES = Path(__file__).parent.parent / "machines"
+H100 = "hgx-h100-8xH100-8hca"
+SICK = 2
+"""The GPU that fails."""
+
+SAYS_NOTHING = ("UNKNOWN", "TIMEOUT", "NO_PERMISSION")
+"""Codes after which a fact is neither there nor missing; the rarer ones are tried on a smaller machine."""
+
+ANSWERS = {"NOT_SUPPORTED", "VGPU_ECC_NOT_SUPPORTED", "FREQ_NOT_SUPPORTED", "NO_DATA"}
+"""Codes that are an answer: there is no such thing."""
+
+
+class FailingHost(RecordedHost):
+    """A recorded machine whose NVML answers one function with an error."""
+
+    def __init__(
+        self, content: dict[str, Json], symbol: str, name: str, gpu: int | None = SICK, link: int | None = None
+    ) -> None:
+        super().__init__(content)
+        self.failing, self.name, self.gpu, self.link = symbol, name, gpu, link
+        self.asked: set[str] = set()
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """One recorded NVML call, or the error."""
+        self.asked.add(symbol)
+        first = arguments[0] if arguments else None
+        here = self.gpu is None or (isinstance(first, GpuHandle) and first.index == self.gpu)
+        if symbol == self.failing and here and (self.link is None or arguments[1] == self.link):
+            raise NvmlError(symbol, ERROR_CODES[self.name], self.name)
+        if self.failing == HANDLE and here and isinstance(first, GpuHandle):
+            raise NvmlError(HANDLE, ERROR_CODES[self.name], self.name)
+        return super().nvml(symbol, *arguments)
+
+
+def _content(name: str = H100) -> dict[str, Json]:
+    content: dict[str, Json] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _facts(snapshot: Snapshot) -> GpuFacts:
+    outcome = snapshot.outcomes["gpu"]
+    assert isinstance(outcome, Ok), outcome
+    facts = outcome.facts
+    assert isinstance(facts, GpuFacts)
+    return facts
+
+
+def _without(gpu: Gpu) -> Gpu:
+    return dataclasses.replace(gpu, unread=())
+
+
+def _symbols() -> list[str]:
+    """Every function that is asked of one GPU, on a machine that answers each."""
+    host = FailingHost(_content(), "", "UNKNOWN")
+    scan(host, (PROBE,))
+    none = {"nvmlDeviceGetCount", "nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion_v2", XIDS}
+    return sorted(host.asked - none)
+
+
+HEALTHY = scan(RecordedHost(_content()))
+
+
+def test_the_list_of_functions_is_the_probes_own() -> None:
+    """So that a function that is added is tried here as well."""
+    assert len(_symbols()) > 40
+    assert {"nvmlDeviceGetNvLinkState", "nvmlDeviceGetSramEccErrorStatus", "nvmlDeviceGetGpuFabricInfoV"} <= set(
+        _symbols()
+    )
+
+
+@pytest.mark.parametrize("symbol", _symbols())
+def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str) -> None:
+    """Nothing else of this GPU or the others is lost, nothing is claimed, and its check is no pass."""
+    healthy = _facts(HEALTHY)
+    for name in SAYS_NOTHING:
+        snapshot = scan(FailingHost(_content(), symbol, name), (PROBE, BY_NAME["pci"], BY_NAME["hostinfo"]))
+        facts = _facts(snapshot)
+        assert [gpu for gpu in facts.gpus if gpu.index != SICK] == [gpu for gpu in healthy.gpus if gpu.index != SICK], (
+            name
+        )
+        assert all(gpu.error is None for gpu in facts.gpus), name
+        found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
+        assert {f.severity for f in found} <= {Severity.UNKNOWN}, [f.message for f in found]
+        lost, before = _fields(facts.gpus[SICK]), _fields(healthy.gpus[SICK])
+        changed = {field for field in before if lost[field] != before[field]} - {"unread"}
+        unread = [*facts.gpus[SICK].unread, *(q for pair in facts.pairs for q in pair.unread)]
+        assert changed == set() or unread, f"{symbol} = {name}: {changed} went unsaid"
+        assert all(question.startswith(symbol) and question.endswith(f"= {name}") for question in unread)
+        assert len(changed) <= _LARGEST.get(symbol, 2), f"{symbol} = {name} cost {changed}"
+        for question in unread:
+            codes = codes_of(question)
+            said = {f.code: f for f in PROBE.check(facts) if f.code in codes}
+            assert set(codes) <= said.keys(), question
+            assert all(f"GPU{SICK}" in f.subject or f.code == "gpu.p2p.refused" for f in said.values())
+            by_code = {check.id: check.status for check in checks_of_snapshot(snapshot) if check.id in codes}
+            assert "pass" not in by_code.values(), question
+        _nothing_claimed(snapshot, f"{symbol} = {name}")
+
+
+_LARGEST = {  # functions that tell more than two facts
+    "nvmlDeviceGetGpuFabricInfoV": 6, "nvmlDeviceGetRemappedRows": 4, "nvmlDeviceGetFieldValues": 6,
+    "nvmlDeviceGetSramEccErrorStatus": 3, "nvmlDeviceGetEccMode": 3, "nvmlDeviceGetPciInfo": 3,
+    "nvmlDeviceGetTotalEccErrors": 3,
+}  # fmt: skip
+
+
+def _fields(gpu: Gpu) -> dict[str, Any]:
+    return {field.name: getattr(gpu, field.name) for field in dataclasses.fields(gpu)}
+
+
+def _nothing_claimed(snapshot: Snapshot, what: str) -> None:
+    """The topology calls no link missing and no pair slow for what was not read."""
+    node, whole = build(snapshot), build(HEALTHY)
+    known = {(pair.a, pair.b): pair for pair in whole.pairs}
+    names = {gpu.name for gpu in node.gpus}
+    for pair in node.pairs:
+        before = known.get((pair.a, pair.b))
+        if before is None or not {pair.a, pair.b} <= names:
+            continue
+        assert pair.label in (before.label, "N/A") or pair.nvlinks + pair.nvlinks_unread >= before.nvlinks, (what, pair)
+    codes = {f.code for f in topology_check(node)} - {f.code for f in topology_check(whole)}
+    assert not any(code.startswith("topology.nvlink") for code in codes), what
+    assert not [f.message for f in topology_check(node) if "NVLink" in f.message], what
+
+
+@pytest.mark.parametrize("name", sorted(ERROR_CODES.keys() - ANSWERS - LOST))
+def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(name: str) -> None:
+    """All of nvmlReturn_t, for each function of one of two GPUs."""
+    content = _content("titan-rtx-2x-nv2")
+    healthy = {f.code for f in PROBE.check(_facts(scan(RecordedHost(content), (PROBE,))))}
+    for symbol in _symbols():
+        facts = _facts(scan(FailingHost(content, symbol, name, gpu=1), (PROBE,)))
+        found = {f.code: f for f in PROBE.check(facts) if f.code not in healthy}
+        assert {f.severity for f in found.values()} <= {Severity.UNKNOWN, Severity.INFO}, f"{symbol} = {name}: {found}"
+        assert facts.gpus[0].unread == () and facts.gpus[1].error is None
+        for question in facts.gpus[1].unread:
+            said = {f.code for f in PROBE.check(facts)}
+            assert set(codes_of(question)) <= said, f"{question} went unsaid"
+
+
+@pytest.mark.parametrize("symbol", sorted(set(_symbols()) - {"nvmlDeviceGetPciInfo"}))  # every GPU has an address
+def test_what_a_board_does_not_support_is_no_finding(symbol: str) -> None:
+    """NOT_SUPPORTED is an answer."""
+    facts = _facts(scan(FailingHost(_content(), symbol, "NOT_SUPPORTED"), (PROBE,)))
+    assert not facts.gpus[SICK].unread
+    found = [f for f in PROBE.check(facts) if f.code not in ("gpu.nvlink.missing",)]
+    assert not found, [f.message for f in found]
+
+
+@pytest.mark.parametrize("name", sorted(LOST))
+@pytest.mark.parametrize("symbol", _symbols())
+def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, name: str) -> None:
+    """But one link, or one pair, that answers so is no proof: the other functions would say so too."""
+    facts = _facts(scan(FailingHost(_content(), symbol, name), (PROBE,)))
+    of_links = "NvLink" in symbol or symbol in ("nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor")
+    assert (facts.gpus[SICK].error is not None) == (not of_links)
+    found = [f.code for f in PROBE.check(facts) if f.severity is Severity.FAIL]
+    assert found == ([] if of_links else ["gpu.device.lost"])
+    assert [gpu.error for gpu in facts.gpus if gpu.index != SICK] == [None] * 7
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "severity"),
+    [
+        ("NO_PERMISSION", "gpu.device.denied", "unknown"),
+        ("GPU_IS_LOST", "gpu.device.lost", "fail"),
+        ("RESET_REQUIRED", "gpu.device.lost", "fail"),
+        ("INSUFFICIENT_POWER", "gpu.device.lost", "fail"),
+        ("IRQ_ISSUE", "gpu.device.lost", "fail"),
+        ("UNKNOWN", "gpu.device.unread", "unknown"),
+        ("TIMEOUT", "gpu.device.unread", "unknown"),
+        ("INVALID_ARGUMENT", "gpu.device.unread", "unknown"),
+        ("NOT_SUPPORTED", "gpu.device.unread", "unknown"),
+    ],
+)
+def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: str, code: str, severity: str) -> None:
+    """A job that device cgroups limit to some GPUs may not use the others: they are well, as far as anyone knows."""
+    snapshot = scan(FailingHost(_content(), HANDLE, name))
+    facts = _facts(snapshot)
+    found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
+    assert [(f.code, f.severity.value, f.subject) for f in found] == [(code, severity, f"GPU{SICK}")]
+    assert HANDLE in found[0].evidence[0]
+    assert facts.gpus[SICK].bus_id == "0000:52:00.0" or facts.gpus[SICK].bus_id is not None
+    assert ("power-cycle" in found[0].remedy) == (name == "GPU_IS_LOST")
+    up = {s.labels[0]: s.value for s in PROBE.samples(facts) if s.metric == "gpu_up"}
+    assert up.get(str(SICK)) == (0.0 if severity == "fail" else None)
+    if severity == "unknown":
+        _nothing_claimed(snapshot, name)
+
+
+@pytest.mark.parametrize("name", ["UNKNOWN", "GPU_IS_LOST", "TIMEOUT", "NO_PERMISSION", "INVALID_ARGUMENT"])
+@pytest.mark.parametrize("link", [0, 7, 17])
+def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int) -> None:
+    """17 of 18 are up, of the last nothing is known: neither a failure nor a pass."""
+    snapshot = scan(FailingHost(_content(), "nvmlDeviceGetNvLinkState", name, link=link))
+    facts = _facts(snapshot)
+    states = {one.link: one.active for one in facts.gpus[SICK].nvlinks}
+    assert states == {n: None if n == link else True for n in range(18)}
+    assert [f.code for f in PROBE.check(facts) if f.severity is Severity.FAIL] == []
+    node = build(snapshot)
+    labels = {pair.label for pair in node.pairs if f"GPU{SICK}" in (pair.a, pair.b) and pair.nvlinks}
+    assert labels == {"NV17"}, "the links that are known"
+    assert all(pair.nvlinks_unread == 1 for pair in node.pairs if f"GPU{SICK}" in (pair.a, pair.b) and pair.nvlinks)
+    _nothing_claimed(snapshot, name)
+
+
+@pytest.mark.parametrize("symbol", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"])
+@pytest.mark.parametrize("machine", [H100, "polaris-4xA100-nv4", "titan-rtx-2x-nv2"])
+def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machine: str, symbol: str) -> None:
+    """Direct links are counted at the end that is known; through a switch the far end is not needed."""
+    healthy = build(scan(RecordedHost(_content(machine))))
+    node = build(scan(FailingHost(_content(machine), symbol, "UNKNOWN", gpu=1)))
+    known = {(pair.a, pair.b): pair.label for pair in healthy.pairs}
+    for pair in node.pairs:
+        if "GPU1" in (pair.a, pair.b):
+            assert pair.label in (known[pair.a, pair.b], "N/A"), pair
+
+
+def test_a_count_that_fails_is_taken_from_the_bus() -> None:
+    """The GPUs answer all the same."""
+    host = FailingHost(_content(), "nvmlDeviceGetCount", "TIMEOUT", gpu=None)
+    facts = _facts(scan(host, (PROBE,)))
+    assert [gpu.uuid for gpu in facts.gpus] == [gpu.uuid for gpu in _facts(HEALTHY).gpus]
+    found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
+    assert [(f.code, f.severity.value) for f in found] == [("gpu.driver.unusable", "unknown")]
+    assert found[0].evidence == ("nvmlDeviceGetCount = TIMEOUT",)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "severity"),
+    [(INIT, "driver_not_loaded", "fail"), (INIT, "no_permission", "unknown"), (INIT, "unknown", "unknown"),
+     ("nvmlDeviceGetHandleByIndex", "no_permission", "unknown")],
+)  # fmt: skip
+def test_the_evidence_names_the_function_that_failed(
+    function: str, kind: str, severity: str, scanner_of: Callable[..., Scanner]
+) -> None:
+    """Through the driver library: nvmlInit, or the look-up of a handle, on the way to another function."""
+    with scanner_of(H100, inject=f"{function}={kind}") as scanner:
+        found = findings(scanner.scan())
+    first = [f for f in found if f.code.startswith(("gpu.driver", "gpu.device"))]
+    assert {f.severity.value for f in first} == {severity}
+    assert all(function in f.evidence[0] for f in first)
+
+
+def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -> None:
+    """The replay says the same."""
+    with scanner_of(H100, inject=f"{HANDLE}@gpu2=no_permission") as scanner:
+        live, content = scanner.capture()
+    again = scan(RecordedHost(content), (PROBE,))
+    assert _facts(again).gpus[2].error == _facts(live).gpus[2].error == f"NO_PERMISSION ({HANDLE})"
+
+
+def test_an_older_recording_of_a_refused_handle_still_says_so() -> None:
+    """It holds the refusal as the answer to the first question, and no other answer of that GPU."""
+    content = _content()
+    for answers in content["answers"]["nvml"].values():
+        for question in [q for q in answers if q.split(",")[0] == f"gpu{SICK}"]:
+            del answers[question]
+    content["answers"]["nvml"]["nvmlDeviceGetPciInfo"][f"gpu{SICK}"] = {"$nvml": "NO_PERMISSION"}
+    facts = _facts(scan(RecordedHost(content), (PROBE,)))
+    assert [f.code for f in PROBE.check(facts)] == ["gpu.device.denied"]
+
+
+# A driver that is slow -------------------------------------------------------------------------------------------
+
+
+def test_a_slow_driver_is_called_slow_and_what_it_told_is_kept(scanner_of: Callable[..., Scanner]) -> None:
+    """100 questions' worth of time for 1,000 questions: who the GPUs are is known, the rest is unknown by name."""
+    probe = dataclasses.replace(PROBE, timeout_seconds=3.0)
+    with scanner_of(H100, inject="*=delay:20", probes=(probe,)) as scanner:
+        snapshot = scanner.scan()
+    facts = _facts(snapshot)
+    assert [gpu.name for gpu in facts.gpus] == ["NVIDIA H100 80GB HBM3"] * 8
+    assert all(gpu.memory_bytes and gpu.bus_id for gpu in facts.gpus)
+    found = {f.code: f for f in findings(snapshot)}
+    assert "gpu.probe.failed" not in found
+    assert found["gpu.driver.slow"].severity is Severity.WARN
+    assert "ms for an answer" in found["gpu.driver.slow"].message
+    assert {f.severity for f in found.values()} == {Severity.WARN, Severity.UNKNOWN}
+    assert any(NOT_ASKED in line for f in found.values() for line in f.evidence)
+
+
+class HurriedHost(RecordedHost):
+    """A recorded machine whose driver has time for so many questions."""
+
+    left = 150
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """One recorded NVML call while there is time."""
+        self.left -= 1
+        if self.left < 0:
+            raise NvmlError(symbol, -1, NOT_ASKED)
+        return super().nvml(symbol, *arguments)
+
+
+def test_every_gpu_is_asked_the_same_before_any_is_asked_more() -> None:
+    """No GPU is known in full while of another not even its errors are."""
+    facts = _facts(scan(HurriedHost(_content()), (PROBE,)))
+    assert [gpu.ecc_uncorrected for gpu in facts.gpus] == [0] * 8, "what is wrong with each comes early"
+    assert [gpu.temperature_celsius is None for gpu in facts.gpus] == [False] * 8
+    assert [gpu.bar1_bytes for gpu in facts.gpus] == [None] * 8, "what is nice to know comes last"
+    assert next(f for f in PROBE.check(facts)).code == "gpu.driver.slow"
+    assert [f for f in PROBE.check(facts) if f.severity is Severity.FAIL] == []
+    _nothing_claimed(scan(HurriedHost(_content())), "in a hurry")
+
+
+def test_one_slow_function_leaves_the_others_alone(scanner_of: Callable[..., Scanner]) -> None:
+    """Its answers came in time: nothing is unknown."""
+    with scanner_of(H100, inject="nvmlDeviceGetName=delay:50") as scanner:
+        facts = _facts(scanner.scan())
+    assert list(_severe(facts)) == []
+
+
+def _severe(facts: GpuFacts) -> Iterator[Finding]:
+    return (f for f in PROBE.check(facts) if f.severity is not Severity.INFO)
+
+
+def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:
+    """UNINITIALIZED in one scan is no state for ever."""
+    failures = tmp_path / "failures"
+    failures.write_text("nvmlDeviceGetTemperature=code:1")
+    with scanner_of(H100, inject=f"@{failures}") as scanner:
+        first = _facts(scanner.scan())
+        failures.write_text("")
+        second = _facts(scanner.scan())
+    assert any("UNINITIALIZED" in question for gpu in first.gpus for question in gpu.unread)
+    assert not any(gpu.unread for gpu in second.gpus)
+
+
+def test_identity_is_a_code_of_the_probe() -> None:
+    """As is every other code that an unread question leads to."""
+    assert IDENTITY in PROBE.codes
+    assert {code for question in ("x", *_symbols()) for code in codes_of(question)} <= set(PROBE.codes)

@@ -1,0 +1,86 @@
+"""Published bandwidths in people's words: what `make expect` reads, and what it says of rows it cannot place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
+
+import expect as bench_expect
+from busbw_rows import PlaceError, Row, place, read
+
+GB, GIB = 1e9, 1 << 30
+HEADER = "machine,gpus_per_node,nodes,op,bytes,nccl,nvls,gdr,busbw_GBps,healthy,source,note,class\n"
+ROWS = (
+    "8xH100,8,1,all_gather,8589934592,2.27,n/a,,361,yes,a/b#1,,node\n"
+    "8xH100,8,1,all_reduce,8589934592,2.27,off,,367,no,a/b#1,NVLS off,node\n"
+    "8xH100 8x400 RoCE,8,2,all_reduce,8589934592,2.27,,,231,no,c/d#2,,2 nodes\n"
+    "8xH100 8x400 RoCE,8,2,all_reduce,8589934592,2.27,,,100,unclear,c/d#2,,2 nodes\n"
+    "a box with 8 accelerators,8,1,all_reduce,8589934592,,,,100,yes,e/f,,node\n"
+)
+
+
+def row(machine: str, gpus: int, nodes: int) -> Row:
+    return Row(
+        machine=machine, gpus_per_node=gpus, nodes=nodes, op="all_gather", bytes=GIB, busbw=GB, healthy="yes",
+        source="", kind="", nccl="2.27", nvls="", gdr="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "nodes", "inside", "link", "between", "wire"),
+    [
+        ("8xH200", 8, 1, "NVSwitch", 370.8, None, None),
+        ("p5en.48xlarge", 8, 4, "NVSwitch", 370.8, "RDMA", 400),
+        ("p6-b300.48xlarge", 8, 2, "NVSwitch", 721.8, "RDMA", 800),
+        ("8xA100 1xHDR", 8, 12, "NVSwitch", 240, "RDMA", 25),
+        ("8xH100, 8 NICs 400 Gb/s", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
+        ("8xH100 3.2 Tbps", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
+        ("8xH100, 8 dual-port 2x200", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
+        ("8xH100 80GB 8x NDR IB", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
+        ("1xL40S, 10GbE", 1, 2, None, None, "sockets", 1.25),
+        ("A4, 1 GPU + 1 aligned NIC", 1, 2, None, None, "RDMA", 50),
+        ("p6e-gb200, no domain seen", 4, 4, "NVSwitch", 721.8, "RDMA", 200),
+        ("p6e-gb200, MNNVL off", 4, 4, "NVSwitch", 721.8, None, None),  # as it should be
+        ("2xRTX3090 NV4", 2, 1, "NVLink", 48, None, None),
+        ("8xRTX3090", 8, 1, "shared memory", 24, None, None),
+        ("4xL40S", 4, 1, "PCIe", 24, None, None),
+        ("DGX A100, 4 GPUs", 4, 1, "NVSwitch", 240, None, None),
+    ],
+)
+def test_a_machine_in_words_is_placed(
+    machine: str, gpus: int, nodes: int, inside: str | None, link: float | None, between: str | None, wire: float | None
+) -> None:
+    found = place(row(machine, gpus, nodes))
+    assert (found.inside, found.between) == (inside, between)
+    assert (found.link.low / GB if found.link else None) == (pytest.approx(link) if link else None)
+    assert (found.wire.low / GB if found.wire else None) == (pytest.approx(wire) if wire else None)
+
+
+@pytest.mark.parametrize(("machine", "nodes"), [("a box with 8 accelerators", 1), ("Lambda 8xH100", 2)])
+def test_what_the_words_do_not_say_is_not_guessed(machine: str, nodes: int) -> None:
+    with pytest.raises(PlaceError, match=machine):
+        place(row(machine, 8, nodes))
+
+
+def test_the_table_counts_alarms_misses_and_rows_without_a_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(HEADER + ROWS)
+    assert len(read(path)) == 5
+    assert bench_expect.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Not placed: 1" in out and "a box with 8 accelerators" in out
+    (whole,) = [line for line in out.splitlines() if line.startswith("| all |")]
+    assert [cell.strip() for cell in whole.strip("|").split("|")][5:] == ["0", "2", "0", "1", "0"]
+
+
+def test_factors_are_fitted_without_the_rows_own_source() -> None:
+    """A source that is left out moves nothing; with it the fit follows it."""
+    rows, _ = bench_expect.placed([row("8xH100", 8, 1), row("8xH100", 2, 1), row("8xH100", 4, 1)])
+    assert bench_expect.fit([]) == bench_expect.PRIOR
+    assert bench_expect.fit(rows).gather != bench_expect.PRIOR.gather

@@ -1,0 +1,146 @@
+"""What links should carry: held against published results, healthy and broken, and against what must not be known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from topology.reach import Interval, Paths, Span, Unknown, expect, judge, span
+
+GB, GIB = 1e9, 1 << 30
+
+
+def switch(links: int, per_link: float, capability: tuple[int, int], ranks: int, **more: object) -> Paths:
+    """GPUs of one host behind NVSwitch."""
+    nvls = capability >= (9, 0)
+    made = Paths(ranks=ranks, inside="NVSwitch", link=span(links * per_link * GB), capability=capability, nvls=nvls)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def h100(ranks: int = 8, **more: object) -> Paths:
+    return switch(18, 20.6, (9, 0), ranks, **more)
+
+
+def b200(ranks: int = 8, **more: object) -> Paths:
+    return switch(18, 40.1, (10, 0), ranks, **more)
+
+
+def a100(ranks: int = 8, **more: object) -> Paths:
+    return switch(12, 20.0, (8, 0), ranks, **more)
+
+
+def hosts(count: int, nics: float) -> dict[str, object]:
+    return {"groups": count, "between": "RDMA", "wire": span(nics * GB)}
+
+
+PCIE_4 = Paths(ranks=2, inside="PCIe", link=span(24 * GB), capability=(8, 0))
+
+# paths, operation, S, GB/s, whether the source calls it healthy; sources: NVIDIA/nccl issues by number,
+# stas00/ml-engineering network/README, ai-dynamo/aiconfigurator nccl_perf, kubernetes-sigs/dranet,
+# coreweave/nccl-tests, aws-samples, oracle-quickstart, NVIDIA/cluster-readiness-engine validation-results
+PUBLISHED = [
+    (h100(), "all_gather", 16 * GIB, 361.4, True),  # stas00, H200
+    (h100(), "reduce_scatter", 16 * GIB, 362.9, True),
+    (h100(), "all_reduce", 16 * GIB, 480.0, True),
+    (h100(), "all_reduce", 16 * GIB, 367.2, False),  # the same, ring
+    (h100(), "all_reduce", 8 * GIB, 476.0, True),  # nccl-tests#290
+    (h100(), "all_reduce", GIB // 2, 445.0, True),  # aiconfigurator
+    (h100(2), "all_gather", GIB // 2, 249.5, True),
+    (h100(4), "all_gather", GIB // 2, 312.1, True),
+    (h100(4), "all_reduce", GIB // 2, 350.2, True),
+    (b200(), "all_reduce", 16 * GIB, 845.7, True),  # stas00, p6-b200
+    (b200(), "all_reduce", GIB, 723.0, True),
+    (b200(2), "all_gather", 8 * GIB, 482.7, True),  # dranet
+    (b200(2), "all_gather", 8 * GIB, 180.0, False),  # half the links and more gone
+    (a100(2), "all_gather", GIB // 2, 150.0, True),  # aiconfigurator
+    (h100(16, **hosts(2, 400)), "all_reduce", 16 * GIB, 487.1, True),  # awsome, p5
+    (h100(16, **hosts(2, 400)), "all_reduce", 8 * GIB, 231.0, False),  # 2409
+    (h100(32, **hosts(4, 400)), "all_reduce", 4 * GIB, 364.9, True),  # stas00, p5en
+    (h100(32, **hosts(4, 400)), "all_reduce", 8 * GIB, 180.0, False),  # 1031
+    (h100(64, **hosts(8, 400)), "all_reduce", 8 * GIB, 386.0, True),  # coreweave
+    (h100(16, **hosts(2, 200)), "all_gather", 8 * GIB, 188.0, True),  # A3 Mega
+    (h100(16, **hosts(2, 200)), "all_gather", 8 * GIB, 4.0, False),  # the same over TCP
+    (b200(32, **hosts(4, 400)), "all_reduce", 16 * GIB, 381.8, True),  # stas00
+    (a100(16, **hosts(2, 200)), "all_reduce", 8 * GIB, 189.6, True),  # oracle-quickstart
+    (a100(16, **hosts(2, 50)), "all_reduce", GIB, 76.8, True),  # awsome, p4de
+    (a100(16, **hosts(2, 50)), "all_reduce", 4 * GIB, 43.8, True),  # aws-efa-eks, p4d
+    (b200(16), "all_reduce", 16 * GIB, 882.5, True),  # four GB200 trays in one NVLink domain
+    (b200(16), "all_gather", 16 * GIB, 609.3, True),
+    (b200(16), "all_reduce", 16 * GIB, 191.4, False),  # the same, MNNVL off
+    (PCIE_4, "all_reduce", GIB // 2, 20.1, True),  # aiconfigurator, two L40S
+    (replace(PCIE_4, inside="shared memory"), "all_gather", 4 * GIB, 8.79, True),  # 4090
+]
+
+
+@pytest.mark.parametrize(("paths", "op", "size", "busbw", "healthy"), PUBLISHED)
+def test_published_results_are_judged_as_their_sources_do(
+    paths: Paths, op: str, size: int, busbw: float, healthy: bool
+) -> None:
+    found = expect(paths, op, size)
+    assert isinstance(found, Interval)
+    assert (judge(busbw * GB, found).status == "pass") is healthy, found.words()
+    assert found.low <= found.typical <= found.high
+    assert found.derivation
+
+
+def test_two_ranks_are_not_held_to_the_ring_of_eight() -> None:
+    """The own part's copy weighs most in a ring of two; all-reduce is no ring with eight."""
+    two, eight = expect(h100(2), "all_gather", 8 * GIB), expect(h100(8), "all_gather", 8 * GIB)
+    assert isinstance(two, Interval) and isinstance(eight, Interval)
+    assert two.typical < 0.8 * eight.typical
+    switched = expect(h100(8), "all_reduce", 8 * GIB)
+    assert isinstance(switched, Interval) and switched.algorithm == "NVLS"
+    assert switched.low > eight.typical
+
+
+def test_bytes_count_by_rank_and_not_in_total() -> None:
+    """1 GiB over 256 GPUs is 4 MiB of each: latency, and no fault (NVIDIA/nccl#1218: 200 GB/s with 8 MiB)."""
+    small = expect(h100(256, **hosts(32, 400)), "all_gather", 2 * GIB)
+    large = expect(h100(256, **hosts(32, 400)), "all_gather", 256 * GIB)
+    assert isinstance(small, Interval) and isinstance(large, Interval)
+    assert judge(200 * GB, small).status == "pass"
+    assert judge(200 * GB, large).status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("busbw", "status"), [(1.0, "pass"), (0.99, "warn"), (0.51, "warn"), (0.49, "fail"), (0.0, "fail")]
+)
+def test_severity_follows_the_cost(busbw: float, status: str) -> None:
+    interval = Interval(low=100.0, typical=120.0, high=130.0, algorithm="ring", derivation=())
+    assert judge(busbw * 100, interval).status == status
+
+
+@pytest.mark.parametrize(
+    ("paths", "why"),
+    [
+        (Paths(ranks=1), "one rank"),
+        (Paths(ranks=8), "not known"),
+        (Paths(ranks=2, groups=2), "hosts is not known"),
+        (replace(a100(), link=Span(low=370 * GB, high=722 * GB), words=("generation not known",)), "generation"),
+    ],
+)
+def test_what_cannot_be_known_is_unknown(paths: Paths, why: str) -> None:
+    found = expect(paths, "all_gather", GIB)
+    assert isinstance(found, Unknown)
+    assert why in found.words()
+
+
+def test_a_link_of_unknown_generation_still_gives_its_range() -> None:
+    found = expect(replace(a100(), link=Span(low=370 * GB, high=722 * GB), nvls=None), "all_gather", 8 * GIB)
+    assert isinstance(found, Unknown) and found.range is not None
+    assert found.range.low < 330 * GB < 700 * GB < found.range.high
+
+
+def test_an_operation_without_a_model_is_unknown() -> None:
+    assert isinstance(expect(h100(), "all_to_all", GIB), Unknown)
+
+
+def test_one_and_several_streams_fill_a_slow_wire_and_not_a_fast_one() -> None:
+    """NVIDIA/nccl#209: 60 % of 32 Gb/s at best; A3 Mega over TCP: 4 of 200 GB/s."""
+    slow = expect(Paths(ranks=2, groups=2, between="sockets", wire=span(1.25 * GB)), "all_reduce", GIB)
+    fast = expect(Paths(ranks=2, groups=2, between="sockets", wire=span(200 * GB)), "all_reduce", GIB)
+    assert isinstance(slow, Interval) and isinstance(fast, Interval)
+    assert slow.typical > 0.8 * 1.25 * GB
+    assert fast.typical < 0.1 * 200 * GB
+    assert fast.low < 4 * GB

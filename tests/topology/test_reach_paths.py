@@ -1,0 +1,137 @@
+"""From a node's links to the paths of the ranks that run on it: as it is, and as it should be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.hosts import snapshots
+from planner import machines
+from topology.build import build
+from topology.cluster import join
+from topology.graph import NodeTopology, PathClass
+from topology.reach import Interval, Unknown, expect
+from topology.reach_paths import Bar, HostLinks, host_links, joined
+from topology.text import parse
+
+MACHINES = Path(__file__).parents[1] / "machines"
+GB = 1e9
+
+
+def node(name: str) -> NodeTopology:
+    (snapshot,) = snapshots((MACHINES / f"{name}.json",))
+    return build(snapshot)
+
+
+def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> HostLinks:
+    return host_links(machine, range(ranks), bar)
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "inside", "gigabytes"),
+    [
+        ("hgx-h100-8xH100-8hca", 8, "NVSwitch", 18 * 20.6),
+        ("hgx-h100-8xH100-8hca", 2, "NVSwitch", 18 * 20.6),  # the switch gives two GPUs all their links
+        ("polaris-4xA100-nv4", 4, "NVLink", 12 * 20.0),
+        ("polaris-4xA100-nv4", 2, "NVLink", 4 * 20.0),  # two of a mesh have what joins these two
+        ("titan-rtx-2x-nv2", 2, "NVLink", 2 * 20.0),
+        ("l40s-4x-pcie", 4, "PCIe", 24.0),
+        ("gb200-nvl72-tray", 4, "NVSwitch", 18 * 40.1),
+    ],
+)
+def test_the_links_are_those_of_the_ranks_that_run(machine: str, ranks: int, inside: str, gigabytes: float) -> None:
+    for bar in ("as it is", "as it should be"):
+        found = links(node(machine), ranks, bar)  # type: ignore[arg-type]
+        assert found.link is not None
+        assert (found.inside, found.link.low / GB) == (inside, pytest.approx(gigabytes)), bar
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "field"),
+    [("sick-h100-nvlink-missing", 8, "link"), ("sick-l40s-x4", 4, "link"), ("sick-h100-dead-hca", 8, "wire")],
+)
+def test_a_missing_link_lowers_what_is_and_not_what_should_be(machine: str, ranks: int, field: str) -> None:
+    """The sick node must not pass its own bar."""
+    sick = node(machine)
+    now, due = getattr(links(sick, ranks), field), getattr(links(sick, ranks, "as it should be"), field)
+    assert now.high < due.low
+    healthy = node("l40s-4x-pcie" if "l40s" in machine else "hgx-h100-8xH100-8hca")
+    assert getattr(links(healthy, ranks, "as it should be"), field) == due
+
+
+def test_a_host_without_its_rdma_devices_is_held_to_no_socket() -> None:
+    """As it is: 25 Gb/s of Ethernet. As it should be: not known, as no device shows its rate."""
+    sick = node("sick-h100-rdma-off")
+    assert links(sick, 8).between == "sockets"
+    due = links(sick, 8, "as it should be")
+    assert due.between is None
+    assert any("RDMA" in word for word in due.words)
+
+
+def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
+    """Two ranks on one GPU meet in its memory."""
+    one = replace(node("hgx-h100-8xH100-8hca"), gpus=node("hgx-h100-8xH100-8hca").gpus[:1])
+    found = expect(joined([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30)
+    assert isinstance(found, Unknown)
+    assert any("two ranks on one GPU" in word for word in links(one, 2).words)
+
+
+def test_the_weakest_host_decides() -> None:
+    good, sick = links(node("hgx-h100-8xH100-8hca"), 8), links(node("sick-h100-nvlink-missing"), 8)
+    both = joined([good, sick], 16, nvls=True)
+    assert both.link == sick.link
+    assert both.groups == 2
+    assert both.between == "RDMA"
+
+
+def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
+    tray = links(node("gb200-nvl72-tray"), 4)
+    assert tray.domain
+    inside = joined([tray, replace(tray, host="other")], 8, nvls=True)
+    assert inside.groups == 1
+    apart = joined([tray, replace(tray, host="other", domain="elsewhere.1")], 8, nvls=True)
+    assert apart.groups == 2
+    domain, wire = expect(inside, "all_gather", 8 << 30), expect(apart, "all_gather", 8 << 30)
+    assert isinstance(domain, Interval) and isinstance(wire, Interval)
+    assert domain.low > 2 * wire.high
+
+
+def test_geforce_goes_through_the_hosts_memory() -> None:
+    """The driver refuses peers over PCIe; without its word and without a name either is possible."""
+    l40s = node("l40s-4x-pcie")
+    named = replace(l40s, gpus=tuple(replace(gpu, model="NVIDIA GeForce RTX 4090") for gpu in l40s.gpus))
+    assert links(named, 4).inside == "shared memory"
+    silent = replace(l40s, pairs=tuple(replace(pair, peer_access=None) for pair in l40s.pairs))
+    assert links(silent, 4).inside == "PCIe or shared memory"
+    refused = replace(l40s, pairs=tuple(replace(pair, peer_access=False) for pair in l40s.pairs))
+    assert links(refused, 4).inside == "shared memory"
+
+
+def test_a_matrix_without_a_model_gives_a_range() -> None:
+    """`nvidia-smi topo -m` names no GPU: 18 links are Hopper's or Blackwell's."""
+    rows = "\n".join(f"GPU{i}\t" + "\t".join(" X " if i == j else "NV18" for j in range(8)) for i in range(8))
+    text = "\t" + "\t".join(f"GPU{i}" for i in range(8)) + "\n" + rows + "\n"
+    found = expect(joined([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30)
+    assert isinstance(found, Unknown) and found.range is not None
+    assert found.range.low < 336 * GB < 617 * GB < found.range.high
+    assert PathClass.NVL in {pair.path for pair in parse(text).pairs}
+
+
+def test_a_node_tells_what_its_links_reach_and_a_catalogue_machine_too() -> None:
+    """With NCCL's plan beside it; where the speed of a link is not known the range alone."""
+    for made, known in ((node("hgx-h100-8xH100-8hca"), True), (machines.get("p5.48xlarge"), True),
+                        (machines.get("4xl40s"), False)):  # fmt: skip
+        (found,) = [each for each in made.expectations if (each.scope, each.op) == ("node", "all_gather")]
+        assert found.least_bytes_per_second and found.most_bytes_per_second
+        assert found.least_bytes_per_second < found.most_bytes_per_second
+        assert (found.usual_bytes_per_second is not None) is known
+
+
+def test_two_hosts_tell_what_they_reach_together() -> None:
+    """338.57 GB/s on two p5 (NVIDIA/cluster-readiness-engine)."""
+    both = join((node("hgx-h100-8xH100-8hca"), replace(node("hgx-h100-8xH100-8hca"), hostname="other")))
+    (found,) = [each for each in both.expectations if each.op == "all_gather"]
+    assert found.least_bytes_per_second is not None and found.most_bytes_per_second is not None
+    assert found.least_bytes_per_second < 338.57 * GB < found.most_bytes_per_second
