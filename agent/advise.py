@@ -8,19 +8,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from agent import keep
-from agent.gate import Check
-from agent.inputs import InputError
+from agent.cli.inputs import InputError
+from agent.gate.verdict import Check
+from agent.jobs import result_store as keep
 from agent.view import Group, View, grouped, look
-from collectives.results import Measurement
-from planner import exports, machines, models, nccl_env
+from collectives.bench.results import Measurement
+from contracts.layout import LayoutError
 from planner.advice import Interval, Note, Recommendation
-from planner.calibration import Calibration, CalibrationError, load_calibration
-from planner.env_render import render_env, render_k8s, render_shell
-from planner.layout import LayoutError
-from planner.lengths import LengthsError, check_histogram
+from planner.exports import frameworks as exports
+from planner.forecast import machines, models
+from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
+from planner.forecast.lengths import LengthsError, check_histogram
+from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.nccl_env import environment as nccl_env
+from planner.nccl_env.render import render_env, render_k8s, render_shell
 from planner.recommend import recommend
-from planner.specs import ModelSpec, TrainSpec
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
@@ -147,7 +149,7 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
     snapshots = () if request.machine else tuple(scan())
     measured: tuple[Measurement, ...] = ()
     if request.bench_file is not None:
-        from collectives.wire import result_from_json
+        from collectives.bench.wire import result_from_json
 
         try:
             measured = result_from_json(keep.read(request.bench_file)).measurements

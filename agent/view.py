@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agent.coverage import covered, no_gpu_read
-from agent.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
-from agent.gate import (
+from agent.counter_increases import CODES as RISING_CODES
+from agent.counter_increases import risen_since
+from agent.gate.coverage import covered, no_gpu_read
+from agent.gate.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
+from agent.gate.verdict import (
     MANY_CODES,
     Check,
     Status,
@@ -21,23 +23,21 @@ from agent.gate import (
     places,
     worst_first,
 )
-from agent.rising import CODES as RISING_CODES
-from agent.rising import risen_since
-from collectives.results import BenchResult
-from planner.lint import CODES as ENVIRONMENT_CODES
-from planner.lint import lint
-from planner.lint_sources import recorded_environments
+from collectives.bench.results import BenchResult
+from planner.lint.environment import CODES as ENVIRONMENT_CODES
+from planner.lint.environment import lint
+from planner.lint.sources import recorded_environments
 from probes.api import Ok, Snapshot
-from probes.hostinfo import HostinfoFacts
-from probes.interfaces import InterfacesFacts
-from probes.rdma import RdmaFacts
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.probe import InterfacesFacts
+from probes.rdma.probe import RdmaFacts
 from topology import check as topology_check
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
-    from agent.bench_history import Line
+    from agent.jobs.bench_history import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def look(
         found = with_rising(node_checks(snapshot, node), past, snapshot)
         checks.extend(found if expected is None else settled((*found, *_expected(expected, snapshot, node))))
     if bench is not None:
-        from agent.measured import checks_of_bench
+        from agent.gate.measured import checks_of_bench
 
         checks.extend(checks_of_bench(bench, snapshots))
     return View(

@@ -10,14 +10,15 @@ from typing import Any, get_args
 import click
 from rich.console import Console
 
-from agent import terminal, units
+from agent import units
 from agent.advise import Request, RequestError, cluster_of, default_ranks, model_of, train_of
-from agent.hosts import snapshots
-from agent.output import emit, waiting
-from agent.report import write_atomic
-from planner import machines
-from planner.layout import Checkpointing, LayoutError, Offload, Precision, Schedule, Sharding
-from planner.machines import MachineError
+from agent.cli import terminal
+from agent.cli.hosts import snapshots
+from agent.cli.output import emit, waiting
+from agent.gate.report import write_atomic
+from contracts.layout import Checkpointing, LayoutError, Offload, Precision, Schedule, Sharding
+from planner.forecast import machines
+from planner.forecast.machines import MachineError
 from planner.recommend import forecast_named, plan
 from planner.sweep import compare, sweep, sweep_svg
 

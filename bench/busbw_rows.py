@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.machines import CATALOGUE
+from planner.forecast.machines import CATALOGUE
 from topology.nccl import GIGA, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reach import Paths, Span, span
 
@@ -132,7 +132,7 @@ class _Instance:
     virtual: bool = False  # peers do not reach each other over PCIe
 
 
-# Machines that planner/machines.py does not have; the makers' instance pages, facts of the sources' own text.
+# Machines that planner/forecast/machines.py does not have; the makers' instance pages, facts of the sources' own text.
 _INSTANCES = (
     _Instance(pattern=r"p6e-gb200", gpu="GB200", gpus=4, nics=4, gbps=400),
     _Instance(pattern=r"gb300", gpu="GB300", gpus=4, nics=4, gbps=800),

@@ -21,10 +21,10 @@ from pathlib import Path
 import urllib3
 from cluster_view import KINDS, ROOT, records
 
-from agent.kube import Client, path_of
-from agent.kube_access import find
-from agent.nodes import API_VERSION, PLURAL, NodeRecord
-from agent.publish import Publisher
+from agent.cluster.access import find
+from agent.cluster.client import Client, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord
+from agent.cluster.publish import Publisher
 
 WRITERS = 8
 QUESTIONS = (

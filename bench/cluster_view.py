@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent.nodes import NodeRecord
+    from agent.cluster.nodes import NodeRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
@@ -28,9 +28,9 @@ KINDS = ("hgx-h100-8xH100-8hca", "polaris-4xA100-nv4", "l40s-4x-pcie")
 
 def records(nodes: int) -> Iterator[NodeRecord]:
     """`nodes` records, of which every hundredth has failed and every fiftieth is silent."""
-    from agent.nodes import records_of
+    from agent.cluster.nodes import records_of
     from agent.view import look
-    from probes.recording import load
+    from probes.host.recording import load
     from probes.scan import scan
 
     kinds = [
@@ -49,7 +49,7 @@ def serve(nodes: int, out: Queue[Any]) -> None:
     """The API server's part."""
     from api_server import ApiServer
 
-    from agent.nodes import to_resource
+    from agent.cluster.nodes import to_resource
 
     with ApiServer() as api:
         for record in records(nodes):
@@ -86,12 +86,12 @@ def main(nodes: int) -> None:
 
     from starlette.testclient import TestClient
 
-    from agent.kube import Client
-    from agent.kube_access import Access
-    from agent.server import create
-    from agent.server_cluster import Cluster
-    from agent.state import State
-    from probes.recording import load
+    from agent.cluster.access import Access
+    from agent.cluster.client import Client
+    from agent.http.cluster import Cluster
+    from agent.http.server import create
+    from agent.http.state import State
+    from probes.host.recording import load
     from probes.scan import scan
 
     state = State(lambda: (scan(load(ROOT / f"tests/machines/{KINDS[0]}.json")),), interval_seconds=3600)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, os.environ.get("TOPOFLIGHT_BENCH_ROOT") or str(Path(__file__).resolve().parent.parent))
 
-from collectives import evidence
-from collectives.transport import Evidence
+from collectives.nccl_log import evidence
+from collectives.nccl_log.transport import Evidence
 
 
 def channel_block(step: int) -> bytes:

@@ -85,8 +85,8 @@ def make_inputs(folder: Path, length: int, rows: int) -> None:
     """A model of random weights with a tokenizer, and rows that all fill the length."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from contracts.job_config import JobConfig
     from finetune.rows import load_tokenizer
-    from planner.job_config import JobConfig
 
     tokenizer = load_tokenizer(JobConfig(tokenizer_name="builtin:bytes"))
     shape = LlamaConfig(**SHAPE, bos_token_id=0, eos_token_id=1, pad_token_id=2)

@@ -39,7 +39,7 @@ BUSY = """
 import sys
 from pathlib import Path
 from agent import cmd_serve
-from agent.state import State
+from agent.http.state import State
 from probes.scanner import Scanner
 root, port, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 scanner, made = Scanner(root), 0

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from rows import Row, read_rows
 
-from planner.compute import DEFAULT, Constants, gpu_rates
+from contracts.layout import Layout
 from planner.explain import SIGMA_CALIBRATED, Z80, sigma_of
-from planner.layout import Layout
-from planner.memory import DEFAULT_MEMORY, memory_parts
-from planner.steptime import Job, StepParts, step_parts
+from planner.forecast.compute import DEFAULT, Constants, gpu_rates
+from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.step_time import Job, StepParts, step_parts
 
 # Fitted on published rows; all others are read off data sheets, kernels or papers (docs/model.md).
 FITTED = (

@@ -24,16 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.finetune_vs_trl import make_inputs  # noqa: E402
-from collectives.bench import run as run_bench  # noqa: E402
-from collectives.calibrate import CalibrationRequest, calibrate  # noqa: E402
-from collectives.results import Measurement  # noqa: E402
-from collectives.spec import BenchSpec  # noqa: E402
+from collectives.bench.calibrate import CalibrationRequest, calibrate  # noqa: E402
+from collectives.bench.results import Measurement  # noqa: E402
+from collectives.bench.run import run as run_bench  # noqa: E402
+from collectives.bench.spec import BenchSpec  # noqa: E402
+from contracts.layout import Layout  # noqa: E402
 from planner.advice import Forecast  # noqa: E402
-from planner.calibration import Calibration, parse_calibration  # noqa: E402
-from planner.layout import Layout  # noqa: E402
-from planner.models import model_from_config, model_named  # noqa: E402
+from planner.forecast.calibration import Calibration, parse_calibration  # noqa: E402
+from planner.forecast.models import model_from_config, model_named  # noqa: E402
+from planner.forecast.specs import Method, ModelSpec, TrainSpec  # noqa: E402
 from planner.recommend import forecast_layout, plan  # noqa: E402
-from planner.specs import Method, ModelSpec, TrainSpec  # noqa: E402
 from topology.graph import ClusterTopology, NodeTopology  # noqa: E402
 
 SMALL_TOKENS = 51.0  # of a row of the embedded data set, on average

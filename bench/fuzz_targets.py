@@ -146,7 +146,7 @@ _SMALL = ("titan-rtx-2x-nv2", "cpu-only-vm", "sick-l40s-x4", "r760xa-2xA40-bf3",
 
 @cache
 def _snapshot() -> Any:
-    from probes.recording import RecordedHost
+    from probes.host.recording import RecordedHost
     from probes.scan import scan
     from probes.wire import to_json
 
@@ -155,7 +155,7 @@ def _snapshot() -> Any:
 
 @cache
 def _graph() -> Any:
-    from probes.recording import RecordedHost
+    from probes.host.recording import RecordedHost
     from probes.scan import scan
     from topology.build import build
     from topology.wire import to_json
@@ -165,9 +165,9 @@ def _graph() -> Any:
 
 @cache
 def _report() -> Any:
-    from agent.report import document
+    from agent.gate.report import document
     from agent.view import look
-    from probes.recording import RecordedHost
+    from probes.host.recording import RecordedHost
     from probes.scan import scan
 
     view = look((scan(RecordedHost(_recording("titan-rtx-2x-nv2"))),))
@@ -283,7 +283,7 @@ TOPO = (
 
 def nccl_log(data: bytes) -> object:
     """Evidence from a training log, judged: as one file, and in two halves, the later packed."""
-    from collectives import evidence
+    from collectives.nccl_log import evidence
 
     read = evidence.read_file(io.BytesIO(data))
     evidence.exit_code(read)
@@ -295,8 +295,8 @@ def nccl_log(data: bytes) -> object:
 
 def topo_text(data: bytes) -> object:
     """`nvidia-smi topo -m`, drawn again."""
+    from topology.formats.text import parse, render
     from topology.render import dot, json_document
-    from topology.text import parse, render
 
     node = parse(data.decode("utf-8", errors="replace"))
     render(node)
@@ -306,8 +306,8 @@ def topo_text(data: bytes) -> object:
 
 def topo_xml(data: bytes) -> object:
     """NCCL's topology XML, written again."""
+    from topology.formats.xml import parse, write
     from topology.render import json_document
-    from topology.xml import parse, write
 
     node = parse(data.decode("utf-8", errors="replace"))
     write(node)
@@ -317,7 +317,7 @@ def topo_xml(data: bytes) -> object:
 def model_config(data: bytes) -> object:
     """A model's config.json, by both ways to it."""
     from agent.advise import Request, RequestError, model_of
-    from planner.models import load_model
+    from planner.forecast.models import load_model
 
     path = _scratch().file("config.json", _json(lambda: CONFIG, data))
     with contextlib.suppress(RequestError):
@@ -327,7 +327,7 @@ def model_config(data: bytes) -> object:
 
 def job_config(data: bytes) -> object:
     """The fine-tune job's YAML."""
-    from planner.job_config import read_config
+    from contracts.job_config import read_config
 
     return read_config(_scratch().file("job.yaml", _json(lambda: JOB, data)))
 
@@ -341,8 +341,8 @@ def job_plan(data: bytes) -> object:
 
 def dataset_card(data: bytes) -> object:
     """A hub's data set: which of its files its README.md calls the train split, of each part."""
+    from contracts.job_config import ConfigError
     from finetune.sources import choose_files
-    from planner.job_config import ConfigError
 
     text = data[1:] if data[:1] and data[0] % 2 else b"---\n" + _json(lambda: CARD, b"\0" + data[1:]) + b"\n---\n"
     card = _scratch().file("README.md", text)
@@ -355,8 +355,8 @@ def dataset_card(data: bytes) -> object:
 
 def environment(data: bytes) -> object:
     """An environment of every kind, linted."""
-    from planner.lint import lint
-    from planner.lint_sources import KINDS, read_environment
+    from planner.lint.environment import lint
+    from planner.lint.sources import KINDS, read_environment
 
     kind = (None, *KINDS)[data[0] % (len(KINDS) + 1)] if data else None
     found = read_environment(data[1:].decode("utf-8", errors="replace"), kind)
@@ -365,8 +365,8 @@ def environment(data: bytes) -> object:
 
 def manifest(data: bytes) -> object:
     """A manifest's environments, linted against each release."""
-    from planner.lint import lint
-    from planner.lint_sources import read_environment
+    from planner.lint.environment import lint
+    from planner.lint.sources import read_environment
 
     found = read_environment(_json(lambda: POD, data).decode("utf-8", errors="replace"), "pod")
     return [lint(each.environment, source=each.source, nccl_version=(2, 27, 7)) for each in found]
@@ -374,10 +374,10 @@ def manifest(data: bytes) -> object:
 
 def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
-    from agent import metrics
-    from agent.report import document
+    from agent.gate.report import document
+    from agent.metrics import families as metrics
     from agent.view import look
-    from probes.recording import load
+    from probes.host.recording import load
     from probes.scan import scan
     from probes.wire import dumps, loads
 
@@ -399,7 +399,7 @@ def snapshot(data: bytes) -> object:
 
 def network_status(data: bytes) -> object:
     """The network-status annotation, bare or in a file of annotations."""
-    from probes.interfaces_status import annotation, parse_network_status
+    from probes.interfaces.status import annotation, parse_network_status
 
     text = _json(lambda: STATUS, data).decode("utf-8", errors="replace")
     found = annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
@@ -409,7 +409,7 @@ def network_status(data: bytes) -> object:
 
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    from agent.baseline import read, regressions
+    from agent.gate.baseline import read, regressions
 
     held = read(_scratch().file("report.json", _json(_report, data)))
     return regressions((), held)
@@ -417,7 +417,7 @@ def baseline(data: bytes) -> object:
 
 def kubeconfig(data: bytes) -> object:
     """A kubeconfig; its credential plugin is not run."""
-    from agent.kube_access import from_kubeconfig
+    from agent.cluster.access import from_kubeconfig
 
     return from_kubeconfig(_scratch().file("kubeconfig", _json(lambda: KUBECONFIG, data)))
 
@@ -427,8 +427,8 @@ def node_graph(data: bytes) -> object:
     import base64
     import zlib
 
-    from agent.nodes import Fleet, NodeRecord
-    from agent.server_cluster import topology_document
+    from agent.cluster.nodes import Fleet, NodeRecord
+    from agent.http.cluster import topology_document
 
     raw = _json(_graph, data)
     packed = base64.b64encode(zlib.compress(raw, 1)).decode() if not data[:1] or data[0] % 4 < 3 else data[1:].hex()
@@ -443,7 +443,7 @@ def node_graph(data: bytes) -> object:
 
 @cache
 def _good() -> str:
-    from agent.nodes import pack
+    from agent.cluster.nodes import pack
     from topology.wire import node_from_json
 
     packed = pack(node_from_json(_graph()))
@@ -453,8 +453,8 @@ def _good() -> str:
 
 def peer(data: bytes) -> object:
     """Another agent's /nodes."""
-    from agent.nodes import Fleet, from_row, row
-    from agent.server_cluster import nodes_document, topology_document
+    from agent.cluster.nodes import Fleet, from_row, row
+    from agent.http.cluster import nodes_document, topology_document
 
     whole = {"nodes": [row(_peer_record(), 9e9, graph=True)]}
     found = json.loads(_json(lambda: whole, data))
@@ -467,7 +467,7 @@ def peer(data: bytes) -> object:
 
 @cache
 def _peer_record() -> Any:
-    from agent.nodes import NodeRecord
+    from agent.cluster.nodes import NodeRecord
 
     return NodeRecord(
         name="p", host="p", verdict="warn", scanned_at_seconds=9e9, agent_version="1", gpus=2, graph=_good(),
@@ -478,7 +478,7 @@ def _peer_record() -> Any:
 @cache
 def _view() -> Any:
     from agent.view import look
-    from probes.recording import RecordedHost
+    from probes.host.recording import RecordedHost
     from probes.scan import scan
 
     return look((scan(RecordedHost(_recording("titan-rtx-2x-nv2"))),))
@@ -486,8 +486,9 @@ def _view() -> Any:
 
 def _served(**more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
-    from agent import metrics, pages
-    from agent.report import document
+    from agent.gate.report import document
+    from agent.metrics import families as metrics
+    from agent.pages import render as pages
     from agent.view import look
 
     view = look(_view().snapshots, **more)
@@ -498,9 +499,9 @@ def _served(**more: Any) -> object:
 
 @cache
 def _bench() -> Any:
-    from collectives.results import BenchResult, Latency, Measurement, Straggler
-    from collectives.transport import ChannelCount, Evidence
-    from collectives.wire import result_to_json
+    from collectives.bench.results import BenchResult, Latency, Measurement, Straggler
+    from collectives.bench.wire import result_to_json
+    from collectives.nccl_log.transport import ChannelCount, Evidence
 
     made = Measurement(
         op="all_gather", backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << 20, iteration_seconds=(0.01,),
@@ -521,7 +522,7 @@ def _bench() -> Any:
 
 def bench_result(data: bytes) -> object:
     """A benchmark's kept result, as the agent finds and shows it."""
-    from collectives.wire import result_from_json
+    from collectives.bench.wire import result_from_json
 
     return _served(bench=result_from_json(json.loads(_json(_bench, data))), bench_at_seconds=1.8e9)
 
@@ -529,7 +530,7 @@ def bench_result(data: bytes) -> object:
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
     from agent.advise import Request, answer
-    from planner.calibration import dump_calibration, load_calibration
+    from planner.forecast.calibration import dump_calibration, load_calibration
 
     path = _scratch().file("calibration.json", _json(lambda: CALIBRATION, data))
     dump_calibration(load_calibration(path))
@@ -538,7 +539,7 @@ def calibration(data: bytes) -> object:
 
 @cache
 def _no_gpu() -> Any:
-    from probes.recording import RecordedHost
+    from probes.host.recording import RecordedHost
     from probes.scan import scan
 
     return scan(RecordedHost(_recording("cpu-only-vm")))
@@ -546,7 +547,7 @@ def _no_gpu() -> Any:
 
 def flight(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    from agent import flight as flights
+    from agent.jobs import run as flights
 
     record = flights.read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
     found = flights.parse(record)
@@ -556,9 +557,9 @@ def flight(data: bytes) -> object:
 def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
     from agent import advise
-    from agent.page_routes import question
+    from agent.http.pages import question
     from agent.whatif import values_of
-    from planner.layout import Layout
+    from contracts.layout import Layout
 
     text = data[1:].decode("utf-8", errors="replace")
     match data[0] % 4 if data else 0:
@@ -574,14 +575,14 @@ def words(data: bytes) -> object:
 
 def pci_config(data: bytes) -> object:
     """PCI configuration space."""
-    from probes.pci_config import parse_config
+    from probes.pci.config import parse_config
 
     return parse_config(data[:4096])
 
 
 def token_file(data: bytes) -> object:
     """The file of bearer tokens."""
-    from agent.doors import read_tokens
+    from agent.http.access import read_tokens
 
     path = _scratch().file("tokens", data)
     path.chmod(0o600)
@@ -606,26 +607,30 @@ def _kinds(text: bytes) -> list[bytes]:
 
 def targets() -> Mapping[str, Target]:
     """Every target by name."""
-    kube, lints = _own("agent.kube_access", "AccessError"), _own("planner.lint_sources", "EnvironmentTextError")
-    jobs, records = _own("planner.job_config", "ConfigError"), _own("probes.recording", "RecordingError")
-    gates, flights = _own("agent.gate", "GateError"), _own("agent.flight", "FlightError")
-    lay = (*_own("planner.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
+    kube, lints = _own("agent.cluster.access", "AccessError"), _own("planner.lint.sources", "EnvironmentTextError")
+    jobs, records = _own("contracts.job_config", "ConfigError"), _own("probes.host.recording", "RecordingError")
+    gates, flights = _own("agent.gate.verdict", "GateError"), _own("agent.jobs.run", "FlightError")
+    lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
     dumped = json.dumps
     return {
         "nccl_log": Target(
             run=nccl_log,
-            errors=_own("collectives.evidence_clean", "LogFileError"),
+            errors=_own("collectives.nccl_log.clean", "LogFileError"),
             seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3, gzip.compress(NCCL_LOG), NCCL_LOG + JOB_END],
         ),
-        "topo_text": Target(run=topo_text, errors=_own("topology.text", "TopologyTextError"), seeds=lambda: [TOPO]),
+        "topo_text": Target(
+            run=topo_text, errors=_own("topology.formats.text", "TopologyTextError"), seeds=lambda: [TOPO]
+        ),
         "topo_xml": Target(
-            run=topo_xml, errors=_own("topology.xml", "TopologyXmlError"), seeds=lambda: [XML, ENTITIES]
+            run=topo_xml, errors=_own("topology.formats.xml", "TopologyXmlError"), seeds=lambda: [XML, ENTITIES]
         ),
         "model_config": Target(
-            run=model_config, errors=_own("planner.models", "ModelError"), seeds=_with_steps(dumped(CONFIG).encode())
+            run=model_config,
+            errors=_own("planner.forecast.models", "ModelError"),
+            seeds=_with_steps(dumped(CONFIG).encode()),
         ),
         "job_config": Target(
-            run=job_config, errors=jobs, seeds=_with_steps((ROOT / "finetune/default.yaml").read_bytes(), BOMB)
+            run=job_config, errors=jobs, seeds=_with_steps((ROOT / "contracts/default.yaml").read_bytes(), BOMB)
         ),
         "job_plan": Target(run=job_plan, errors=jobs, seeds=_with_steps(dumped(PLAN).encode())),
         "dataset_card": Target(
@@ -655,7 +660,9 @@ def targets() -> Mapping[str, Target]:
         "peer": Target(run=peer, errors=(ValueError,), seeds=_with_steps(b'{"nodes": []}')),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(
-            run=calibration, errors=(*_own("planner.calibration", "CalibrationError"), *lay), seeds=_with_steps(b"{}")
+            run=calibration,
+            errors=(*_own("planner.forecast.calibration", "CalibrationError"), *lay),
+            seeds=_with_steps(b"{}"),
         ),
         "flight": Target(run=flight, errors=flights, seeds=_with_steps(b"{}")),
         "words": Target(

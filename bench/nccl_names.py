@@ -1,7 +1,7 @@
 """The table of NCCL's variables by release, from the libraries that NVIDIA publishes as wheels.
 
     python bench/nccl_names.py read     # one release after another: fetch, read, delete; goes on where it was stopped
-    python bench/nccl_names.py table    # writes planner/data/nccl_env_names.tsv anew from what was read
+    python bench/nccl_names.py table    # writes planner/nccl_env/data/nccl_env_names.tsv anew from what was read
 
 What is needed: pip with an index, and 1 GB of disk for the one wheel at hand. A name counts as read by a release where
 its library's code loads the address of the name: enumerators and texts that merely look like names are never loaded.
@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from planner.nccl_names import NcclName, Version, names, parse_version, version_text
+from planner.nccl_env.names import NcclName, Version, names, parse_version, version_text
 
 ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "planner/data/nccl_env_names.tsv"
+TABLE = ROOT / "planner/nccl_env/data/nccl_env_names.tsv"
 KEPT = ROOT / ".cache/nccl_names"
 PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")  # the newest CUDA has every name
 

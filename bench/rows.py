@@ -11,13 +11,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.hardware import GIGA, Gpu, gpu_named
-from planner.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
-from planner.links import NETWORK_SHARE, Links, Speed
-from planner.models import ModelError, model_named
-from planner.specs import ModelSpec, TrainSpec
-from planner.stacks import Stack, stack_matching
-from planner.weights import weights
+from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
+from planner.forecast.hardware import GIGA, Gpu, gpu_named
+from planner.forecast.links import NETWORK_SHARE, Links, Speed
+from planner.forecast.models import ModelError, model_named
+from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.stacks import Stack, stack_matching
+from planner.forecast.weights import weights
 
 Raw = dict[str, str]
 

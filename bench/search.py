@@ -6,10 +6,10 @@ import resource
 import statistics
 import time
 
-from planner import machines
-from planner.models import model_named
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, search_planned
-from planner.specs import TrainSpec
 
 SIZES = (8, 64, 512, 2048, 4096, 16384)
 SEQUENCES_PER_GPU = 1

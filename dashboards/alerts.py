@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from alert_rules import Alert, on_finding, series
 
-from agent.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
+from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
 
 RATIO = "topoflight_gdrdma_channels_ratio"
 PUBLISHED = "topoflight_publish_success_timestamp_seconds"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.metrics_catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family
+from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family
 
 BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
 

@@ -1,7 +1,7 @@
 """Which transport NCCL's channels really take: as its own log has them, whatever was set.
 
-Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.evidence (docs/evidence.md). Only
-channel lines prove; what the log does not show is unknown: told, and neither a pass nor a reason to stop.
+Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.nccl_log.evidence (docs/evidence.md).
+Only channel lines prove; what the log does not show is unknown: told, and neither a pass nor a reason to stop.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives import evidence
-from collectives.transport import Evidence
+from collectives.nccl_log import evidence
+from collectives.nccl_log.transport import Evidence
 
 MAX_LOG_BYTES = 16 << 20  # of each rank; channels are printed as they are connected, so at the beginning
 MAX_NAMES = 256  # of a rank's channels, told to the others

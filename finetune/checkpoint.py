@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from planner.job_config import ConfigError, EndedError, JobConfig
+from contracts.job_config import ConfigError, EndedError, JobConfig
 
 SCHEMA_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")

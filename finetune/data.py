@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contracts.job_config import ConfigError, JobConfig
 from finetune.rows import IGNORED, Example, encode
 from finetune.sources import load_rows
-from planner.job_config import ConfigError, JobConfig
 
 LENGTH_POOL = 50  # global batches that are sorted by length together: order stays random beyond them
 

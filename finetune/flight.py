@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from contracts.layout import Layout
 from finetune import parts
-from planner.layout import Layout
 
 SCHEMA_VERSION = 1
 WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median

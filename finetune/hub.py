@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from planner.job_config import ConfigError, JobConfig
+from contracts.job_config import ConfigError, JobConfig
 
 CONVERTED = "refs/convert/parquet"  # the branch of a data set that the hub's own converter writes
 MAX_FILES = 10_000  # of a data set's listing

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from contracts.job_config import ConfigError, EndedError, JobConfig
+from contracts.layout import Layout
 from finetune import checkpoint, data, flight, model, optim, parallel, parts, verify
 from finetune.plan import Plan
 from finetune.rows import load_tokenizer
-from planner.job_config import ConfigError, EndedError, JobConfig
-from planner.layout import Layout
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
 

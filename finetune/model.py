@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import LinearCrossEntropyOptions, functional
 from torch.utils.checkpoint import checkpoint
 
+from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
 from finetune.rows import IGNORED
-from planner.job_config import ConfigError, JobConfig
 
 # model_type -> what decides that this job may cut and shard it: one stack of layers, rotary positions, q/k/v/o and
 # gate/up/down projections.

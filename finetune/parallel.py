@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from contracts.job_config import ConfigError
+from contracts.layout import Layout
 from finetune.data import Batch
 from finetune.model import Chunk, causal_lm, cut
 from finetune.plan import refusals
-from planner.job_config import ConfigError
-from planner.layout import Layout
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from planner.layout import Layout
+from contracts.layout import Layout
 
 # Part -> the members of the forecast's time_parts that it is held against, and its name in a sentence.
 PARTS: dict[str, tuple[tuple[str, ...], str]] = {

@@ -1,6 +1,6 @@
 """The planner's answer, the layout to run (the plan's, or what the settings ask for), and which ones cannot run.
 
-Surface: plan.json `{"layout": {...}, "forecast": {...}, "environment": {...}}`; layout members are `planner.layout`'s.
+Surface: plan.json `{"layout": {...}, "forecast": {...}, "environment": {...}}`; layout members: `contracts.layout`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.job_config import MAX_FILE_BYTES, ConfigError, JobConfig
-from planner.layout import Layout, LayoutError
-from probes import bounded
-from probes.plain import loads as plain
+from contracts import bounded
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig
+from contracts.layout import Layout, LayoutError
+from contracts.plain import loads as plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

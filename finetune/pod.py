@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from collectives import processes
+from collectives.bench import processes
+from contracts import bounded
+from contracts import run_record as flight_record
+from contracts.job_config import ConfigError, read_config
 from finetune import post
-from planner import flight_record
-from planner.job_config import ConfigError, read_config
-from probes import bounded
 
 RESUMABLE = flight_record.RESUMABLE
 UNAVAILABLE = 69  # EX_UNAVAILABLE: another pod did not come, or the restarts are used up

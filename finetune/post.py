@@ -22,7 +22,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probes import bounded
+from contracts import bounded
 
 if TYPE_CHECKING:
     from finetune.flight import Recorder
@@ -34,7 +34,7 @@ ONE_SECONDS = 5.0
 TRIES = 3
 PAUSE_SECONDS = 2.0  # an agent that restarts, or has no scan yet
 AGAIN = (429, 503)
-_MOST_RECORD_BYTES = 16 << 20  # as agent.flight reads
+_MOST_RECORD_BYTES = 16 << 20  # as agent.jobs.run reads
 _MOST_TOKEN_BYTES = 16384
 _MOST_ANSWER_BYTES = 4096
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")

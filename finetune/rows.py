@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
-from planner.job_config import ConfigError, JobConfig
 
 IGNORED = -100  # torch's cross_entropy ignore_index
 CHAT_TEMPLATE = (

@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from contracts.job_config import ConfigError, JobConfig, parse_mapping
 from finetune import hub
-from planner.job_config import ConfigError, JobConfig, parse_mapping
 
 FORMATS = (".jsonl", ".json", ".parquet")
 # Every rank keeps its rows in memory, as tokens some thirty times their bytes: more than this is the wrong file.

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from contracts.job_config import ConfigError, EndedError, read_config
 from finetune import channels, checkpoint, hub, post
 from finetune.flight import Recorder
 from finetune.loop import RESUMABLE, Trainer
 from finetune.plan import as_planned, read_plan, settle_layout
-from planner.job_config import ConfigError, EndedError, read_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from contracts.job_config import EndedError
+from contracts.layout import Layout
 from finetune import channels, sockets
 from finetune.parallel import COLUMN, ROW, Engine
-from planner.job_config import EndedError
-from planner.layout import Layout
 
 PADDING = 1.05  # uneven splits leave some ranks a little more than an even share
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.layout import Layout
-from planner.specs import ModelSpec, TrainSpec
+from contracts.layout import Layout
+from planner.forecast.specs import ModelSpec, TrainSpec
 
 SCHEMA_VERSION = 1
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from contracts.layout import Layout
 from planner.advice import Forecast, Interval, Part, RankedLayout
-from planner.compute import gpu_rates
-from planner.hardware import GIB, GIGA, gpu_named
-from planner.layout import Layout
-from planner.links import Links, Speed
-from planner.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.compute import gpu_rates
+from planner.forecast.hardware import GIB, GIGA, gpu_named
+from planner.forecast.links import Links, Speed
+from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.step_time import (
+    ADAM_RANK_BYTES_PER_SECOND,
+    Job,
+    StepParts,
+    gathers,
+    scatters,
+    step_parts,
+    strides,
+)
+from planner.forecast.weights import trained_weights, weights
 from planner.search import Candidate
-from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, Job, StepParts, gathers, scatters, step_parts, strides
-from planner.weights import trained_weights, weights
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
 # (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.

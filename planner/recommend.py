@@ -7,31 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collectives.results import Measurement
-from collectives.transport import Evidence
-from planner import machines, nccl_env
+from collectives.bench.results import Measurement
+from collectives.nccl_log.transport import Evidence
+from contracts.layout import Layout, LayoutError, Precision
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
-from planner.calibration import Calibration, apply_calibration, check_device, with_links
-from planner.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
-from planner.hardware import GIB, gpu_named
-from planner.layout import Layout, LayoutError, Precision
-from planner.lengths import check_histogram
-from planner.links import Links, links_of
-from planner.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast import machines
+from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
+from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
+from planner.forecast.hardware import GIB, gpu_named
+from planner.forecast.lengths import check_histogram
+from planner.forecast.links import Links, links_of
+from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.stacks import engine_named
+from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
+from planner.nccl_env import environment as nccl_env
 from planner.rules import Question, first_broken
 from planner.search import Candidate, Found, fitting, search
-from planner.specs import ModelSpec, TrainSpec
-from planner.stacks import engine_named
-from planner.steptime import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from probes.api import Snapshot
-from probes.gpu import GpuFacts
-from probes.gpu_health import held_bytes
-from probes.hostinfo import HostinfoFacts
+from probes.gpu.health import held_bytes
+from probes.gpu.probe import GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
 from topology.graph import ClusterTopology
 
 _RUNNERS_UP = 4
-OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # whose states planner.memory counts
+OPTIMIZERS = (
+    "adamw",
+    "adamw8bit",
+    "paged_adamw8bit",
+    "sgd",
+    "adafactor",
+)  # whose states planner.forecast.memory counts
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "fp8")
 # A fine-tune's customary global batch, and a pre-training run's tokens per step, where the user named none.
 _DEFAULT_FINETUNE_BATCH = 64

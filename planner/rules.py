@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.hardware import GIB, GIGA
-from planner.layout import Layout
-from planner.links import Links
-from planner.specs import ModelSpec, TrainSpec
-from planner.stacks import Stack, as_run
-from planner.weights import weights
+from contracts.layout import Layout
+from planner.forecast.hardware import GIB, GIGA
+from planner.forecast.links import Links
+from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.stacks import Stack, as_run
+from planner.forecast.weights import weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

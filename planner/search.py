@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from contracts.layout import Checkpointing, Layout, Precision, Sharding
 from planner.advice import Rejected
-from planner.hardware import GIB
-from planner.layout import Checkpointing, Layout, Precision, Sharding
-from planner.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
+from planner.forecast.hardware import GIB
+from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
+from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import Question, first_broken
-from planner.steptime import Job, StepParts, step_parts
 
 _FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

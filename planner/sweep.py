@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner import machines
 from planner.advice import RankedLayout
+from planner.forecast import machines
+from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import plan, search_planned
-from planner.specs import ModelSpec, TrainSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

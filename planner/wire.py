@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import cattrs
 from cattrs.errors import BaseValidationError, StructureHandlerNotFoundError
 
+from contracts.layout import Layout
+from contracts.plain import PlainError
+from contracts.plain import loads as plain
 from planner.advice import SCHEMA_VERSION, Recommendation
-from planner.layout import Layout
-from planner.specs import ModelSpec, TrainSpec
-from probes.plain import PlainError
-from probes.plain import loads as plain
+from planner.forecast.specs import ModelSpec, TrainSpec
 
 T = TypeVar("T", Recommendation, Layout, ModelSpec, TrainSpec)
 

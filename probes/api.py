@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from probes.host import Host
+    from probes.host.protocol import Host
 
 SCHEMA_VERSION = 1
 """Raised whenever an older reader would misread a snapshot or a recording."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from probes.api import Absent, Failed, Ok
-from probes.host import Json
+from probes.host.protocol import Json
 
 Outcome = Ok[Any] | Absent | Failed
 

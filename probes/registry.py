@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from probes import gpu, hostinfo, interfaces, limits, pci, rdma
 from probes.api import Probe
+from probes.gpu import probe as gpu
+from probes.hostinfo import probe as hostinfo
+from probes.interfaces import probe as interfaces
+from probes.limits import probe as limits
+from probes.pci import probe as pci
+from probes.rdma import probe as rdma
 
 ALL: tuple[Probe[Any], ...] = (
     hostinfo.PROBE,

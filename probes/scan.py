@@ -12,9 +12,9 @@ from importlib import metadata
 from typing import Any
 
 from probes.api import Absent, Failed, Finding, Metric, Ok, Probe, Sample, Severity, Snapshot, UnavailableError
-from probes.gpu_types import GpuFacts
-from probes.host import Host
-from probes.rdma import RdmaFacts
+from probes.gpu.types import GpuFacts
+from probes.host.protocol import Host
+from probes.rdma.probe import RdmaFacts
 from probes.registry import ALL, BY_NAME
 
 SCAN_METRICS = (

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from probes.api import Failed, Probe, Snapshot
-from probes.host import Json
-from probes.live import LiveHost
-from probes.nvml import CRASHED, HUNG, Slot
-from probes.recording import archive
+from probes.host.live import LiveHost
+from probes.host.nvml import CRASHED, HUNG, Slot
+from probes.host.protocol import Json
+from probes.host.recording import archive
 from probes.registry import ALL
 from probes.scan import version
 from probes.wire import Outcome, SnapshotError, outcome_from_json
@@ -204,7 +204,7 @@ class Scanner:
             return _snapshot(identity, outcomes)
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
-        """A scan and the recording of all that the host answered to it (see probes.recording)."""
+        """A scan and the recording of all that the host answered to it (see probes.host.recording)."""
         with self._lock:
             identity, self._start_error = self._host.identity(), None
             answers: dict[str, dict[str, Json]] = {"identity": {"": identity}}
@@ -308,6 +308,6 @@ def scan_live(root: str = "/", timeout_seconds: float | None = None) -> Snapshot
 
 
 def capture(root: str = "/", source: str = "", timeout_seconds: float | None = None) -> dict[str, Json]:
-    """Record this machine: the content of a recording file (`probes.recording.dumps` writes it)."""
+    """Record this machine: the content of a recording file (`probes.host.recording.dumps` writes it)."""
     with Scanner(root, timeout_seconds=timeout_seconds) as scanner:
         return scanner.capture(source)[1]

@@ -11,12 +11,12 @@ import json
 import cattrs
 from cattrs.preconf.json import make_converter
 
+from contracts.plain import PlainError, strict
+from contracts.plain import loads as plain
 from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
-from probes.host import Json
+from probes.host.protocol import Json
 from probes.outcome import Outcome as Outcome
 from probes.outcome import outcome_to_json as outcome_to_json
-from probes.plain import PlainError, strict
-from probes.plain import loads as plain
 from probes.registry import BY_NAME
 
 _converter = make_converter()

@@ -13,11 +13,11 @@ import sys
 import threading
 from typing import IO, Any, cast
 
-from probes.host import Host, Json
-from probes.live import LiveHost
-from probes.nvml import Slot
+from probes.host.live import LiveHost
+from probes.host.nvml import Slot
+from probes.host.protocol import Host, Json
+from probes.host.recording import RecordingHost
 from probes.outcome import outcome_to_json
-from probes.recording import RecordingHost
 from probes.registry import BY_NAME
 from probes.scan import run
 
@@ -63,7 +63,7 @@ def _send(pipe: IO[bytes], message: dict[str, Json]) -> None:
 
 
 def main(root: str, slot: int) -> None:
-    """Answer requests until the parent goes; `slot` is the descriptor of a `probes.nvml.Slot`."""
+    """Answer requests until the parent goes; `slot` is the descriptor of a `probes.host.nvml.Slot`."""
     pipe = _private_stdout()
     host = LiveHost(root)
     host.show_driver_questions(Slot(slot))

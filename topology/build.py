@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from itertools import combinations
 
+from hardware.pci_models import NVIDIA, model_of
 from probes.api import Snapshot
-from probes.gpu import Gpu, GpuFacts
-from probes.hostinfo import HostinfoFacts
-from probes.interfaces import InterfacesFacts
-from probes.pci import PciDevice, PciFacts
-from probes.rdma import RdmaFacts
+from probes.gpu.probe import Gpu, GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.probe import InterfacesFacts
+from probes.pci.probe import PciDevice, PciFacts
+from probes.rdma.probe import RdmaFacts
 from topology.build_nics import nics_of
 from topology.complete import complete
 from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair, PathClass, PciNode
 from topology.labels import UNKNOWN, path_class
 from topology.nvlink import NvLinks, active_targets, joined
-from topology.pci_models import NVIDIA, model_of
 from topology.pcie import PciTree, plan
 from topology.reference import recognise
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from probes.gpu import Gpu, GpuFacts, GpuPair, NvLink
-from probes.gpu_links import LINKS_MAX
-from probes.gpu_types import UNREAD
+from probes.gpu.links import LINKS_MAX
+from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.types import UNREAD
 from topology.graph import GpuNode, Pair, PathClass
 from topology.nccl import nvlink_bytes_per_second
 

@@ -6,13 +6,13 @@ from collections import Counter
 from typing import Any
 
 from topology.derive import Pairs
+from topology.formats.matrix import columns
+from topology.formats.matrix import render as matrix
+from topology.formats.xml import write as xml
 from topology.graph import ClusterTopology, Expectation, NearestNic, NodeTopology, Pair
 from topology.labels import nvlinks
-from topology.matrix import columns
-from topology.matrix import render as matrix
 from topology.reference import candidates, departures
 from topology.svg import COLOURS, colour, svg
-from topology.xml import write as xml
 
 __all__ = ["COLOURS", "cluster_document", "dot", "json_document", "matrix", "svg", "xml"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape as escape_xml
 
 from topology.derive import Pairs
+from topology.formats.matrix import columns
 from topology.graph import GpuNode, NicNode, NodeTopology
 from topology.labels import level, nvlinks, rank
-from topology.matrix import columns
 
 COLOURS = {
     "NV": "#3b8132",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import cattrs
 from cattrs.preconf.json import make_converter
 
-from probes.plain import strict
+from contracts.plain import strict
 from topology.graph import SCHEMA_VERSION, ClusterTopology, NodeTopology
 
 T = TypeVar("T", NodeTopology, ClusterTopology)

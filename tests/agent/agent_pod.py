@@ -11,9 +11,9 @@ from typing import Any
 from kustomization import render
 
 from agent.view import View, look
-from probes.host import GpuHandle, Json
-from probes.live import ENVIRONMENT, SECRET
-from probes.recording import RecordedHost, load
+from probes.host.live import ENVIRONMENT, SECRET
+from probes.host.protocol import GpuHandle, Json
+from probes.host.recording import RecordedHost, load
 from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent

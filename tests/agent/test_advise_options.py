@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from agent.advise import Request, RequestError, answer, cluster_of, histogram_of, of_cluster
-from agent.cmd_recommend import recommend
+from agent.cli.recommend import recommend
 from planner.advice import Recommendation
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from agent_pod import HEALTHY, MACHINES, OVERLAYS, PodHost, agent_of, bad, in_pod, of_host
 
-from agent.gate import Check
+from agent.gate.verdict import Check
 from agent.view import View, look
 from probes.scan import scan
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from agent import bench_history, keep
-from agent.exits import EXIT_FAILED
-from agent.gate import judge
-from agent.measured import asked_now, checks_of_bench
-from agent.server_load import Bench, Bencher, judged
-from agent.state import State
+from agent.cli.exits import EXIT_FAILED
+from agent.gate.measured import asked_now, checks_of_bench
+from agent.gate.verdict import judge
+from agent.http.load import Bench, Bencher, judged
+from agent.http.state import State
+from agent.jobs import bench_history
+from agent.jobs import result_store as keep
 from agent.view import look
-from collectives.results import BenchResult, Measurement
-from collectives.wire import result_from_json, result_to_json
-from probes.recording import load
+from collectives.bench.results import BenchResult, Measurement
+from collectives.bench.wire import result_from_json, result_to_json
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINE = Path(__file__).parents[1] / "machines" / "cpu-only-vm.json"

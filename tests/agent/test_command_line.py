@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import VERBS, cli, expand_hosts
+from agent.cli.main import VERBS, cli, expand_hosts
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 
@@ -107,7 +107,7 @@ def test_corrupt_recording_is_refused_by_name(tmp_path: Path) -> None:
 def test_help_pays_for_no_library() -> None:
     """`--help` lists the verbs without importing what they need."""
     code = (
-        "import sys; from agent.cli import main\n"
+        "import sys; from agent.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = ('rich', 'fastapi', 'torch', 'pynvml', 'pyroute2', 'jinja2', 'cattrs')\n"

@@ -47,8 +47,8 @@ def test_agent_image_steps_give_an_agent_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     binaries = tmp_path / "opt/topoflight/bin"
     code = (
-        "import importlib.util as u, agent.server, agent.cmd_serve, agent.preflight, pathlib, sys\n"
-        "assert str(pathlib.Path(agent.server.__file__)).startswith(sys.prefix), agent.server.__file__\n"
+        "import importlib.util as u, agent.http.server, agent.cli.serve, agent.gate.preflight, pathlib, sys\n"
+        "assert str(pathlib.Path(agent.http.server.__file__)).startswith(sys.prefix), agent.http.server.__file__\n"
         "unwanted = 'torch', 'transformers', 'kubernetes', 'setuptools', 'pkg_resources', 'wheel', 'pip'\n"
         "assert not [n for n in unwanted if u.find_spec(n)], [n for n in unwanted if u.find_spec(n)]\n"
     )

@@ -149,7 +149,7 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
 
 def test_daemonset_arguments_are_understood() -> None:
     """The arguments in the manifests are options that exist."""
-    from agent.cli import cli
+    from agent.cli.main import cli
 
     for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/daemonset/overlays/kueue",
                    ROOT / "deploy/bench/job"):  # fmt: skip

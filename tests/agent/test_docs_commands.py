@@ -16,7 +16,7 @@ import click
 import pytest
 import yaml
 
-from agent.cli import VERBS, cli
+from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINES = ROOT / "tests" / "machines"

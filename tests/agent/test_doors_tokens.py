@@ -18,15 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from api_server import ApiServer
 
-from agent.doors import Doors, grant
-from agent.kube import Client
-from agent.kube_access import Access
-from agent.problem import ProblemError
-from agent.server import create
-from agent.server_load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
-from agent.state import State
-from probes.gpu import GpuFacts, GpuProcess
-from probes.recording import load
+from agent.cluster.access import Access
+from agent.cluster.client import Client
+from agent.http.access import Doors, grant
+from agent.http.load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
+from agent.http.problem import ProblemError
+from agent.http.server import create
+from agent.http.state import State
+from probes.gpu.probe import GpuFacts, GpuProcess
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINE = next((Path(__file__).parent.parent / "machines").glob("hgx-h100*.json"))
@@ -93,7 +93,7 @@ def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: i
     """Short tokens, or a file that everyone may read."""
     from click.testing import CliRunner
 
-    from agent.cmd_serve import serve
+    from agent.cli.serve import serve
 
     path = tmp_path / "tokens"
     path.write_text(content)

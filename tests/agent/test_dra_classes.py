@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from api_server import ApiServer, write_kubeconfig
 
-from agent.cmd_launch import launch
-from agent.dra_classes import GPU, NIC, CannotError, UnknownError, find, read
-from agent.kube import Client
-from agent.kube_access import Access
+from agent.cli.launch import launch
+from agent.cluster.access import Access
+from agent.cluster.client import Client
+from agent.cluster.dra_classes import GPU, NIC, CannotError, UnknownError, find, read
 
 ROOT = Path(__file__).parent.parent.parent
 V1 = "resource.k8s.io/v1"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import VERBS
+from agent.cli.main import VERBS
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINES = ROOT / "tests" / "machines"

@@ -14,19 +14,19 @@ from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from kustomization import render
 
-from agent.cli import cli
-from agent.cluster_gate import checks_of as gate_of_nodes
-from agent.expect import EXPECT_CODES, KEYS, Expectation, asked, parse, read_file
-from agent.gate import GateError, judge
-from agent.nodes import Fleet, records_of
-from agent.server import create
-from agent.state import State
+from agent.cli.main import cli
+from agent.cluster.gate import checks_of as gate_of_nodes
+from agent.cluster.nodes import Fleet, records_of
+from agent.gate.expect import EXPECT_CODES, KEYS, Expectation, asked, parse, read_file
+from agent.gate.verdict import GateError, judge
+from agent.http.server import create
+from agent.http.state import State
 from agent.view import look
 from probes.api import Failed, Ok, Snapshot
-from probes.gpu import GpuFacts
-from probes.limits import LimitsFacts
-from probes.rdma import RdmaFacts
-from probes.recording import load
+from probes.gpu.probe import GpuFacts
+from probes.host.recording import load
+from probes.limits.probe import LimitsFacts
+from probes.rdma.probe import RdmaFacts
 from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from hatchling.builders.wheel import WheelBuilder
 
 from agent.advise import FORMATS
-from agent.cli import cli
-from agent.cmd_scan import explain
-from agent.codes import ALL_CODES
-from agent.explain import sections
-from collectives.evidence_codes import CODES as LOG_CODES
-from planner.lint import CODES as ENV_CODES
+from agent.cli.main import cli
+from agent.cli.scan import explain
+from agent.gate.codes import ALL_CODES
+from agent.gate.explain import sections
+from collectives.nccl_log.codes import CODES as LOG_CODES
+from planner.lint.environment import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "findings.md"

@@ -18,16 +18,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from api_server import ApiServer
 from kustomization import render
 
-from agent import keep
-from agent.doors import AUDIENCE, Doors
-from agent.kube import Client
-from agent.kube_access import Access
-from agent.server import create
-from agent.server_flights import MOST_POSTED_BYTES, MOST_VALUES, Record
-from agent.state import State
+from agent.cluster.access import Access
+from agent.cluster.client import Client
+from agent.http.access import AUDIENCE, Doors
+from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
+from agent.http.server import create
+from agent.http.state import State
+from agent.jobs import result_store as keep
 from finetune.flight import MAX_STEPS
-from planner import job, manifests
-from probes.recording import load
+from planner.kubernetes import job, manifests
+from probes.host.recording import load
 from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent

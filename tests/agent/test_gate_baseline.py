@@ -21,12 +21,12 @@ from api_server import ApiServer, write_kubeconfig
 from machine_built import Machine
 from machine_tree import Tree
 
-from agent.baseline import read, regressions
-from agent.cmd_preflight import preflight
-from agent.gate import Check, GateError, Status, judge
-from agent.nodes import NodeRecord, records_of, to_resource
+from agent.cli.preflight import preflight
+from agent.cluster.nodes import NodeRecord, records_of, to_resource
+from agent.gate.baseline import read, regressions
+from agent.gate.verdict import Check, GateError, Status, judge
 from agent.view import look
-from probes.recording import dumps, load
+from probes.host.recording import dumps, load
 from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -178,8 +178,8 @@ def test_exit_codes_are_this_table(statuses: tuple[Status, ...], required: bool,
 
 def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
     """The object is there, its status is not yet."""
-    from agent.cluster_gate import checks_of
-    from agent.nodes import Fleet
+    from agent.cluster.gate import checks_of
+    from agent.cluster.nodes import Fleet
 
     held = Fleet()
     held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])

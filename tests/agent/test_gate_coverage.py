@@ -16,19 +16,19 @@ from xml.etree import ElementTree
 import pytest
 from fastapi.testclient import TestClient
 
-from agent.admission import Policy, decide
-from agent.cluster_gate import checks_of
-from agent.codes import PROBE_CODES
-from agent.gate import Check, judge
-from agent.nodes import Fleet, records_of, to_resource
-from agent.publish import node_feature
-from agent.server import create
-from agent.state import State
+from agent.cluster.admission import Policy, decide
+from agent.cluster.gate import checks_of
+from agent.cluster.nodes import Fleet, records_of, to_resource
+from agent.cluster.publish import node_feature
+from agent.gate.codes import PROBE_CODES
+from agent.gate.verdict import Check, judge
+from agent.http.server import create
+from agent.http.state import State
 from agent.view import View, look
 from probes.api import Absent, Failed, Ok, Snapshot
-from probes.gpu import GpuFacts
-from probes.pci import PciDevice, PciFacts
-from probes.recording import load
+from probes.gpu.probe import GpuFacts
+from probes.host.recording import load
+from probes.pci.probe import PciDevice, PciFacts
 from probes.registry import ALL
 from probes.scan import scan
 from probes.scanner import Scanner
@@ -157,7 +157,7 @@ def test_junit_of_an_unmeasured_gpu_is_errors_not_skips() -> None:
 
 
 def junit_of(view: View) -> str:
-    from agent.report import Report, junit
+    from agent.gate.report import Report, junit
 
     return junit(Report(started_at_seconds=0.0, seconds=0.0, topoflight_version="", snapshots=view.snapshots,
                         topologies=view.topologies, checks=view.checks, verdict=view.verdict))  # fmt: skip
@@ -241,7 +241,7 @@ def test_a_probe_of_what_every_host_has_must_end(probe: str) -> None:
 
 def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -> None:
     """A virtual machine without PCI has /sys/bus and no pci in it; a sandbox without /sys has neither."""
-    from probes.live import LiveHost
+    from probes.host.live import LiveHost
 
     assert isinstance(scan(LiveHost(str(tmp_path))).outcomes["pci"], Failed)
     (tmp_path / "sys/bus/virtio/devices").mkdir(parents=True)
@@ -287,7 +287,7 @@ def test_nvml_that_cannot_be_used_passes_nothing() -> None:
 
 def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
     """Someone who knows that a node's GPUs are not meant says so; another --require does not undo the bus's."""
-    from agent.gate import select
+    from agent.gate.verdict import select
 
     view = look((with_outcomes(recorded(), gpu=Failed(error="crashed")),))
     assert judge(select(view.checks, require=("limits.*",))).exit_code == 5

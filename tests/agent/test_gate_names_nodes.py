@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
-from agent.cli import cli
-from agent.gate import judge
-from agent.nodes import Fleet
-from agent.pages import fleet_page
-from agent.server import create
-from agent.state import State
+from agent.cli.main import cli
+from agent.cluster.nodes import Fleet
+from agent.gate.verdict import judge
+from agent.http.server import create
+from agent.http.state import State
+from agent.pages.render import fleet_page
 from agent.view import look
 
 MACHINES = Path(__file__).parents[1] / "machines"

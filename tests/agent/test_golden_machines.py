@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from agent import metrics
 from agent.advise import Request, for_view
-from agent.report import document
+from agent.gate.report import document
+from agent.metrics import families as metrics
 from agent.view import View, look
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))

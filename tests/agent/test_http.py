@@ -14,9 +14,9 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
-from agent.server import create
-from agent.state import State
-from probes.recording import load
+from agent.http.server import create
+from agent.http.state import State
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
@@ -199,7 +199,7 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Pat
 
 def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
     """Scrapes of one view share the bytes; a new view gets new ones; formats do not mix."""
-    from agent.metrics import Rendered
+    from agent.metrics.families import Rendered
     from agent.view import look
 
     rendered = Rendered()

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from agent.advise import Request, advise
-from agent.cmd_launch import launch
-from agent.job_settings import EMBEDDED_MODEL, untrainable
+from agent.cli.job_settings import EMBEDDED_MODEL, untrainable
+from agent.cli.launch import launch
 
 MACHINE = ["--machine", "dgx-h100", "--dry-run"]
 

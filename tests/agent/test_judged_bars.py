@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from agent import bars
-from agent.baseline import read_bench
-from agent.cluster_gate import checks_of
-from agent.gate import Check, GateError
-from agent.hosts import snapshots
-from agent.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
-from agent.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
+from agent.cli.hosts import snapshots
+from agent.cluster.gate import checks_of
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
+from agent.gate import bars
+from agent.gate.baseline import read_bench
+from agent.gate.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
+from agent.gate.verdict import Check, GateError
 from agent.view import look
-from collectives.results import Bar, BenchResult, Measurement
-from collectives.transport import Evidence, ProofLine
-from collectives.wire import result_to_json
+from collectives.bench.results import Bar, BenchResult, Measurement
+from collectives.bench.wire import result_to_json
+from collectives.nccl_log.transport import Evidence, ProofLine
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB, GIB = 1e9, 1 << 30

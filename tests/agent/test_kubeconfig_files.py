@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.kube_access import AccessError, find
+from agent.cluster.access import AccessError, find
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[str, Any]]) -> Path:

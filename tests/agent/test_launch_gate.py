@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from agent.advise import Request, RequestError, advise
-from agent.benchmark import EMBEDDED_MODEL, job_request
-from agent.cmd_launch import _gate, launch
-from agent.hosts import snapshots
-from agent.launch import Launched, LaunchError, fly, planned_job, record_of
-from agent.preflight import Options, _stopping
+from agent.cli.hosts import snapshots
+from agent.cli.launch import _gate, launch
+from agent.gate.preflight import Options, _stopping
+from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
+from agent.jobs.launch import Launched, LaunchError, fly, planned_job, record_of
 from agent.view import look
-from planner.job_config import read_config
+from contracts.job_config import read_config
 
 SICK = Path(__file__).parent.parent / "machines" / "sick-h100-dead-hca.json"
 

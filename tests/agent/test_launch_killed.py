@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agent.launch import Launched, record_of
-from agent.server_flights import read
+from agent.http.runs import read
+from agent.jobs.launch import Launched, record_of
 
 RECORD: dict[str, Any] = {
     "schema_version": 1, "status": "running", "exit_code": None, "reason": None, "host": "sft-0", "notes": [],

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from agent.advise import Request, answer
-from agent.hosts import snapshots
-from agent.launch import plan_document
-from agent.launch_transport import gdrdma
+from agent.cli.hosts import snapshots
+from agent.jobs.launch import plan_document
+from agent.jobs.transport import gdrdma
 from finetune import channels
 from finetune.plan import read_plan
 from topology.build import build

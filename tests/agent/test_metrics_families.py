@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent import metrics
-from agent.metrics_catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
-from agent.tallies import PublishTally, WatchTally, reason_of
-from agent.tallies import samples as tallies
+from agent.metrics import families as metrics
+from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
+from agent.metrics.counters import PublishTally, WatchTally, reason_of
+from agent.metrics.counters import samples as tallies
 from agent.view import View, look
-from collectives.results import Bar, BenchResult, Latency, Measurement, Straggler
-from collectives.transport import ChannelCount, Evidence, LogProblem
+from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
+from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from probes.api import Snapshot
-from probes.gpu import GpuFacts
-from probes.pci import PciFacts
-from probes.recording import load
+from probes.gpu.probe import GpuFacts
+from probes.host.recording import load
+from probes.pci.probe import PciFacts
 from probes.registry import ALL
 from probes.scan import scan
 
@@ -113,7 +113,7 @@ def test_labels_are_ours_and_bounded(family: Family) -> None:
     """No label of the scraper; every label has a stated bound; no label repeats the unit or the name."""
     for label in family.labels:
         assert label not in FORBIDDEN_LABELS, f"{family.name}: {label} is the scraper's"
-        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics_catalogue.py"
+        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics/catalogue.py"
         assert label == "UUID" or re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", label)
     assert len(set(family.labels)) == len(family.labels)
 

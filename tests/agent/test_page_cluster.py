@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from agent import page_nodes, pages, units
-from agent.hosts import snapshots
-from agent.nodes import Fleet, NodeRecord, records_of, to_resource
+from agent import units
+from agent.cli.hosts import snapshots
+from agent.cluster.nodes import Fleet, NodeRecord, records_of, to_resource
+from agent.pages import nodes as page_nodes
+from agent.pages import render as pages
 from agent.view import look
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"

@@ -11,13 +11,16 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from agent import charts, drawing, page_nodes, pages, terminal
-from agent.flown import by_network, flights, not_drawn, side_by_side
-from agent.page_routes import question
-from agent.report import Report
+from agent.cli import terminal
+from agent.gate.report import Report
+from agent.http.pages import question
+from agent.pages import charts, drawing
+from agent.pages import nodes as page_nodes
+from agent.pages import render as pages
+from agent.pages.runs import by_network, flights, not_drawn, side_by_side
 from agent.view import View, look
 from planner.advice import Interval, Part
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from agent import bench_history, charts, keep, pages
 from agent.advise import Request, for_view
-from agent.state import State
-from collectives.wire import result_from_json
-from probes.recording import load
+from agent.http.state import State
+from agent.jobs import bench_history
+from agent.jobs import result_store as keep
+from agent.pages import charts
+from agent.pages import render as pages
+from collectives.bench.wire import result_from_json
+from probes.host.recording import load
 from probes.scan import scan
 
 HERE = Path(__file__).parent

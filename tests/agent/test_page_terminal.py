@@ -14,13 +14,14 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from agent import advise, terminal
-from agent.cli import cli
-from agent.gate import Check
+from agent import advise
+from agent.cli import terminal
+from agent.cli.main import cli
+from agent.gate.verdict import Check
 from agent.view import View, grouped, look
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
-from topology.text import parse
+from topology.formats.text import parse
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 BY_NAME = {path.stem: path for path in MACHINES}

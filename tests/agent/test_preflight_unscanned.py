@@ -12,9 +12,9 @@ from pathlib import Path
 from subprocess import PIPE
 from xml.etree import ElementTree
 
-from agent.cluster_gate import CLUSTER_CODES
-from agent.codes import ALL_CODES
-from agent.exits import EXIT_STOPPED
+from agent.cli.exits import EXIT_STOPPED
+from agent.cluster.gate import CLUSTER_CODES
+from agent.gate.codes import ALL_CODES
 
 MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 

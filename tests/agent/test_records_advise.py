@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from agent import advise, node_facts
-from agent.nodes import Fleet, NodeRecord, from_resource, from_row, records_of, row, to_resource
-from agent.server_cluster import advise_cluster
+from agent import advise
+from agent.cluster import node_facts
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource, from_row, records_of, row, to_resource
+from agent.http.cluster import advise_cluster
 from agent.view import look
 from planner.advice import Recommendation
 from probes.api import Ok, Snapshot
-from probes.interfaces import InterfacesFacts
-from probes.rdma import RdmaFacts
-from probes.recording import load
+from probes.host.recording import load
+from probes.interfaces.probe import InterfacesFacts
+from probes.rdma.probe import RdmaFacts
 from probes.scan import scan
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
@@ -180,8 +181,9 @@ def test_no_fact_that_advice_reads_is_left_out() -> None:
     """Each field that does not travel is one whose name the planner's modules of advice nowhere read."""
     read = {
         node.attr
-        for path in (ROOT / "planner").glob("*.py")
-        if path.stem.startswith(("nccl_env", "pod_needs", "recommend", "links", "search", "memory", "steptime"))
+        for path in (ROOT / "planner").rglob("*.py")
+        if path.parent.name == "nccl_env"
+        or path.stem in {"pod_needs", "recommend", "links", "search", "memory", "step_time"}
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }

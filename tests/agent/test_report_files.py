@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from junitparser import JUnitXml
 
-from agent import pages
-from agent.gate import Check, judge
-from agent.report import Report, junit, write_atomic, write_folder
+from agent.gate.report import Report, junit, write_atomic, write_folder
+from agent.gate.verdict import Check, judge
+from agent.pages import render as pages
 from probes.api import Absent, Snapshot
 
 HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes `ticks`\ud800".encode(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from agent.codes import ALL_CODES
-from agent.rising import Past, risen_since, rising
+from agent.counter_increases import Past, risen_since, rising
+from agent.gate.codes import ALL_CODES
 from probes.api import Failed, Ok, Severity, Snapshot
-from probes.gpu import GpuFacts
-from probes.gpu_types import Gpu, NvLink
-from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
+from probes.gpu.probe import GpuFacts
+from probes.gpu.types import Gpu, NvLink
+from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
 
 HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from agent.codes import ALL_CODES
-from agent.gate import Check
+from agent.gate.codes import ALL_CODES
+from agent.gate.verdict import Check
 from agent.view import View, look, with_environment
 from probes.api import Ok, Severity, Snapshot, by_loss
-from probes.gpu import GpuFacts
-from probes.hostinfo import HostinfoFacts
-from probes.interfaces import InterfacesFacts
-from probes.pci import PciFacts
-from probes.rdma import RdmaFacts
-from probes.recording import load
+from probes.gpu.probe import GpuFacts
+from probes.host.recording import load
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.probe import InterfacesFacts
+from probes.pci.probe import PciFacts
+from probes.rdma.probe import RdmaFacts
 from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]

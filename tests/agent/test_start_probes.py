@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from agent_pod import MACHINES, OVERLAYS, agent_of
 from rigs.waiting import eventually
 
-from agent.server import MOST_WAIT_SECONDS, create
-from agent.state import State
-from probes.recording import load
+from agent.http.server import MOST_WAIT_SECONDS, create
+from agent.http.state import State
+from probes.host.recording import load
 from probes.scan import scan
 
 H100 = MACHINES / "hgx-h100-8xH100-8hca.json"

@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from agent import metrics
-from agent.cli import VERBS, cli
-from agent.codes import ALL_CODES
-from agent.server import create
-from agent.state import State
-from collectives.evidence_codes import CODES as LOG_CODES
-from planner.lint import CODES as ENV_CODES
+from agent.cli.main import VERBS, cli
+from agent.gate.codes import ALL_CODES
+from agent.http.server import create
+from agent.http.state import State
+from agent.metrics import families as metrics
+from collectives.nccl_log.codes import CODES as LOG_CODES
+from planner.lint.environment import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("probes", "topology", "collectives", "planner", "finetune", "agent")

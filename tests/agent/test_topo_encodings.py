@@ -8,7 +8,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from agent.cli import cli
+from agent.cli.main import cli
 
 MATRIX = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\r\nGPU0\t X \tNV4\t0-31\t0\r\nGPU1\tNV4\t X \t32-63\t1\r\n"
 XML = """<system version="1"><cpu numaid="0" arch="x86_64">

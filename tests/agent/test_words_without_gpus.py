@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from agent.cmd_recommend import recommend
-from agent.server import create
-from agent.state import State
-from probes.recording import load
+from agent.cli.recommend import recommend
+from agent.http.server import create
+from agent.http.state import State
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"

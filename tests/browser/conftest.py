@@ -19,10 +19,10 @@ from playwright.sync_api import sync_playwright
 from rigs.packages import apt_installed, npm_installed
 from rigs.serving import serving
 
-from agent.server import create
-from agent.server_cluster import Cluster
-from agent.state import State
-from probes.recording import load
+from agent.http.cluster import Cluster
+from agent.http.server import create
+from agent.http.state import State
+from probes.host.recording import load
 from probes.scan import scan
 
 HERE = Path(__file__).parent

@@ -22,18 +22,18 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 
 from agent import advise, units
-from agent.hosts import snapshots
-from agent.pages import report_markdown, report_page
-from agent.report import Report
-from agent.state import State
+from agent.cli.hosts import snapshots
+from agent.gate.report import Report
+from agent.http.state import State
+from agent.pages.render import report_markdown, report_page
 from agent.view import look
-from collectives import evidence
-from collectives.wire import result_from_json, result_to_json
+from collectives.bench.wire import result_from_json, result_to_json
+from collectives.nccl_log import evidence
 from probes.api import Snapshot
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
+from topology.formats.text import parse
 from topology.graph import NodeTopology
-from topology.text import parse
 
 pytestmark = pytest.mark.browser
 

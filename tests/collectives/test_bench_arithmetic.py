@@ -5,11 +5,11 @@ from statistics import median
 
 import pytest
 
-from collectives import wire
-from collectives.bench import BenchSpec, Case, SpecError, model_cases, sweep
-from collectives.faults import Fault, parse_faults
-from collectives.interval import fit_latency, spread_ratio
-from collectives.results import BenchResult, Measurement
+from collectives.bench import wire
+from collectives.bench.faults import Fault, parse_faults
+from collectives.bench.interval import fit_latency, spread_ratio
+from collectives.bench.results import BenchResult, Measurement
+from collectives.bench.run import BenchSpec, Case, SpecError, model_cases, sweep
 
 
 def measurement(size, seconds, op="all_gather", verified=True):

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from collectives import bench, lock, processes
-from collectives.plan import FAULT_VARIABLE, RUN_VARIABLE
+from collectives.bench import lock, processes
+from collectives.bench import run as bench
+from collectives.bench.plan import FAULT_VARIABLE, RUN_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

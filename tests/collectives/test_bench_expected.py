@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from agent import bars
-from agent.benchmark import default_ranks, preflight_spec
-from agent.expect import asked
-from agent.hosts import snapshots
-from agent.preflight import due_of
-from collectives import bench
-from collectives.lock import BusyError
-from collectives.results import Bar
+from agent.cli.hosts import snapshots
+from agent.gate import bars
+from agent.gate.expect import asked
+from agent.gate.preflight import due_of
+from agent.jobs.benchmark import default_ranks, preflight_spec
+from collectives.bench import run as bench
+from collectives.bench.lock import BusyError
+from collectives.bench.results import Bar
 from probes.api import Snapshot
-from probes.gpu import GpuFacts, GpuProcess
+from probes.gpu.probe import GpuFacts, GpuProcess
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9

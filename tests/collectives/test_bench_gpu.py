@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.benchmark import default_ranks, preflight_spec
-from agent.hosts import snapshots
-from agent.judged import checks_of_bars
-from collectives import bench
+from agent.cli.hosts import snapshots
+from agent.gate.judged import checks_of_bars
+from agent.jobs.benchmark import default_ranks, preflight_spec
+from collectives.bench import run as bench
 
 pytestmark = [
     pytest.mark.gpu,

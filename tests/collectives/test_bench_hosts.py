@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rigs.netns import hosts, missing
 
-from collectives import wire
+from collectives.bench import wire
 
 pytestmark = [
     pytest.mark.ranks,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives import lock, scratch
+from collectives.bench import lock, scratch
 
 HOLD = "import sys, time; from pathlib import Path; from collectives import lock\n"
 HOLD += "with lock.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from collectives.ops import GRAIN_BYTES, OPS, UNKNOWN_SOURCE, Side, allocate, fill, matches, moved_bytes, write_pattern
+from collectives.bench.ops import (
+    GRAIN_BYTES,
+    OPS,
+    UNKNOWN_SOURCE,
+    Side,
+    allocate,
+    fill,
+    matches,
+    moved_bytes,
+    write_pattern,
+)
 
 torch = pytest.importorskip("torch")
 

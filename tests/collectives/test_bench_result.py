@@ -1,8 +1,8 @@
 """What ranks wrote down becomes a result: who differs, who is short of what, and nothing that was not said."""
 
-from collectives.assemble import assemble
-from collectives.spec import BenchSpec
-from collectives.watch import Outcome
+from collectives.bench.assemble import assemble
+from collectives.bench.spec import BenchSpec
+from collectives.bench.watch import Outcome
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ import pytest
 from rigs.netns import hosts, missing
 from test_bench_hosts import finish, start
 
-from collectives.plan import Case
-from collectives.rank import foretold
+from collectives.bench.plan import Case
+from collectives.bench.rank import foretold
 
 ROOT = Path(__file__).parents[2]
 rig_needed = [

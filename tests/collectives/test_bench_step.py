@@ -2,9 +2,9 @@
 
 import pytest
 
-from collectives import bench
-from collectives.replay import _fitting
-from collectives.shape import StepShape, groups, parts, step_plan
+from collectives.bench import run as bench
+from collectives.bench.replay import _fitting
+from collectives.bench.shape import StepShape, groups, parts, step_plan
 
 SHAPE = StepShape(
     dp_shard=2,

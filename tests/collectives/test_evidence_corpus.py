@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from collectives import evidence
+from collectives.nccl_log import evidence
 
 LOGS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "nccl_logs"
 GDRDMA = {"on": True, "off": False, "partial": "partial", "none": None}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.cmd_bench import evidence as verb
-from collectives import evidence
-from collectives.evidence_clean import BLOCK_BYTES, WORDS, LogFileError
-from collectives.nccl_messages import gpus_before_ampere
+from agent.cli.bench import evidence as verb
+from collectives.nccl_log import evidence
+from collectives.nccl_log.clean import BLOCK_BYTES, WORDS, LogFileError
+from collectives.nccl_log.messages import gpus_before_ampere
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "

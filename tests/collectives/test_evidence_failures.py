@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives import evidence
+from collectives.nccl_log import evidence
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "

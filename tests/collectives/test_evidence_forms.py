@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives import evidence
-from collectives.transport import ChannelCount
+from collectives.nccl_log import evidence
+from collectives.nccl_log.transport import ChannelCount
 
 HEAD = "gpu-a:101:131 [0] NCCL INFO "
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from collectives import evidence
-from collectives.evidence_codes import CODES
+from collectives.nccl_log import evidence
+from collectives.nccl_log.codes import CODES
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "

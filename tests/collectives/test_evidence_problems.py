@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from collectives import evidence, evidence_lines, evidence_problems
-from collectives.evidence_codes import CODES
-from collectives.nccl_warnings import SIGNS
+from collectives.nccl_log import evidence
+from collectives.nccl_log import lines as evidence_lines
+from collectives.nccl_log import problems as evidence_problems
+from collectives.nccl_log.codes import CODES
+from collectives.nccl_log.warnings import SIGNS
 
 HEAD = "node-1:100:120 [0] "
 WARN = f"{HEAD}transport/net_ib.cc:1 NCCL WARN "

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import evidence
-from collectives.evidence_reader import Reader
+from collectives.nccl_log import evidence
+from collectives.nccl_log.reader import Reader
 
 HEAD = "n1:1:2 [0] NCCL INFO "
 ON = f"{HEAD}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"

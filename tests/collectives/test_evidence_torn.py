@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import evidence
-from collectives.transport import ChannelCount, Evidence
+from collectives.nccl_log import evidence
+from collectives.nccl_log.transport import ChannelCount, Evidence
 
 IB_ON = [
     "NCCL version 2.21.5+cuda12.4",

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from collectives import evidence
-from collectives.evidence_clean import MAX_LINE_BYTES
-from collectives.evidence_entries import Entries
-from collectives.transport import Evidence
+from collectives.nccl_log import evidence
+from collectives.nccl_log.clean import MAX_LINE_BYTES
+from collectives.nccl_log.entries import Entries
+from collectives.nccl_log.transport import Evidence
 
 HOSTS = ("gpu-a", "gpu-b", "10-0-0-7")
 PER_HOST = 10

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from collectives.pairing import Rates, Search
+from collectives.bench.pairing import Rates, Search
 
 
 class Cluster:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from collectives.rdma_queue import Endpoint, GidEntry, RdmaError, choose_gid
-from collectives.rdma_write import Plan, main, serve
+from collectives.bench.rdma_queue import Endpoint, GidEntry, RdmaError, choose_gid
+from collectives.bench.rdma_write import Plan, main, serve
 
 LINK_LOCAL, IPV4 = "fe80::5054:ff:fe77:200", "::ffff:192.168.77.1"
 TABLE = [

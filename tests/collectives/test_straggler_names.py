@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from collectives import stragglers
+from collectives.bench import stragglers
 
 
 def meetings(arrivals):

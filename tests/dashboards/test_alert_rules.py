@@ -10,8 +10,8 @@ import pytest
 import yaml
 from alerts import ALERTS
 
-from agent.codes import ALL_CODES
-from agent.metrics_catalogue import CATALOGUE
+from agent.gate.codes import ALL_CODES
+from agent.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent.parent
 RULES = ROOT / "dashboards" / "rules.yaml"

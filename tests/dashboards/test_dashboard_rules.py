@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 import yaml
 
-from agent.metrics_catalogue import CATALOGUE
+from agent.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "dashboards").glob("*.json"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_real_prometheus import bench, flight
 
-from agent import metrics
+from agent.metrics import families as metrics
 from agent.view import look
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))

@@ -28,12 +28,12 @@ from panels import Panel
 from rigs.faults import FAULTS, Fault
 from rigs.serving import START_SECONDS, port_of, serving
 
-from agent.server import create
-from agent.state import State
-from collectives.results import Bar, BenchResult, Latency, Measurement, Straggler
-from collectives.transport import ChannelCount, Evidence, LogProblem
-from collectives.wire import result_to_json
-from probes.recording import load
+from agent.http.server import create
+from agent.http.state import State
+from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
+from collectives.bench.wire import result_to_json
+from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
+from probes.host.recording import load
 from probes.scan import scan
 
 pytestmark = pytest.mark.prometheus

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from collectives import lock, processes, scratch
+from collectives.bench import lock, processes, scratch
 
 ROOT = Path(__file__).parents[2]
 MACHINES = ROOT / "tests" / "machines"

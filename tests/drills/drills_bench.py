@@ -16,8 +16,8 @@ from drill_ground import ROOT, SMALL_BENCH, Ground, eventually
 from drill_register import drill
 from drills_scan import gpu_environment
 
-from agent.launch import RESUMABLE
-from collectives import lock
+from agent.jobs.launch import RESUMABLE
+from collectives.bench import lock
 
 # Longer than any drill: what ends it is the fault. A result comes out whatever happens.
 _LONG_RUN = """
@@ -50,7 +50,7 @@ def _rank(ground: Ground, number: int) -> psutil.Process:
     """The process of one rank."""
     for process in ground.ours():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "collectives.rank" in process.cmdline() and process.environ().get("RANK") == str(number):
+            if "collectives.bench.rank" in process.cmdline() and process.environ().get("RANK") == str(number):
                 return process
     raise RuntimeError(f"no process of rank {number}")
 
@@ -122,7 +122,7 @@ def _at_start_of_ranks(ground: Ground, code: str) -> str:
 def bench_rank_forks(ground: Ground) -> list[str]:
     """A plain child and one that became a daemon: both end with the run."""
     process = _long_run(ground, PYTHONPATH=_at_start_of_ranks(ground, _FORKS))
-    seen = sum("collectives.rank" in line.split() for line in ground.commands())
+    seen = sum("collectives.bench.rank" in line.split() for line in ground.commands())
     process.terminate()
     lost = [] if seen >= 4 else [f"only {seen} processes: the drill did not fork"]
     return [*lost, *_result(process, "stopped by SIGTERM"), *ground.after()]

@@ -16,11 +16,11 @@ from drill_ground import MACHINES, ROOT, Ground, eventually
 from drill_register import drill
 from relay import Relay, certificate
 
-from agent.kube import LONGEST_WAIT_SECONDS, Client, backoff_seconds, path_of
-from agent.kube_access import Access, from_kubeconfig
-from agent.kube_watch import Watcher
-from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
-from agent.publish import Publisher
+from agent.cluster.access import Access, from_kubeconfig
+from agent.cluster.client import LONGEST_WAIT_SECONDS, Client, backoff_seconds, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from agent.cluster.publish import Publisher
+from agent.cluster.watch import Watcher
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 

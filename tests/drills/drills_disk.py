@@ -18,7 +18,7 @@ from drill_ground import ROOT, SMALL_BENCH, Ground, compiled, eventually
 from drill_register import drill
 from drills_kills import FLIGHT, keep_something, state_lost
 
-from agent.keep import FLIGHTS_FOLDER, KEPT_FLIGHTS
+from agent.jobs.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
 
 DAY_SECONDS = 86400
 
@@ -174,7 +174,9 @@ def clock_of_a_record(ground: Ground) -> list[str]:
     for number in range(KEPT_FLIGHTS):
         (flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{number}.json").write_text(json.dumps(FLIGHT))
     file.write_text(str(-DAY_SECONDS))
-    code = "import sys, json; from agent.keep import keep_flight; print(keep_flight(json.loads(sys.argv[1])))"
+    code = (
+        "import sys, json; from agent.jobs.result_store import keep_flight; print(keep_flight(json.loads(sys.argv[1])))"
+    )
     record = {**FLIGHT, "reason": "the new one", "started_at": "2026-01-01T00:00:00Z"}
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(record)], env=ground.environment(shifted), cwd=ROOT,

@@ -14,12 +14,12 @@ from drill_ground import MACHINES, Ground
 from drill_register import drill
 from drills_kills import FLIGHT, keep_something
 
-from agent import baseline
-from agent.gate import GateError
-from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
-from agent.state import State
+from agent.gate import baseline
+from agent.gate.verdict import GateError
+from agent.http.state import State
+from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from probes.api import Failed, Probe
-from probes.recording import RecordingError, RecordingHost, load
+from probes.host.recording import RecordingError, RecordingHost, load
 from probes.registry import ALL
 from probes.scan import run, scan
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, eventually
 from drill_register import LONG_KILLS, drill
 
-from agent.exits import EXIT_STOPPED
-from agent.keep import BENCH_FILE, FLIGHTS_FOLDER
-from agent.state import State
-from collectives.results import BenchResult
-from collectives.wire import result_to_json
-from probes.recording import load
+from agent.cli.exits import EXIT_STOPPED
+from agent.http.state import State
+from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from collectives.bench.results import BenchResult
+from collectives.bench.wire import result_to_json
+from probes.host.recording import load
 from probes.scan import scan
 
 OWNER = "drill-token-of-the-owner"
@@ -57,8 +57,8 @@ def _stage(ground: Ground) -> str:
     """Which processes there are tells how far a run has come."""
     lines = ground.commands()
     for stage, word in (
-        ("launcher or ranks", "collectives.rank"), ("launcher or job", "finetune.train"),
-        ("calibration", "collectives.calibrate"), ("probe process before that", "probes.worker"),
+        ("launcher or ranks", "collectives.bench.rank"), ("launcher or job", "finetune.train"),
+        ("calibration", "collectives.bench.calibrate"), ("probe process before that", "probes.worker"),
     ):  # fmt: skip
         if any(word in line for line in lines):
             return stage

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-from probes.live import LiveHost
+from probes.host.live import LiveHost
 
 SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, RTNLGRP_LINK = 270, 1, 1
 LINKS = 40

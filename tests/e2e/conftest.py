@@ -16,8 +16,8 @@ from api_server import CRD, ApiServer
 from e2e_client import client_of
 from rigs.waiting import eventually
 
-from agent.kube import ApiError, Client, path_of
-from agent.kube_access import find
+from agent.cluster.access import find
+from agent.cluster.client import ApiError, Client, path_of
 
 
 @pytest.fixture

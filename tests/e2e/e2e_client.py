@@ -6,8 +6,8 @@ from pathlib import Path
 
 from api_server import ApiServer
 
-from agent.kube import Client
-from agent.kube_access import Access
+from agent.cluster.access import Access
+from agent.cluster.client import Client
 
 MACHINES = Path(__file__).parent.parent / "machines"
 

@@ -24,8 +24,8 @@ import pytest
 import yaml
 from rigs.waiting import eventually
 
-from agent.kube import ApiError, Client, path_of
-from agent.kube_access import AccessError, find, from_kubeconfig
+from agent.cluster.access import AccessError, find, from_kubeconfig
+from agent.cluster.client import ApiError, Client, path_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
 

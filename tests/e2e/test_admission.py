@@ -16,7 +16,7 @@ from api_server import ApiServer, closed
 from e2e_client import client_of
 from rigs.waiting import eventually
 
-from agent.admission import (
+from agent.cluster.admission import (
     CONTROLLER,
     KUEUE,
     Answer,
@@ -28,7 +28,7 @@ from agent.admission import (
     assigned_nodes,
     decide,
 )
-from agent.nodes import Fleet, NodeRecord, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, to_resource
 
 CHECKS = "/apis/kueue.x-k8s.io/v1beta2/admissionchecks"
 WORKLOADS = "/apis/kueue.x-k8s.io/v1beta2/workloads"

@@ -18,12 +18,11 @@ from e2e_client import MACHINES, client_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent import node_facts, server_cluster
-from agent.cluster_gate import checks_of
-from agent.kube import ApiError, Client, path_of
-from agent.kube_access import Access
-from agent.kube_watch import Watcher
-from agent.nodes import (
+from agent.cluster import node_facts
+from agent.cluster.access import Access
+from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.gate import checks_of
+from agent.cluster.nodes import (
     API_VERSION,
     MOST_FINDINGS,
     MOST_TEXT,
@@ -37,12 +36,14 @@ from agent.nodes import (
     to_resource,
     unpack,
 )
-from agent.publish import Publisher, node_feature
-from agent.server import create
-from agent.server_cluster import Cluster
-from agent.state import State
+from agent.cluster.publish import Publisher, node_feature
+from agent.cluster.watch import Watcher
+from agent.http import cluster as server_cluster
+from agent.http.cluster import Cluster
+from agent.http.server import create
+from agent.http.state import State
 from agent.view import View, look
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 
 NODES = path_of(API_VERSION, PLURAL)
@@ -393,7 +394,7 @@ def test_creation_is_not_repeated_where_it_may_have_happened(api: ApiServer) -> 
 
 def test_a_rotated_token_is_read_anew(api: ApiServer, tmp_path: Path) -> None:
     """The kubelet replaces the file; the next request carries the new token."""
-    from agent.kube_access import from_kubeconfig
+    from agent.cluster.access import from_kubeconfig
 
     token = tmp_path / "token"
     token.write_text("agent-token\n")

@@ -14,12 +14,12 @@ from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
 
-from agent import cluster_job
 from agent.advise import Request, answer
-from agent.cmd_launch import launch
-from agent.hosts import snapshots
-from planner.job import JobError
-from planner.job_config import read_config
+from agent.cli.hosts import snapshots
+from agent.cli.launch import launch
+from agent.jobs import cluster_job
+from contracts.job_config import read_config
+from planner.kubernetes.job import JobError
 
 H100 = next(MACHINES.glob("hgx-h100*.json"))
 GIVEN = {

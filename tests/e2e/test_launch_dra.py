@@ -13,7 +13,7 @@ from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner, Result
 from e2e_client import MACHINES
 
-from agent.cmd_launch import launch
+from agent.cli.launch import launch
 
 API = "/apis/resource.k8s.io/v1"
 ROOT = "resource.kubernetes.io/pcieRoot"

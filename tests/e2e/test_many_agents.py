@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from agent.kube import LONGEST_WAIT_SECONDS, backoff_seconds
+from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
 
 AGENTS = 5000
 

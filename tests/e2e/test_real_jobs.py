@@ -18,13 +18,14 @@ from click.testing import CliRunner
 from real_cluster import MACHINES, ROOT, RUN, Document, admin, installed, kubectl, need, pod_of, real, text
 from test_launch_cluster import GIVEN
 
-from agent import cluster_job
 from agent.advise import Request, answer
-from agent.cmd_launch import launch
-from agent.hosts import snapshots
-from agent.kube import ApiError, path_of
-from planner import manifests, network_manifests
-from planner.job import JobError, JobSpec
+from agent.cli.hosts import snapshots
+from agent.cli.launch import launch
+from agent.cluster.client import ApiError, path_of
+from agent.jobs import cluster_job
+from planner.kubernetes import manifests
+from planner.kubernetes import networks as network_manifests
+from planner.kubernetes.job import JobError, JobSpec
 
 pytestmark = real()
 SPACE = f"{RUN}-jobs"

@@ -17,10 +17,10 @@ import pytest
 from real_cluster import RUN, Document, admin, client_with, kubectl, need, now, real, token
 from rigs.waiting import eventually
 
-from agent.admission import KUEUE, Controller, Policy
-from agent.kube import MERGE, ApiError, path_of
-from agent.nodes import NodeRecord
-from agent.publish import Publisher
+from agent.cluster.admission import KUEUE, Controller, Policy
+from agent.cluster.client import MERGE, ApiError, path_of
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.publish import Publisher
 
 pytestmark = real()
 CHECK, CONTROLLER = f"topoflight-{RUN}", f"topoflight.io/{RUN}"
@@ -169,7 +169,7 @@ def test_the_controller_comes_back_to_what_it_missed(nodes: None, tmp_path: Path
 
 def test_an_answer_to_an_older_question_conflicts(nodes: None) -> None:
     """The server refuses what was decided on a workload that has changed since."""
-    from agent.admission import Answer, answer_document
+    from agent.cluster.admission import Answer, answer_document
 
     with job("conflict", on=(GOOD,)) as it:
         it.ask()

@@ -23,11 +23,11 @@ import urllib3
 from real_cluster import RUN, admin, kubectl, real
 from rigs.waiting import eventually
 
-from agent.kube import ApiError, Client, path_of
-from agent.kube_access import Access, find
-from agent.kube_watch import Watcher
-from agent.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, to_resource
-from agent.publish import Publisher
+from agent.cluster.access import Access, find
+from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, to_resource
+from agent.cluster.publish import Publisher
+from agent.cluster.watch import Watcher
 
 pytestmark = real()
 NODES = path_of(API_VERSION, PLURAL)

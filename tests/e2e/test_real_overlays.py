@@ -27,7 +27,7 @@ from real_cluster import (
     within,
 )
 
-from agent.kube import path_of
+from agent.cluster.client import path_of
 
 OVERLAYS = sorted(path.name for path in (ROOT / "deploy/daemonset/overlays").iterdir())
 pytestmark = real()

@@ -38,14 +38,14 @@ from real_cluster import (
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent.doors import AUDIENCE, Doors
-from agent.kube import ApiError, Client, path_of
-from agent.nodes import API_VERSION, PLURAL, NodeRecord, from_resource
-from agent.problem import ProblemError
-from agent.publish import NFD_VERSION, Publisher
-from agent.server import create
-from agent.state import State
-from probes.recording import load
+from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource
+from agent.cluster.publish import NFD_VERSION, Publisher
+from agent.http.access import AUDIENCE, Doors
+from agent.http.problem import ProblemError
+from agent.http.server import create
+from agent.http.state import State
+from probes.host.recording import load
 from probes.scan import scan
 
 pytestmark = real()

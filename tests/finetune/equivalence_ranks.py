@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
+from contracts.job_config import JobConfig
+from contracts.layout import Layout
 from finetune.data import Loader, prepare
 from finetune.model import build_model
 from finetune.optim import build_optimizer, clip_gradients
 from finetune.parallel import Engine, build_mesh
 from finetune.rows import load_tokenizer
 from finetune.verify import compare, observe
-from planner.job_config import JobConfig
-from planner.layout import Layout
 
 SEQUENCES = 16  # per optimizer step
 STEPS = 2

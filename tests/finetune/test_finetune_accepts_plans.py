@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from test_finetune_equivalence import EIGHT, FOUR, SIXTEEN, TWO
 
+from contracts.layout import Layout
 from finetune.plan import refusals
-from planner import machines
-from planner.layout import Layout
-from planner.models import model_named
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, search_planned
-from planner.specs import TrainSpec
 
 MACHINES = [("p5.48xlarge", 1), ("p5.48xlarge", 2), ("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)]
 MODELS = {

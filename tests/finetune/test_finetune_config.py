@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from contracts.job_config import ConfigError, JobConfig, parse_config, read_config
+from contracts.layout import Layout
 from finetune.plan import Plan, as_planned, parse_layout, read_plan, settle_layout
-from planner.job_config import ConfigError, JobConfig, parse_config, read_config
-from planner.layout import Layout
 
 SEED = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"
 

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
+from contracts.job_config import ConfigError, JobConfig
 from finetune.data import Loader, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
 from finetune.sources import load_rows
-from planner.job_config import ConfigError, JobConfig
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from contracts.job_config import read_config
 from finetune import data
 from finetune.rows import IGNORED, load_tokenizer
-from planner.job_config import read_config
 
 ROOT = Path(__file__).parents[2]
 ROWS = "dataset_rows=320"  # 20 steps of 16

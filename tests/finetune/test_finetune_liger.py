@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CODE = """
 import json, sys, torch
-from planner.job_config import JobConfig
+from contracts.job_config import JobConfig
 from finetune.data import collate, prepare
 from finetune.model import build_model, cut
 from finetune.rows import load_tokenizer

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
 
+from contracts.job_config import ConfigError, JobConfig
+from contracts.layout import Layout
 from finetune.data import collate, pack, prepare
 from finetune.model import build_model, causal_lm, cut
 from finetune.optim import clip_gradients, learning_rate
@@ -14,8 +16,6 @@ from finetune.parallel import stage_bounds
 from finetune.parts import beside_forecast, divide, hold_against, part_of
 from finetune.plan import refusals
 from finetune.rows import IGNORED, load_tokenizer
-from planner.job_config import ConfigError, JobConfig
-from planner.layout import Layout
 
 SMALL = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,

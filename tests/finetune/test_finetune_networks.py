@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from rigs.netns import hosts, missing
 
-from collectives.calibrate import CalibrationRequest, calibrate
-from planner.calibration import parse_calibration
-from planner.layout import Layout
-from planner.links import GLOO_ALPHA_SECONDS, GLOO_SCATTER_SHARE, Links, Speed
-from planner.models import model_named
+from collectives.bench.calibrate import CalibrationRequest, calibrate
+from contracts.layout import Layout
+from planner.forecast.calibration import parse_calibration
+from planner.forecast.links import GLOO_ALPHA_SECONDS, GLOO_SCATTER_SHARE, Links, Speed
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_layout, plan
-from planner.specs import TrainSpec
 from topology.graph import ClusterTopology, NodeTopology
 
 pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(2400)]

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from contracts.job_config import ConfigError, JobConfig
 from finetune import sources
 from finetune.data import prepare
 from finetune.rows import encode, load_tokenizer
 from finetune.sources import load_rows
-from planner.job_config import ConfigError, JobConfig
 
 ROOT = Path(__file__).parents[2]
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
@@ -158,7 +158,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path):
     path = write(tmp_path / "train.parquet", [SUM])
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "from planner.job_config import JobConfig; from finetune.sources import load_rows\n"
+        "from contracts.job_config import JobConfig; from finetune.sources import load_rows\n"
         f"load_rows(JobConfig(dataset_name={str(path)!r}), 'train')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280)

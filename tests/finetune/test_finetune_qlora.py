@@ -11,12 +11,12 @@ from peft import PeftModel
 from test_finetune_equivalence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
+from contracts.job_config import JobConfig
+from contracts.layout import Layout
 from finetune import train
 from finetune.loop import weights_in
 from finetune.model import build_model
 from finetune.plan import refusals
-from planner.job_config import JobConfig
-from planner.layout import Layout
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.job_config import ConfigError
 from finetune import loop, train
 from finetune.checkpoint import SaveError, list_checkpoints
 from finetune.verify import MismatchError
-from planner.job_config import ConfigError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ import torch
 import urllib3
 from rigs.serving import START_SECONDS, port_of
 
+from contracts.layout import Layout
 from finetune import post
 from finetune.flight import Recorder
-from planner.layout import Layout
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"

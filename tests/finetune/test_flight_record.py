@@ -11,12 +11,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent import flight, flown, launch
+from agent.jobs import launch
+from agent.jobs import run as flight
+from agent.pages import runs as flown
+from contracts.job_config import JobConfig
 from finetune.flight import flops_per_token
 from finetune.loop import multiplied
 from finetune.model import build_model
 from planner.advice import Forecast, Interval
-from planner.job_config import JobConfig
 
 PARTS = [
     {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent import launch
+from agent.jobs import launch
 
 JOB = """
 import pathlib, signal, sys, time

@@ -26,7 +26,7 @@ def nics(**more: Any) -> list[dict[str, Any]]:
 
 
 def peer(**more: Any) -> bytes:
-    from agent.nodes import row
+    from agent.cluster.nodes import row
 
     return plain({"nodes": [{**row(fuzz_targets._peer_record(), 9e9, graph=True), **more}]})
 

@@ -16,29 +16,29 @@ import pytest
 from readers import TARGETS
 
 from agent.advise import Request, RequestError, model_of
-from agent.baseline import read as read_baseline
-from agent.gate import GateError
-from agent.keep import MOST_RECORD_BYTES
-from agent.keep import read as read_kept
-from agent.kube_access import AccessError, from_kubeconfig
-from agent.nodes import unpack
+from agent.cluster.access import AccessError, from_kubeconfig
+from agent.cluster.nodes import unpack
+from agent.gate.baseline import read as read_baseline
+from agent.gate.verdict import GateError
+from agent.jobs.result_store import MOST_RECORD_BYTES
+from agent.jobs.result_store import read as read_kept
+from contracts.job_config import ConfigError, read_mapping
+from contracts.plain import PlainError
+from contracts.plain import loads as plain
 from finetune.plan import read_plan
-from planner.calibration import CalibrationError, load_calibration
-from planner.job_config import ConfigError, read_mapping
-from planner.lint_sources import EnvironmentTextError, read_environment
-from planner.models import ModelError, load_model
+from planner.forecast.calibration import CalibrationError, load_calibration
+from planner.forecast.models import ModelError, load_model
+from planner.lint.sources import EnvironmentTextError, read_environment
 from planner.wire import WireError
 from planner.wire import from_json as advice_from_json
-from probes.interfaces_status import parse_network_status
-from probes.plain import PlainError
-from probes.plain import loads as plain
-from probes.recording import RecordingError, load
+from probes.host.recording import RecordingError, load
+from probes.interfaces.status import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
-from topology.text import TopologyTextError
-from topology.text import parse as parse_text
-from topology.xml import TopologyXmlError
-from topology.xml import parse as parse_xml
+from topology.formats.text import TopologyTextError
+from topology.formats.text import parse as parse_text
+from topology.formats.xml import TopologyXmlError
+from topology.formats.xml import parse as parse_xml
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.job_config import ConfigError, JobConfig, parse_config
+from contracts.job_config import ConfigError, JobConfig, parse_config
 
 pytest.importorskip("torch")
 

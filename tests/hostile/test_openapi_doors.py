@@ -30,11 +30,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from agent.doors import Doors
-from agent.server import create
-from agent.server_load import Preflight
-from agent.state import State
-from probes.recording import load
+from agent.http.access import Doors
+from agent.http.load import Preflight
+from agent.http.server import create
+from agent.http.state import State
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINE = Path(__file__).parent.parent / "machines" / "titan-rtx-2x-nv2.json"

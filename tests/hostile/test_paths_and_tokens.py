@@ -23,17 +23,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
 import resident
 
-from agent import keep
-from agent.report import write_atomic
-from agent.server import create
-from agent.state import State
+from agent.gate.report import write_atomic
+from agent.http.server import create
+from agent.http.state import State
+from agent.jobs import result_store as keep
 from planner.advice import Reason, Setting
-from planner.env_render import RenderError, render_k8s, render_shell
-from planner.job import JobError, JobSpec
-from planner.manifests import config_map, indexed_job, pytorchjob, render, trainjob
-from probes import sysfs
-from probes.live import LiveHost
-from probes.recording import RecordedHost, load
+from planner.kubernetes.job import JobError, JobSpec
+from planner.kubernetes.manifests import config_map, indexed_job, pytorchjob, render, trainjob
+from planner.nccl_env.render import RenderError, render_k8s, render_shell
+from probes.host import sysfs
+from probes.host.live import LiveHost
+from probes.host.recording import RecordedHost, load
 from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -247,7 +247,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
 
 def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
     """Answers are kept until the next scan; whoever asks next still needs a token."""
-    from agent.doors import Doors
+    from agent.http.access import Doors
 
     tokens = tmp_path / "tokens"
     tokens.write_text(SECRET + "\n")

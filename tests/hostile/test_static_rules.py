@@ -20,7 +20,7 @@ CALLS = {
     "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp",
     "torch.load", "torch.save", "ssl._create_unverified_context", "pty.spawn", "asyncio.create_subprocess_shell",
 }  # fmt: skip
-LOADERS = {"SafeLoader", "_Loader", "_Texts"}  # probes.yaml_text: a SafeLoader with an end to merging, and its texts
+LOADERS = {"SafeLoader", "_Loader", "_Texts"}  # contracts.yaml_text: a SafeLoader with an end to merging, and its texts
 
 
 def dotted(node: ast.expr) -> str:
@@ -74,7 +74,7 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
     """The loaders of our own know no tag that PyYAML's safe loader does not."""
     import yaml
 
-    from probes.yaml_text import YamlTextError, _Loader, _Texts, load_all
+    from contracts.yaml_text import YamlTextError, _Loader, _Texts, load_all
 
     assert _Loader.yaml_constructors == _Texts.yaml_constructors == yaml.SafeLoader.yaml_constructors
     for text in (
@@ -89,7 +89,7 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
 
 def test_templates_escape_everything_but_our_own_markup() -> None:
     """`| safe` stands nowhere in a template; Markup() in code only around files and drawings of our own."""
-    for path in (ROOT / "agent/templates").glob("*.j2"):
+    for path in (ROOT / "agent/pages/templates").glob("*.j2"):
         assert not re.search(r"\|\s*safe\b|autoescape\s+false", path.read_text(encoding="utf-8")), path
     marked = {path.name for path in SOURCES if re.search(r"\bMarkup\((?!\))", path.read_text(encoding="utf-8"))}
     assert marked <= {"charts.py", "drawing.py", "flown.py", "pages.py", "prose.py"}, marked

@@ -17,18 +17,18 @@ import resident
 from load_served import H100, Served
 from starlette.requests import Request
 
-from agent.desk import AT_ONCE, MOST_WAITING, Desk
-from agent.problem import ProblemError
+from agent.http.desk import AT_ONCE, MOST_WAITING, Desk
+from agent.http.problem import ProblemError
 
 AGENT = """
 import sys
 from pathlib import Path
 from fastapi import Request
 from agent import advise, cmd_serve
-from agent.desk import Desk
-from agent.hosts import snapshots
-from agent.server import create
-from agent.state import State
+from agent.http.desk import Desk
+from agent.cli.hosts import snapshots
+from agent.http.server import create
+from agent.http.state import State
 desk, state = Desk(longest_seconds=3600), State(lambda: snapshots((Path(sys.argv[2]),)), interval_seconds=3600)
 app = create(state, desk=desk)
 @app.get("/endless")

@@ -19,13 +19,13 @@ import pytest
 import resident
 from load_served import H100, Served
 
-from agent.listener import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
+from agent.http.connections import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 
 QUICK = """
 import sys
 from agent import cmd_serve, listener
-from agent.hosts import snapshots
-from agent.state import State
+from agent.cli.hosts import snapshots
+from agent.http.state import State
 from pathlib import Path
 port, most, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 listener.Crowd.__init__.__kwdefaults__.update(request_seconds=seconds, reader_seconds=seconds)

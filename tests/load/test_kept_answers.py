@@ -14,12 +14,12 @@ import resident
 from load_served import H100, Served
 from starlette.testclient import TestClient
 
-from agent.doors import Doors
-from agent.kept import MOST_ANSWERS, WORTH_BYTES, takes_gzip
-from agent.metrics import exposition
-from agent.server import create
-from agent.state import State
-from probes.recording import load as recording
+from agent.http.access import Doors
+from agent.http.response_cache import MOST_ANSWERS, WORTH_BYTES, takes_gzip
+from agent.http.server import create
+from agent.http.state import State
+from agent.metrics.families import exposition
+from probes.host.recording import load as recording
 from probes.scan import scan
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"

@@ -18,8 +18,8 @@ from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, cpus_of, writ
 from machine_nvml import A40, A100_40, GB200, H100, L40S, TITAN_RTX, NvmlAnswers, NvmlGpu, fabric
 from machine_tree import AMAZON, INTEL, MELLANOX, NVIDIA, ROCE_HW_COUNTERS, Dev, Netdev, Rdma, Tree, port, switch
 
-from probes.host import Host, Json
-from probes.recording import RecordingHost, dumps
+from probes.host.protocol import Host, Json
+from probes.host.recording import RecordingHost, dumps
 from probes.scan import scan
 
 FOLDER = Path(__file__).parent

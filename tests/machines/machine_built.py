@@ -11,9 +11,9 @@ from typing import Any
 from machine_nvml import NvmlAnswers
 from machine_tree import Netdev, Tree
 
-from probes.host import GpuHandle, Json
-from probes.live import LiveHost
-from probes.nvml import failure
+from probes.host.live import LiveHost
+from probes.host.nvml import failure
+from probes.host.protocol import GpuHandle, Json
 
 IPC_LOCK_ONLY = 0x4000
 CONTAINER_CAPS = 0x00000000A80425FB  # the container engines' default set

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from probes.host import GpuHandle, Json, NvmlError
-from probes.nvml import HANDLE, XIDS, failure
+from probes.host.nvml import HANDLE, XIDS, failure
+from probes.host.protocol import GpuHandle, Json, NvmlError
 
 GIB, MIB = 1 << 30, 1 << 20
 NONE = "NOT_SUPPORTED"

@@ -1,4 +1,4 @@
-"""Built machines of the platforms in planner/data/platforms.toml, in the shape that their makers publish.
+"""Built machines of the platforms in planner/nccl_env/data/platforms.toml, in the shape that their makers publish.
 
 Each is described in a few lines and built when a test asks for it: no file is kept of it. What matters here is what
 the rules of the environment look at: DMI, GPUs, NICs with their GIDs, interfaces, files on the disk.
@@ -20,7 +20,7 @@ from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, write_host
 from machine_nvml import A100_40, GB200, H100, L40S, Board, NvmlGpu, fabric
 from machine_tree import AMAZON, MELLANOX, NVIDIA, Dev, Netdev, Rdma, Tree, port, switch
 
-from probes.host import Host
+from probes.host.protocol import Host
 from probes.scan import Snapshot, scan
 
 AMD, CRAY, GOOGLE = 0x1002, 0x17DB, 0x1AE0

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import cattrs
 
-from probes.interfaces import InterfacesFacts
+from probes.interfaces.probe import InterfacesFacts
 
 ROOT = Path(__file__).parents[2]
 
 _LOOK = """
 import json, cattrs
 from probes import interfaces
-from probes.live import LiveHost
+from probes.host.live import LiveHost
 print("FACTS " + json.dumps(cattrs.unstructure(interfaces.read(LiveHost()))))
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from namespaces import look, obstacle
 
-from probes import interfaces
-from probes.interfaces import Interface, InterfacesFacts
+from probes.interfaces import probe as interfaces
+from probes.interfaces.probe import Interface, InterfacesFacts
 
 pytestmark = [
     pytest.mark.netns,

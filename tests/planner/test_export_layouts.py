@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from contracts.job_config import parse_config
+from contracts.layout import Layout
 from finetune.plan import settle_layout
-from planner import machines
 from planner.advice import Reason, Setting
-from planner.exports import ExportError, Request, export, formats, request_of
-from planner.job_config import parse_config
-from planner.layout import Layout
-from planner.models import model_named
+from planner.exports.frameworks import ExportError, Request, export, formats, request_of
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.specs import TrainSpec
 
 LLAMA = model_named("Llama-3-8B")
 FSDP = Layout(world_size=8, dp_shard=8, micro_batch=2, gradient_accumulation=4, checkpointing="full")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from collectives.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
-from collectives.results import Measurement
-from planner import machines
-from planner.calibration import (
+from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
+from collectives.bench.results import Measurement
+from planner.forecast import machines
+from planner.forecast.calibration import (
     Calibration,
     CalibrationError,
     LayerTiming,
@@ -21,10 +21,10 @@ from planner.calibration import (
     with_links,
     with_measured_step,
 )
-from planner.links import links_of
-from planner.models import model_named
+from planner.forecast.links import links_of
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.specs import TrainSpec
 from topology.graph import ClusterTopology, NodeTopology
 
 TRAIN = TrainSpec(global_batch=8, sequence_length=128)

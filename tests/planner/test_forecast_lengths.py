@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner import machines
-from planner.layout import Layout
-from planner.lengths import LengthsError, check_histogram, expected_longest, histogram_of, mean_length
-from planner.models import model_named
+from contracts.layout import Layout
+from planner.forecast import machines
+from planner.forecast.lengths import LengthsError, check_histogram, expected_longest, histogram_of, mean_length
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
+from planner.forecast.step_time import step_parts
 from planner.recommend import plan, recommend
-from planner.specs import TrainSpec
-from planner.steptime import step_parts
 
 DIE = histogram_of([1, 2, 3, 4, 5, 6])
 

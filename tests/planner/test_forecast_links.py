@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.layout import Layout
-from planner.links import HOST, links_of
-from planner.models import model_named
+from contracts.layout import Layout
+from planner.forecast.links import HOST, links_of
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_layout, plan
-from planner.specs import TrainSpec
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from planner.layout import Layout
-from planner.memory import activation_bytes_per_layer, memory_parts
-from planner.models import model_from_config, model_named
+from contracts.layout import Layout
+from planner.forecast.memory import activation_bytes_per_layer, memory_parts
+from planner.forecast.models import model_from_config, model_named
+from planner.forecast.specs import Method, TrainSpec
+from planner.forecast.stacks import TOPOFLIGHT
+from planner.forecast.weights import weights
 from planner.recommend import forecast_layout, plan
-from planner.specs import Method, TrainSpec
-from planner.stacks import TOPOFLIGHT
-from planner.weights import weights
 from topology.graph import ClusterTopology, NodeTopology
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.models import model_named
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, recommend
-from planner.specs import TrainSpec
 from probes.api import Ok, Snapshot
-from probes.gpu import GpuFacts, GpuProcess
-from probes.recording import load
+from probes.gpu.probe import GpuFacts, GpuProcess
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 from topology.cluster import join

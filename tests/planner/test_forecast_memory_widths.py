@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from planner.compute import gpu_rates
+from contracts.layout import Layout
 from planner.explain import traffic_bytes
-from planner.hardware import gpu_named
-from planner.layout import Layout
-from planner.links import Links, Speed
-from planner.memory import activation_bytes_per_layer, memory_parts
-from planner.models import model_named
-from planner.specs import Method, TrainSpec
-from planner.stacks import engine_named
-from planner.steptime import Job, step_parts
-from planner.weights import trained_weights, weights
+from planner.forecast.compute import gpu_rates
+from planner.forecast.hardware import gpu_named
+from planner.forecast.links import Links, Speed
+from planner.forecast.memory import activation_bytes_per_layer, memory_parts
+from planner.forecast.models import model_named
+from planner.forecast.specs import Method, TrainSpec
+from planner.forecast.stacks import engine_named
+from planner.forecast.step_time import Job, step_parts
+from planner.forecast.weights import trained_weights, weights
 
 MODEL = model_named("Llama-3.2-1B")
 FULL = TrainSpec(method="full", sequence_length=1024, fused_cross_entropy=False)

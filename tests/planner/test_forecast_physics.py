@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from planner.compute import cpu_rates, gpu_rates
-from planner.hardware import GIB, gpu_named, nvlink_plan_bytes_per_second
-from planner.layout import Layout
-from planner.links import Links, Speed
-from planner.memory import activation_bytes_per_layer, memory_parts
-from planner.models import model_named
-from planner.specs import TrainSpec
-from planner.stacks import OBSERVED, engine_named
-from planner.steptime import Job, step_parts
-from planner.weights import weights
+from contracts.layout import Layout
+from planner.forecast.compute import cpu_rates, gpu_rates
+from planner.forecast.hardware import GIB, gpu_named, nvlink_plan_bytes_per_second
+from planner.forecast.links import Links, Speed
+from planner.forecast.memory import activation_bytes_per_layer, memory_parts
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
+from planner.forecast.stacks import OBSERVED, engine_named
+from planner.forecast.step_time import Job, step_parts
+from planner.forecast.weights import weights
 
 GB = 1e9
 NVLINK = Speed(bytes_per_second=336 * GB, how="derived", link="NVLink")

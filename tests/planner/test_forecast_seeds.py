@@ -6,17 +6,17 @@ import re
 
 import pytest
 
-from planner import machines
+from contracts.layout import Layout
 from planner.advice import Forecast
 from planner.explain import helps_most
-from planner.layout import Layout
-from planner.links import Links, Speed
-from planner.memory import memory_parts
-from planner.models import model_named
+from planner.forecast import machines
+from planner.forecast.links import Links, Speed
+from planner.forecast.memory import memory_parts
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
+from planner.forecast.step_time import step_parts
 from planner.recommend import forecast_layout, plan, recommend
 from planner.search import Candidate
-from planner.specs import TrainSpec
-from planner.steptime import step_parts
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
 
 GB = 1e9

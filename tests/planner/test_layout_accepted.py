@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.layout import Layout
-from planner.links import links_of
-from planner.memory import memory_parts
-from planner.models import model_named
+from contracts.layout import Layout
+from planner.forecast.links import links_of
+from planner.forecast.memory import memory_parts
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
+from planner.forecast.stacks import TOPOFLIGHT
 from planner.recommend import plan, search_planned
 from planner.rules import Question, first_broken
-from planner.specs import TrainSpec
-from planner.stacks import TOPOFLIGHT
 from probes.api import Snapshot
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 from topology.graph import ClusterTopology, NodeTopology

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from planner.advice import Recommendation
-from planner.models import model_named
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.specs import TrainSpec
 from planner.wire import to_data
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 from topology.graph import ClusterTopology

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner import machines
 from planner.advice import Recommendation
-from planner.models import model_named
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.specs import TrainSpec
 from planner.wire import WireError, from_json, to_json
 from topology.graph import ClusterTopology, NodeTopology
 

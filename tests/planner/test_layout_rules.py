@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from planner import machines
-from planner.layout import Layout, LayoutError
-from planner.links import Links, Speed
-from planner.models import model_named
+from contracts.layout import Layout, LayoutError
+from planner.forecast import machines
+from planner.forecast.links import Links, Speed
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
+from planner.forecast.stacks import STACKS, engine_named
 from planner.recommend import recommend
 from planner.rules import RULES, Question, first_broken
 from planner.search import _stages
-from planner.specs import TrainSpec
-from planner.stacks import STACKS, engine_named
 
 FAST = Speed(bytes_per_second=336e9, how="derived", link="NVLink")
 EFA = Speed(bytes_per_second=50e9, how="derived", link="EFA")

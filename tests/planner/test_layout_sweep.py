@@ -6,12 +6,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from planner import machines
+from contracts.layout import Layout, LayoutError
 from planner.advice import RankedLayout
-from planner.layout import Layout, LayoutError
-from planner.models import model_named
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
 from planner.recommend import Planned, forecast_layout, forecast_named, plan, recommend
-from planner.specs import TrainSpec
 from planner.sweep import compare, sweep, sweep_svg
 
 TRAIN = TrainSpec(method="full", sequence_length=8192, global_batch=256, engine="torchtitan")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from nccl_env_hosts import host, interface, port, v2_gid
 
-from planner.lint import CODES, lint
-from planner.lint_names import NameList
+from planner.lint.environment import CODES, lint
+from planner.lint.names import NameList
 from probes.api import Finding, Severity, Snapshot
-from probes.rdma import Gid
-from probes.recording import load
+from probes.host.recording import load
+from probes.rdma.probe import Gid
 from probes.scan import scan
 
 MACHINES = Path(__file__).parents[1] / "machines"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nccl_env_hosts import host
 
-from planner.lint import lint
-from planner.lint_sources import (
+from planner.lint.environment import lint
+from planner.lint.sources import (
     KINDS,
     EnvironmentTextError,
     NamedEnvironment,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.lint import CODES, lint
-from planner.lint_values import strtoll
+from planner.lint.environment import CODES, lint
+from planner.lint.values import strtoll
 from probes.api import Finding, Severity
 
 

@@ -13,15 +13,16 @@ import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import host, interface
 
-from agent import cluster_job
 from agent.advise import Request, answer
-from agent.cmd_launch import launch
-from agent.cmd_recommend import recommend
-from agent.hosts import snapshots
-from planner import manifests, network_manifests
-from planner.job import JobError, JobSpec
+from agent.cli.hosts import snapshots
+from agent.cli.launch import launch
+from agent.cli.recommend import recommend
+from agent.jobs import cluster_job
+from planner.kubernetes import manifests
+from planner.kubernetes import networks as network_manifests
+from planner.kubernetes.job import JobError, JobSpec
 from probes.api import Snapshot
-from probes.pci import PciFacts
+from probes.pci.probe import PciFacts
 
 MACHINES = Path(__file__).parents[1] / "machines"
 SPEC = JobSpec(

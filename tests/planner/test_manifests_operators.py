@@ -11,13 +11,14 @@ import pytest
 from click.testing import CliRunner
 from nccl_env_hosts import host
 
-from agent.cmd_launch import launch
-from agent.hosts import snapshots
-from planner import manifests, network_manifests
-from planner.job import JobError, JobSpec
+from agent.cli.hosts import snapshots
+from agent.cli.launch import launch
+from planner.kubernetes import manifests
+from planner.kubernetes import networks as network_manifests
+from planner.kubernetes.job import JobError, JobSpec
 from probes.api import Snapshot
-from probes.interfaces import Interface
-from probes.rdma import RdmaDevice, RdmaPort
+from probes.interfaces.probe import Interface
+from probes.rdma.probe import RdmaDevice, RdmaPort
 
 MACHINES = Path(__file__).parents[1] / "machines"
 

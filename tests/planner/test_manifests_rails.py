@@ -18,14 +18,16 @@ from click.testing import CliRunner
 from nccl_env_hosts import cluster, host, interface, port
 from test_manifests_schema import strict
 
-from agent.cmd_launch import launch
-from planner import manifests, network_manifests, network_rails
+from agent.cli.launch import launch
 from planner.advice import Recommendation
-from planner.job import JobError
-from planner.nccl_env import settings
+from planner.kubernetes import manifests
+from planner.kubernetes import networks as network_manifests
+from planner.kubernetes import rails as network_rails
+from planner.kubernetes.job import JobError
+from planner.nccl_env.environment import settings
 from probes.api import Snapshot
-from probes.interfaces import Interface
-from probes.rdma import RdmaDevice
+from probes.interfaces.probe import Interface
+from probes.rdma.probe import RdmaDevice
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"

@@ -14,9 +14,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from agent.hosts import snapshots
-from planner import manifests, network_manifests
-from planner.job import JobError, JobSpec
+from agent.cli.hosts import snapshots
+from planner.kubernetes import manifests
+from planner.kubernetes import networks as network_manifests
+from planner.kubernetes.job import JobError, JobSpec
 
 ROOT = Path(__file__).parents[2]
 SPEC = JobSpec(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.env_render import reasons
-from planner.nccl_env import EnvAdvice, settings
-from probes.recording import load
+from planner.nccl_env.environment import EnvAdvice, settings
+from planner.nccl_env.render import reasons
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 from topology.cluster import join

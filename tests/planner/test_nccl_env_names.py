@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from planner.advice import Reason, Setting
-from planner.env_render import RenderError, k8s_env, render_env, render_json, render_k8s, render_shell, render_yaml
-from planner.nccl_names import (
+from planner.nccl_env.names import (
     names,
     nearest,
     newest_read,
@@ -27,6 +26,7 @@ from planner.nccl_names import (
     read_on,
     replacement,
 )
+from planner.nccl_env.render import RenderError, k8s_env, render_env, render_json, render_k8s, render_shell, render_yaml
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 

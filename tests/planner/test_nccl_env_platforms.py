@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from agent.advise import Request, cluster_of, of_cluster
-from agent.coverage import covered
-from agent.gate import checks_of_snapshot, judge
-from planner import machines
-from planner.nccl_env import EnvAdvice, settings
-from planner.nccl_env_situation import situation
-from planner.nccl_names import names
-from planner.platforms import Platform, platforms, recognise
+from agent.gate.coverage import covered
+from agent.gate.verdict import checks_of_snapshot, judge
+from planner.forecast import machines
+from planner.nccl_env.environment import EnvAdvice, settings
+from planner.nccl_env.names import names
+from planner.nccl_env.platforms import Platform, platforms, recognise
+from planner.nccl_env.situation import situation
 from topology.build import build
 from topology.cluster import join
 
@@ -270,7 +270,8 @@ def page() -> str:
     """docs/platforms.md."""
     head = (
         "# Platforms\n\n"
-        "Drawn from `planner/data/platforms.toml` by `tests/planner/test_nccl_env_platforms.py`: one row per platform, "
+        "Drawn from `planner/nccl_env/data/platforms.toml` by "
+        "`tests/planner/test_nccl_env_platforms.py`: one row per platform, "
         "with the facts\nthat recognise it and the source of what is published for it. Nothing is asked of a network: "
         "DMI, PCI devices and files on\nthe disk tell. Which of the published values are advised, and why others are "
         "not, is in [nccl-env.md](nccl-env.md#published-and-ours).\n\n"

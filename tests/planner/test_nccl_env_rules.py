@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from nccl_env_hosts import cluster, host, interface, port, v2_gid
 
-from collectives.transport import Evidence
-from planner.nccl_env import EnvAdvice, settings
-from planner.nccl_names import names
+from collectives.nccl_log.transport import Evidence
+from planner.nccl_env.environment import EnvAdvice, settings
+from planner.nccl_env.names import names
 from probes.api import Failed, Snapshot
-from probes.rdma import Gid
+from probes.rdma.probe import Gid
 
 
 def advise(*snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any) -> EnvAdvice:

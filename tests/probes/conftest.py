@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from probes.gpu import PROBE
+from probes.gpu.probe import PROBE
 from probes.scanner import Scanner
 
 TESTS = Path(__file__).parent.parent

@@ -10,8 +10,12 @@ from dicthost import Content, DictHost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes import hostinfo, interfaces, limits, pci, rdma
 from probes.api import Probe, UnavailableError
+from probes.hostinfo import probe as hostinfo
+from probes.interfaces import probe as interfaces
+from probes.limits import probe as limits
+from probes.pci import probe as pci
+from probes.rdma import probe as rdma
 
 GPU, NIC = "/sys/devices/pci0000:10/0000:10:01.0/0000:18:00.0", "/sys/devices/pci0000:10/0000:10:02.0/0000:19:00.0"
 PORT = f"{NIC}/infiniband/mlx5_0/ports/1"

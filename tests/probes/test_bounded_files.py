@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from agent import baseline, flight, inputs, keep
-from agent.kube_access import from_kubeconfig
-from planner.models import load_model
-from probes import bounded
-from probes.recording import load
+from agent.cli import inputs
+from agent.cluster.access import from_kubeconfig
+from agent.gate import baseline
+from agent.jobs import result_store as keep
+from agent.jobs import run as flight
+from contracts import bounded
+from planner.forecast.models import load_model
+from probes.host.recording import load
 
 ENDLESS = Path("/dev/zero")  # stat(2) says that it holds nothing
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probes.api import Finding, Severity
-from probes.gpu import PROBE, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
-from probes.gpu_decode import cpu_list
-from probes.nvml import nvml_bus_id, sysfs_bus_id
-from probes.recording import load
+from probes.gpu.decode import cpu_list
+from probes.gpu.probe import PROBE, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
+from probes.host.nvml import nvml_bus_id, sysfs_bus_id
+from probes.host.recording import load
 from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from probes import xid
 from probes.api import Ok, Severity, Snapshot
-from probes.gpu import PROBE, Gpu, GpuFacts, GpuPair, NvLink
-from probes.gpu_decode import fabric_degraded, fabric_faults
-from probes.gpu_health import xids_of
-from probes.pci import PciDevice, PciFacts
-from probes.pci_check import check as pci_check
-from probes.rdma import RdmaDevice, RdmaFacts, RdmaPort
-from probes.recording import RecordedHost, load
+from probes.gpu import xid
+from probes.gpu.decode import fabric_degraded, fabric_faults
+from probes.gpu.health import xids_of
+from probes.gpu.probe import PROBE, Gpu, GpuFacts, GpuPair, NvLink
+from probes.host.recording import RecordedHost, load
+from probes.pci.check import check as pci_check
+from probes.pci.probe import PciDevice, PciFacts
+from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
 from probes.scan import findings, scan
 from probes.scanner import Scanner
 from topology.build import build

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from probes.api import Absent, Failed, Ok, Severity
-from probes.gpu import GpuFacts
-from probes.recording import RecordedHost, load
+from probes.gpu.probe import GpuFacts
+from probes.host.recording import RecordedHost, load
 from probes.registry import BY_NAME
 from probes.scan import findings, scan
 from probes.scanner import Scanner

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from agent.gate import checks_of_snapshot
+from agent.gate.verdict import checks_of_snapshot
 from probes.api import Finding, Ok, Severity, Snapshot
-from probes.gpu import PROBE, Gpu, GpuFacts
-from probes.gpu_ask import LOST
-from probes.gpu_unread import IDENTITY, codes_of
-from probes.host import GpuHandle, Json, NvmlError
-from probes.nvml import ERROR_CODES, HANDLE, INIT, NOT_ASKED, XIDS
-from probes.recording import RecordedHost
+from probes.gpu.ask import LOST
+from probes.gpu.probe import PROBE, Gpu, GpuFacts
+from probes.gpu.unread import IDENTITY, codes_of
+from probes.host.nvml import ERROR_CODES, HANDLE, INIT, NOT_ASKED, XIDS
+from probes.host.protocol import GpuHandle, Json, NvmlError
+from probes.host.recording import RecordedHost
 from probes.registry import BY_NAME
 from probes.scan import findings, scan
 from probes.scanner import Scanner

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from dicthost import DictHost
 
-from probes import hostinfo, hostinfo_read
+from probes.hostinfo import probe as hostinfo
+from probes.hostinfo import read as hostinfo_read
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel

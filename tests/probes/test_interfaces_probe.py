@@ -10,11 +10,11 @@ from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes import interfaces
 from probes.api import Severity, UnavailableError
-from probes.interfaces import Interface
-from probes.interfaces_roles import nccl_choice
-from probes.interfaces_status import annotation, parse_network_status
+from probes.interfaces import probe as interfaces
+from probes.interfaces.probe import Interface
+from probes.interfaces.roles import nccl_choice
+from probes.interfaces.status import annotation, parse_network_status
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 STATUS = [

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from dicthost import DictHost
 
-from probes import limits
 from probes.api import Finding, Severity
+from probes.limits import probe as limits
 
 MIB, GIB = 1 << 20, 1 << 30
 UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"

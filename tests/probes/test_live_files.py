@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from probes.kernel_log import LINES_MAX, KernelLog
-from probes.live import LiveHost
-from probes.live_paths import Paths
-from probes.pci_config import Config, parse_config
+from probes.host.kernel_log import LINES_MAX, KernelLog
+from probes.host.live import LiveHost
+from probes.host.live_paths import Paths
+from probes.pci.config import Config, parse_config
 
 GPU = "/sys/bus/pci/devices/0000:1b:00.0"
 

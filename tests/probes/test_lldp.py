@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_interfaces_probe import Network
 
-from probes import interfaces, lldp
+from probes.interfaces import lldp
+from probes.interfaces import probe as interfaces
 
 
 def tlv(kind: int, value: bytes) -> bytes:

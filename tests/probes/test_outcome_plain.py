@@ -11,8 +11,8 @@ import cattrs
 import pytest
 
 from probes.api import Ok
+from probes.host.recording import load
 from probes.outcome import outcome_to_json
-from probes.recording import load
 from probes.scan import scan
 from probes.wire import outcome_from_json
 

@@ -10,10 +10,10 @@ from dicthost import DIRECTORY, Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes import pci
 from probes.api import Finding, Severity, UnavailableError
-from probes.pci_check import peer_ports
-from probes.pci_config import changing, parse_config
+from probes.pci import probe as pci
+from probes.pci.check import peer_ports
+from probes.pci.config import changing, parse_config
 
 GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1021"), ("0x060400", "0x1000", "0xc030")
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes import portlink
-from probes.live import LiveHost
-from probes.recording import RecordedHost, RecordingHost, archive
+from probes.host.live import LiveHost
+from probes.host.recording import RecordedHost, RecordingHost, archive
+from probes.interfaces import portlink
 
 
 def attribute(kind: int, value: bytes) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 from dicthost import DictHost
 from test_rdma_probe import Fabric
 
-from probes import rdma
-from probes.live import LiveHost
+from probes.host.live import LiveHost
+from probes.rdma import probe as rdma
 
 
 class Library(DictHost):

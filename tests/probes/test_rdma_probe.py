@@ -12,11 +12,11 @@ from dicthost import Content, DictHost, corpus_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes import rdma
 from probes.api import Finding, Severity, UnavailableError
-from probes.rdma_counters import rising
-from probes.rdma_gids import ipv4_of, nccl_gid_index, rocev2_gid_index
-from probes.rdma_read import parse_rate, roce_mtu
+from probes.rdma import probe as rdma
+from probes.rdma.counters import rising
+from probes.rdma.gids import ipv4_of, nccl_gid_index, rocev2_gid_index
+from probes.rdma.read import parse_rate, roce_mtu
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
 IPV4 = "0000:0000:0000:0000:0000:ffff:c0a8:4d01"

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 
 from probes.api import SCHEMA_VERSION
-from probes.host import GpuHandle, Host, NvmlError
-from probes.live import LiveHost
-from probes.recording import KIND, RecordedHost, RecordingError, RecordingHost, dumps, load
+from probes.host.live import LiveHost
+from probes.host.protocol import GpuHandle, Host, NvmlError
+from probes.host.recording import KIND, RecordedHost, RecordingError, RecordingHost, dumps, load
 from probes.scan import scan
 from probes.scanner import Scanner
 from probes.wire import to_json

@@ -31,7 +31,7 @@ route add 10.8.0.0/16 via 10.1.2.9 table 1234
 """
 COMPARE = """
 import json, time, pyroute2
-from probes.live import LiveHost
+from probes.host.live import LiveHost
 def both(what, ask):
     end = time.monotonic() + 60
     while True:  # the kernel goes on with carriers and duplicate addresses: both must have read the same moment

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from probes.api import Absent, Failed, Finding, Ok, Probe, Severity, UnavailableError
-from probes.host import Host
-from probes.limits import LimitsFacts
-from probes.live import LiveHost
-from probes.recording import load
+from probes.host.live import LiveHost
+from probes.host.protocol import Host
+from probes.host.recording import load
+from probes.limits.probe import LimitsFacts
 from probes.registry import ALL, BY_NAME
 from probes.scan import SCAN_METRICS, findings, run, samples, scan
 from probes.scanner import Scanner, scan_live

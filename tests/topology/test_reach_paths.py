@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.hosts import snapshots
-from planner import machines
+from agent.cli.hosts import snapshots
+from planner.forecast import machines
 from topology.build import build
 from topology.cluster import join
+from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
 from topology.reach import Interval, Unknown, expect
 from topology.reach_paths import Bar, HostLinks, host_links, joined
-from topology.text import parse
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9

@@ -8,11 +8,11 @@ import pytest
 from topo_machines import snapshot, topology
 
 from probes.api import Absent, Ok, Severity
-from probes.gpu import GpuFacts
+from probes.gpu.probe import GpuFacts
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
+from topology.formats.text import parse
 from topology.render import cluster_document
-from topology.text import parse
 from topology.wire import TopologyWireError, cluster_from_json, node_from_json, to_json
 
 HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from topology import xml
+from topology.formats import xml
+from topology.formats.text import TopologyTextError, parse
 from topology.render import json_document
-from topology.text import TopologyTextError, parse
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "topo"
 INDEX = CORPUS / "index.json"

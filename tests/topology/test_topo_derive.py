@@ -9,17 +9,17 @@ import pytest
 from topo_machines import topology
 
 from probes.api import Severity
-from probes.gpu import Gpu, GpuFacts, GpuPair, NvLink
-from probes.pci import PciDevice
+from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
+from probes.pci.probe import PciDevice
 from topology.check import check
 from topology.complete import complete
+from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass
 from topology.labels import nvlinks, path_class
 from topology.nccl import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.nvlink import NvLinks
 from topology.pcie import PciTree
 from topology.reference import TABLE, departures, recognise, reference_of
-from topology.text import parse
 
 A100, V100 = (8, 0), (7, 0)
 

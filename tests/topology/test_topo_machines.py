@@ -10,14 +10,14 @@ import pytest
 from topo_machines import NAMES, snapshot, topology
 
 from probes.api import Absent, Ok, Severity
-from probes.gpu import GpuFacts
-from probes.pci import PciFacts
-from topology import xml
+from probes.gpu.probe import GpuFacts
+from probes.pci.probe import PciFacts
 from topology.build import build, cpu_mask
 from topology.check import CODES, check
+from topology.formats import xml
+from topology.formats.text import parse
 from topology.graph import PathClass
 from topology.render import dot, json_document, matrix, svg
-from topology.text import parse
 
 HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
 

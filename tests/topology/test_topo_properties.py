@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 
-from probes.pci import PciDevice
-from topology import xml
+from probes.pci.probe import PciDevice
 from topology.complete import complete
+from topology.formats import xml
+from topology.formats.text import TopologyTextError, parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.labels import lower, nvlinks, path_class, rank
 from topology.pcie import PciTree
 from topology.render import dot, json_document, matrix, svg
-from topology.text import TopologyTextError, parse
 from topology.wire import node_from_json, to_json
 
 GPU_LABELS = ["NV1", "NV2", "NV4", "NV12", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]

@@ -10,11 +10,11 @@ import pytest
 from topo_machines import topology
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
 
-from topology import xml
 from topology.complete import complete
+from topology.formats import xml
+from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.render import COLOURS, dot, json_document, matrix, svg
-from topology.text import parse
 
 HOSTILE = '<script>alert("1")</script>\x00\x1b[31m&"\'\n;}'
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES, TWO_SWITCH_PAIRS, matrix
 
+from topology.formats.text import TopologyTextError, parse
 from topology.graph import PathClass
-from topology.text import TopologyTextError, parse
 
 
 def labels(node):

@@ -6,7 +6,7 @@ import pytest
 from topo_samples import OLD_SOC
 
 from topology.check import check
-from topology.text import TopologyTextError, parse
+from topology.formats.text import TopologyTextError, parse
 
 FOUR = """\
 \tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from topo_samples import ALL
 
-from agent.cmd_topo import topo
-from topology.text import parse
+from agent.cli.topo import topo
+from topology.formats.text import parse
 
 ROW = re.compile(r"(?m)^([ \t]*(?:GPU\d|mlx\d|NIC\d+\t).*)$")
 

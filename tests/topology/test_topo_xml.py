@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from topo_samples import ALL
 
-from topology import xml
+from topology.formats import xml
+from topology.formats.text import parse as parse_text
 from topology.graph import PathClass
-from topology.text import parse as parse_text
 
 HGX = """<system version="1">
   <cpu numaid="0" affinity="0000ffff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">

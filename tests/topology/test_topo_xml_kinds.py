@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topology.xml import TopologyXmlError, parse
+from topology.formats.xml import TopologyXmlError, parse
 
 GPU = '<pci busid="0000:{bus}:00.0" class="0x030200"><gpu dev="{dev}" sm="90" rank="{dev}" gdr="1"/></pci>'
 NET = '<nic><net name="{name}" dev="0" speed="400000" port="1"/></nic>'

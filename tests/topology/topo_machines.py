@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from probes.api import Snapshot
-from probes.recording import load
+from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
 from topology.graph import NodeTopology

@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from probes.host import Json
-from probes.nvml import ERROR_CODES
+from probes.host.nvml import ERROR_CODES
+from probes.host.protocol import Json
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 LIBRARY = "libnvidia-ml.so.1"  # the name that pynvml loads

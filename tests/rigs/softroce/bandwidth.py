@@ -13,8 +13,8 @@ import socket
 import subprocess
 import time
 
-from collectives.interval import spread_ratio
-from collectives.rdma_write import Plan, connect, serve
+from collectives.bench.interval import spread_ratio
+from collectives.bench.rdma_write import Plan, connect, serve
 
 SIZE, DEPTH = 1 << 20, 4  # large, so that the emulated wire is the bound and not Python's share of a write
 SECONDS, ROUNDS = 2, 4

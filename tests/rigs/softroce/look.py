@@ -12,9 +12,11 @@ from typing import Any
 
 import cattrs
 
-from probes import interfaces, limits, rdma
 from probes.api import UnavailableError
-from probes.live import LiveHost
+from probes.host.live import LiveHost
+from probes.interfaces import probe as interfaces
+from probes.limits import probe as limits
+from probes.rdma import probe as rdma
 
 
 def active_mtu() -> int | None:

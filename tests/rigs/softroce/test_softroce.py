@@ -18,9 +18,11 @@ import guest_image
 import pytest
 import rig
 
-from collectives.interval import spread_ratio
-from probes import interfaces, limits, rdma
-from probes.rdma_gids import nccl_gid_index
+from collectives.bench.interval import spread_ratio
+from probes.interfaces import probe as interfaces
+from probes.limits import probe as limits
+from probes.rdma import probe as rdma
+from probes.rdma.gids import nccl_gid_index
 
 HERE = Path(__file__).parent
 
@@ -47,7 +49,7 @@ part() {
 }
 small() {
   ulimit -l 64
-  setpriv --reuid 1000 --regid 1000 --clear-groups python3 -m collectives.rdma_write "$@"
+  setpriv --reuid 1000 --regid 1000 --clear-groups python3 -m collectives.bench.rdma_write "$@"
 }
 
 ip link set net1 mtu 9000
@@ -58,7 +60,7 @@ if [ "$RANK" = 1 ]; then
   part after look after
   exit
 fi
-part memlock python3 -m collectives.rdma_write --timeout 240 --serve 0.0.0.0:18700
+part memlock python3 -m collectives.bench.rdma_write --timeout 240 --serve 0.0.0.0:18700
 part after look after
 ip link set net1 mtu 1500
 

@@ -1,0 +1,202 @@
+"""The verbs bench, evidence and calibrate."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from agent import units
+from agent.cli import terminal
+from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
+from agent.cli.inputs import InputError
+from agent.cli.output import Progress, console, emit, format_option, render
+from agent.gate.report import write_atomic
+from agent.jobs import result_store as keep
+from collectives.bench.results import BenchResult
+
+
+@click.command()
+@click.option(
+    "--op",
+    "ops",
+    multiple=True,
+    help="Collective; repeat for several. Default: all_gather, reduce_scatter, all_reduce.",
+)
+@click.option(
+    "--ranks", default=None, type=click.IntRange(1, 1024), help="Ranks on this host. Default: one per GPU, else 2."
+)
+@click.option("--min-bytes", default=None, type=click.IntRange(1), help="A sweep by factors of 4 from here.")
+@click.option("--max-bytes", default=None, type=click.IntRange(1),
+              help="Up to here. Default: 64 KiB, 1 MiB, 16 MiB and, on GPUs, 64 MiB of every rank.")  # fmt: skip
+@click.option(
+    "--size", "sizes", multiple=True, type=click.IntRange(1), help="Exact sizes in bytes, in place of the sweep."
+)
+@click.option("--precision", default="5%", show_default=True, help="Stop a size when its interval is this tight.")
+@click.option(
+    "--budget",
+    default=None,
+    type=click.FloatRange(1, 86400),
+    help="Seconds for all sizes, from when all ranks have met. Default: 60, with --quick 6.",
+)
+@click.option(
+    "--nodes", "hosts", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Hosts that run this line."
+)
+@click.option("--rendezvous", default=None, metavar="HOST:PORT", help="Where several hosts meet.")
+@click.option("--wait", "startup", default=None, type=click.FloatRange(1, 86400),
+              help="Seconds for all ranks to meet. Default: 120, with --nodes 900, as an image may take.")  # fmt: skip
+@click.option("--node-rank", default=None, type=click.IntRange(0), envvar="JOB_COMPLETION_INDEX",
+              help="Which host this is; else torchrun's rendezvous decides.")  # fmt: skip
+@click.option("--host-name", default=None, envvar="NODE_NAME", help="What results call this host.")
+@click.option("--quick", is_flag=True, help="Only the sizes that are judged, 6 s of them.")
+@click.option("--no-advice", is_flag=True, help="With --nodes: the environment as it is, nothing advised set besides.")
+@click.option("--search", is_flag=True, help="Search for slow hosts by pairs, in place of a sweep.")
+@click.option("--like", "model", default=None, help="Replay one training step's communication of this model.")
+@click.option("--layout", default=None, help="With --like: dp_replicate=1,dp_shard=2,tp=1,pp=1")
+@click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")
+@click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="What --save wrote when all was well, or a report.json: under 80 % is low.")  # fmt: skip
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON result here.")
+@format_option
+def bench(form: str, save: Path | None, baseline: Path | None, **options: Any) -> None:
+    """Measure collectives with real ranks. Makes load: one benchmark at a time per host.
+
+    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry.
+    """
+    from agent.gate.baseline import read_bench
+    from agent.gate.judged import against_baseline
+    from agent.gate.verdict import GateError
+    from agent.jobs.benchmark import replay_spec, spec_of, watch
+    from collectives.bench.lock import BusyError
+    from collectives.bench.run import SpecError, run
+    from planner.forecast.models import ModelError
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    progress = Progress()
+    try:
+        before = read_bench(baseline) if baseline else {}  # first: a wrong file costs no run
+        spec = spec_of(options)
+        if options["model"]:
+            spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
+        progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
+        result = run(spec, watch(progress), stop)
+    except (SpecError, ModelError, GateError) as error:
+        raise click.UsageError(str(error)) from None
+    except BusyError as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        progress.done()
+    result = against_baseline(result, before)
+    keep.keep_bench(result)
+    emit(result, form, lambda out: terminal.bench(out, result))
+    if save is not None:
+        from collectives.bench.wire import result_to_json
+
+        try:
+            write_atomic(save, json.dumps(result_to_json(result), indent=1) + "\n")
+        except OSError as error:  # last: a full disk must not cost the result, which stands on stdout by now
+            raise click.ClickException(f"--save {save}: {error.strerror}") from None
+    sys.exit(_bench_exit(result, _judged(result)))
+
+
+def _judged(result: BenchResult) -> bool:
+    """Say what is below its bar, on stderr; whether none of it fails."""
+    from agent.cli.hosts import snapshots
+    from agent.gate.judged import checks_of_bars
+
+    checks = [check for check in checks_of_bars(result, snapshots(())) if check.status in ("warn", "fail")]
+    for check in checks:
+        click.echo(f"{check.status}: {check.id} {check.subject}: {check.message}", err=True)
+        click.echo(f"  {check.remedy}", err=True)
+    return all(check.status != "fail" for check in checks)
+
+
+def _bench_exit(result: BenchResult, well: bool) -> int:
+    whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
+    return EXIT_PASS if whole and well else EXIT_FAILED
+
+
+@click.command()
+@click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
+@click.option(
+    "--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead."
+)
+@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn"]), show_default=True)
+@click.option("--require-gdrdma/--no-require-gdrdma", default=True, show_default=True,
+              help="Whether RDMA without GPUDirect fails: EFA of g5 and g6 has none.")  # fmt: skip
+@format_option
+def evidence(
+    source: tuple[str, ...], ports: tuple[str, ...], fail_on: Literal["fail", "warn"], require_gdrdma: bool, form: str
+) -> None:
+    """Prove from NCCL logs which transport every channel takes, and say how the job ended.
+
+    `kubectl logs JOB | topoflight evidence -`. Several files, or a folder, are the logs of one job: one verdict. Packed
+    files (gzip, bzip2, xz) are read as they are. Exit code 0 proven good, 3 a failure, 4 a warning with --fail-on
+    warn, 5 no evidence.
+    """
+    from collectives.nccl_log import evidence as reader
+    from collectives.nccl_log.clean import LogFileError
+
+    try:
+        found = reader.read_files(source or ("-",), ports=ports or None)
+    except OSError as error:
+        raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
+    except LogFileError as error:
+        raise InputError(str(error)) from None
+    emit(reader.to_json(found), form, lambda out: terminal.evidence(out, found))
+    sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
+
+
+@click.command()
+@click.option("--model", default="tiny-llama", show_default=True, help="Shapes to measure: a known model name.")
+@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))
+@click.option(
+    "--tokens", default=None, type=click.IntRange(1, 1 << 22), help="Of one micro-batch. Default: one sequence."
+)
+@click.option("--method", default="lora", type=click.Choice(["full", "lora"]), show_default=True)
+@click.option("--budget", default=90.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds.")
+@click.option(
+    "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
+)
+@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+def calibrate(
+    model: str,
+    sequence_length: int,
+    tokens: int | None,
+    method: str,
+    budget: float,
+    ranks: int | None,
+    target: Path | None,
+) -> None:
+    """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""
+    from agent.cli.hosts import snapshots
+    from agent.jobs.benchmark import calibration, default_ranks, has_gpu
+
+    found_hosts = snapshots(())
+    copies = ranks or default_ranks(found_hosts)
+    progress = Progress()
+    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(budget)}")
+    try:
+        found = calibration(
+            model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
+            ranks=copies, method=method, gpu=has_gpu(found_hosts),
+        )  # fmt: skip
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    except RuntimeError as error:
+        click.echo(f"calibration failed: {error}", err=True)
+        sys.exit(EXIT_TOOL_ERROR)
+    finally:
+        progress.done()
+    text = render(found, "json")
+    if target is None:
+        click.echo(text, nl=False)
+    else:
+        write_atomic(target, text)
+        console().print(f"{target}: written")

@@ -1,0 +1,150 @@
+"""Which host is meant: this one, or recordings given with --host."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agent.cli.inputs import InputError
+from probes.api import Snapshot
+
+if TYPE_CHECKING:
+    from probes.scanner import Scanner
+
+_POLL_SECONDS = 0.05  # a signal's event is looked at this often
+
+host_option = click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=True, path_type=Path),
+    metavar="FILE...",
+    help="Recordings (topoflight capture) to use in place of this host; a folder means all in it.",
+)
+
+
+def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
+    """`--machine list` is a question, and its answer ends the verb."""
+    if name == "list" and not context.resilient_parsing:
+        from planner.forecast import machines
+
+        for row in machines.CATALOGUE:
+            click.echo(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
+        context.exit()
+    return name
+
+
+machine_option = click.option(
+    "--machine", callback=_list_machines, help="A catalogue machine in place of a host: p5.48xlarge. `--machine list` "
+    "names them.",
+)  # fmt: skip
+root_option = click.option(
+    "--root", default="/", show_default=True, help="Where this host's /sys, /proc and /dev are mounted."
+)
+
+
+def refuse_two_sources(options: Mapping[str, Any]) -> None:
+    """UsageError where recordings and a catalogue machine are both given: the advice can be for one of them."""
+    if options["hosts"] and options["machine"]:
+        named = f"--host {options['hosts'][0]} and --machine {options['machine']}"
+        raise click.UsageError(f"{named}: give one of them; a machine stands in place of a host")
+
+
+def snapshots(
+    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, told: bool = False,
+    stop: threading.Event | None = None,
+) -> tuple[Snapshot, ...]:  # fmt: skip
+    """Scan this host in a child process, `timeout_seconds` for each probe, or replay the recordings in order.
+
+    A person at a terminal sees that it is under way; `told` is for callers that say so themselves. Soon after `stop` is
+    set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.
+    """
+    stop = stop or threading.Event()
+    if told or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none
+        return _snapshots(hosts, root, timeout_seconds, stop)
+    from agent.cli.output import waiting
+
+    with waiting("scan: asking this host" if not hosts else "scan: replaying"):
+        return _snapshots(hosts, root, timeout_seconds, stop)
+
+
+def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: threading.Event) -> tuple[Snapshot, ...]:
+    if not hosts:
+        from probes.scanner import Scanner
+
+        with Scanner(root, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
+            return (scanner.scan(),)
+    from probes.host.recording import RecordingError, load
+    from probes.scan import scan
+
+    found = []
+    paths = recordings(hosts)
+    for path in paths:
+        if stop.is_set():
+            break
+        try:
+            found.append(scan(load(path)))
+        except RecordingError as error:
+            raise InputError(str(error)) from None
+    return told_apart(found, paths[: len(found)])
+
+
+@contextlib.contextmanager
+def _closed_by(stop: threading.Event, scanner: Scanner) -> Iterator[None]:
+    """Close the scanner as soon as `stop` is set; by a thread, since who scans waits for the answer."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_POLL_SECONDS):
+            if stop.is_set():
+                scanner.close()
+                return
+
+    thread = threading.Thread(target=watch, name="end of the scan", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def told_apart(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
+    """Two recordings of hosts with one name (pods often have one) get their files' names beside it."""
+    times = Counter(snapshot.hostname for snapshot in found)
+    taken: set[str] = set()
+    made = []
+    for snapshot, path in zip(found, paths, strict=True):
+        name = snapshot.hostname
+        if times[name] > 1:
+            stem = path.name.removesuffix(".gz").removesuffix(".json")
+            name = first = f"{name} ({stem})"
+            number = 1
+            while name in taken:
+                number += 1
+                name = f"{first} {number}"
+        taken.add(name)
+        made.append(snapshot if name == snapshot.hostname else replace(snapshot, hostname=name))
+    return tuple(made)
+
+
+def recordings(hosts: Sequence[Path]) -> list[Path]:
+    """The files meant by --host: a folder stands for the recordings in it."""
+    files: list[Path] = []
+    for path in hosts:
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
+            if not inside:
+                raise click.UsageError(f"--host {path}: no recording (*.json, *.json.gz) in this folder")
+            files += inside
+        else:
+            files.append(path)
+    return files

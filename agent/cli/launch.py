@@ -1,0 +1,368 @@
+"""The verb launch: the fine-tune job on this host through torchrun, or on a cluster through one of the job APIs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from agent.cli import terminal
+from agent.cli.exits import EXIT_FAILED, EXIT_PASS
+from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option
+from agent.cli.inputs import InputError, NothingFitsError
+from agent.cli.output import Progress, console, render, waiting
+from agent.cli.preflight import with_model_options, with_options
+from agent.units import count, seconds
+from planner.advice import Recommendation
+from planner.kubernetes.job import AGENT, RESTARTS
+from probes.api import Snapshot
+
+if TYPE_CHECKING:
+    from agent.cluster.client import Client
+    from collectives.bench.results import BenchResult
+
+cluster_options = (
+    click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
+                 show_default=True, help="Where to launch: torchrun here, or a job for the cluster."),
+    click.option("--context", default=None, help="Cluster: the kubeconfig's context. Default: its current one."),
+    click.option("--image", default=None, help="Cluster: the fine-tune image."),
+    click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
+    click.option("--namespace", default="default", show_default=True),
+    click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="Cluster: pods, one on a node."),
+    click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Cluster: of each pod."),
+    click.option("--node-selector", multiple=True, metavar="LABEL=VALUE"),
+    click.option("--tolerate", multiple=True, metavar="KEY[=VALUE][:EFFECT]",
+                 help="Cluster: taint of the nodes that the pods bear. EFFECT: NoSchedule, unless named."),
+    click.option("--claim", default=None, help="Cluster: PersistentVolumeClaim for /mnt/shared, which holds the run."),
+    click.option("--storage-class", default=None, metavar="NAME",
+                 help="Cluster: make the claim too, of this class, writable by all pods; its name is --claim's."),
+    click.option("--storage-size", default="500Gi", show_default=True, metavar="QUANTITY", help="Cluster: of it."),
+    click.option("--token-secret", default=None, metavar="NAME",
+                 help="Cluster: Secret whose key HF_TOKEN opens gated models and data sets."),
+    click.option("--queue", default=None, help="Cluster: Kueue queue."),
+    click.option("--topology", default=None, metavar="LABEL", help="Cluster: node label all pods must share (Kueue)."),
+    click.option("--service-account", default=None),
+    click.option("--preflight-image", default=None, help="Cluster: run the gate in an init container of this image."),
+    click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate before the job requires."),
+    click.option("--measure", is_flag=True,
+                 help="The gate also measures, as preflight --measure --quick; on a cluster all pods together. Makes "
+                      "load."),
+    click.option("--no-preflight", is_flag=True, help="Launch without a gate."),
+    click.option("--agent", default=None, is_flag=False, flag_value=AGENT, metavar="[URL]",
+                 help="Cluster: leave the job's record with the agent of rank 0's node too. URL: what deploy/daemonset "
+                      "makes."),
+    click.option("--dra/--no-dra", default=None,
+                 help="Cluster: GPU and NIC from one PCIe root, by DRA. Default: where the cluster that is asked can."),
+    click.option("--network", "with_network", is_flag=True,
+                 help="Cluster: also print the operators' network resources for the probed interfaces."),
+    click.option("--host-mofed/--no-host-mofed", default=None,
+                 help="With --network: the nodes have the NIC driver (DOCA-OFED) / the network operator brings it. "
+                      "Default: as the nodes show it."),
+    click.option("--restarts", default=None, type=click.IntRange(0, 100),
+                 help=f"Cluster: times that an interrupted job starts again by itself. Default: {RESTARTS}."),
+    click.option("--wait", default=60.0, show_default=True, type=click.FloatRange(0, 86400),
+                 help="Cluster: seconds to wait for the job's first pods; says why none came."),
+)  # fmt: skip
+
+# What only one place of launching reads. Not `nodes`: a plan for --machine counts them, wherever it is launched.
+OF_A_CLUSTER = {
+    "context", "image", "name", "namespace", "resources", "node_selector", "tolerate", "claim", "storage_class",
+    "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra",
+    "with_network", "host_mofed", "restarts", "wait",
+}  # fmt: skip
+OF_THIS_HOST = {"folder", "timeout"}
+
+
+@click.command()
+@host_option
+@root_option
+@with_model_options
+@with_options(cluster_options)
+@machine_option
+@click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
+              type=click.Path(file_okay=False, path_type=Path), help="Local: where the job writes.")  # fmt: skip
+@click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("-o", "form", default=None, type=click.Choice(["yaml", "json"]), help="With --dry-run. Default: yaml.")
+def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
+    """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
+
+    Exit code 0 flown or created, 3 a check or the flight failed, or the job's pods are refused, 5 a required check is
+    unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
+    """
+    from agent.advise import RequestError, advise, with_fsdp
+    from agent.cli.hosts import snapshots
+    from agent.cli.job_settings import EMBEDDED_MODEL
+    from agent.jobs.benchmark import flight_request
+
+    if given["measure"] and given["no_preflight"]:
+        raise click.UsageError("--measure is the gate's, and --no-preflight leaves the gate out")
+    if form and not dry_run:
+        raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
+    refuse_two_sources(given)
+    _refuse_options_of_elsewhere(given["api"])
+    found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
+    try:
+        request = flight_request(given)
+    except RequestError as error:
+        raise click.UsageError(str(error)) from None
+    advice = advise(request, lambda: found)
+    if given["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
+        advice = with_fsdp(advice)
+    if advice.chosen is None:
+        terminal.rejected(console(), advice)
+        raise NothingFitsError("no layout fits: nothing to launch")
+    if given["api"] != "local":
+        _launch_there(advice, found, form or "yaml" if dry_run else None, given)
+    elif dry_run:
+        _print_here(advice, folder, form or "yaml", given)
+    else:
+        _launch_here(advice, found, folder, timeout, given)
+
+
+def _refuse_options_of_elsewhere(api: str) -> None:
+    """UsageError for an option that only the other place of launching reads: it would be passed over in silence."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if context.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
+            continue
+        if api == "local" and option.name in OF_A_CLUSTER:
+            raise click.UsageError(f"{option.opts[0]}: is of a job on a cluster: --api job, pytorchjob or trainjob")
+        if api != "local" and option.name in OF_THIS_HOST:
+            raise click.UsageError(f"{option.opts[0]}: is of a launch on this host, without --api {api}")
+
+
+def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
+    """Print the job in `form`, or create it where that is None."""
+    from agent.jobs import cluster_job
+    from planner.exports.frameworks import ExportError
+    from planner.kubernetes.job import JobError
+    from planner.kubernetes.manifests import render as render_documents
+
+    try:
+        cluster_job.refuse_what_cannot_train(advice, given)
+        advice, left_out = cluster_job.for_pods(advice, given, found)
+        advice = cluster_job.on_rails(advice, given, found)
+        given = {**given, **_dra(advice, given, asked=form is None)}
+        spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
+        launched = "" if form else datetime.now(UTC).isoformat()
+        made = cluster_job.documents(advice, spec, given["api"], given["config"], found, launched=launched)
+        documents = (*cluster_job.storage(given), *made)
+        if given["with_network"]:
+            documents = (*cluster_job.network(found, spec.namespace, given["host_mofed"]), *documents)
+    except (JobError, ExportError) as error:
+        raise click.UsageError(str(error)) from None
+    if given["with_network"]:
+        unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
+        for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
+            click.echo(f"warning: {wrong}", err=True)
+    for line in left_out:
+        click.echo(f"note: {line}", err=True)
+    for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
+        click.echo(f"warning: {wrong}", err=True)
+    if not (given["preflight_image"] or given["no_preflight"] or given["measure"]):
+        click.echo("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
+    if form == "json":
+        click.echo(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
+    elif form:
+        click.echo(render_documents(documents), nl=False)
+    if form:
+        return
+    if given["with_network"]:
+        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+    from agent.cluster.access import AccessError, find
+    from agent.cluster.client import ApiError, Client
+
+    warned: dict[str, None] = {}  # by the dry run and again when it is made
+    try:
+        client = Client(find(given["context"]), on_warning=lambda text: warned.setdefault(text))
+        try:
+            for line in cluster_job.create(client, documents):
+                click.echo(line)
+        finally:
+            for text in warned:
+                click.echo(f"warning: the API server says: {text}", err=True)
+        if given["wait"]:
+            _wait_for_pods(client, documents[-1], given)
+    except (JobError, AccessError, ApiError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _wait_for_pods(client: Client, job: dict[str, Any], given: dict[str, Any]) -> None:
+    """Say how the job's pods come; exit with 3 where they are refused, 5 where none came and nothing says why."""
+    from agent.jobs import cluster_job, first_pods
+
+    with waiting("launch: waiting for the first pods"):
+        made = cluster_job.stored(client, job)
+        came = first_pods.wait(
+            client, made, api=given["api"], nodes=given["nodes"] or 1, seconds=given["wait"], sleep=time.sleep
+        )
+    for line in came.lines:
+        click.echo(line, err=True)
+    if came.exit_code != EXIT_PASS:
+        click.echo(f"{cluster_job.named(job)} is there all the same: kubectl describe says more", err=True)
+        sys.exit(came.exit_code)
+
+
+def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
+    """Whether the cluster is asked: by a launch, and by a dry run where one is named."""
+    return bool(asked or given["context"] or os.environ.get("KUBECONFIG"))
+
+
+def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[str, Any]:
+    """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
+    from agent.cluster.access import AccessError, find
+    from agent.cluster.client import ApiError, Client
+    from agent.cluster.dra_classes import CannotError, UnknownError
+    from agent.jobs import cluster_job
+
+    forced = bool(given["dra"])
+    if given["dra"] is False or not _may_ask(given, asked=asked):
+        return {"dra": forced}
+    why = "" if forced else cluster_job.against_dra(advice, given)
+    try:
+        able = None if why else cluster_job.dra_able(Client(find(given["context"]), tries=2), advice, given)
+    except CannotError as error:
+        able, why = None, str(error)
+    except (AccessError, ApiError, UnknownError) as error:
+        able, why = None, f"unknown whether the cluster can: {error}"
+    if able is not None:
+        click.echo(f"DRA: used: {able.words}; --no-dra leaves it", err=True)
+        return {"dra": True, "device_classes": able.device_classes}
+    click.echo(f"DRA: used, as --dra says: {why}" if forced else f"DRA: not used: {why}", err=True)
+    return {"dra": forced}
+
+
+def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:
+    """What the nodes have to give away, where the job needs to know it."""
+    from agent.cluster.access import AccessError, find
+    from agent.cluster.client import ApiError, Client
+    from agent.jobs import cluster_job
+
+    unnamed, fixed = cluster_job.unnamed(advice, given), cluster_job.fixed(advice, given)
+    if not (unnamed or fixed) or not _may_ask(given, asked=asked):
+        return None
+    try:
+        offered = cluster_job.offered(Client(find(given["context"])), given)
+    except (AccessError, ApiError) as error:
+        if unnamed:
+            why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
+            raise click.ClickException(why) from None
+        click.echo(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
+        return None
+    for name in fixed:
+        if name not in offered:  # an autoscaler may yet bring such nodes
+            needed = f"{name} is needed on {count(given['nodes'] or 1, 'node')}"
+            click.echo(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
+    return offered
+
+
+def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:
+    from agent.cli.job_settings import EMBEDDED_MODEL
+    from agent.jobs import launch as launcher
+
+    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    ranks, config = advice.chosen.layout.world_size, given["config"]
+    if config is None and advice.model is not None and advice.model.name != EMBEDDED_MODEL:
+        config = folder / "job.yaml"  # what `fly` writes there: `recommend -o finetune` prints it
+        try:
+            launcher.refuse_unplanned(advice, given["overrides"])
+        except launcher.LaunchError as error:
+            raise click.UsageError(str(error)) from None
+    words = launcher.command(folder / "plan.json", config, ranks, given["overrides"])
+    click.echo(render(launcher.plan_document(advice), "json" if form == "json" else "yaml"), nl=False)
+    click.echo("# " + " ".join(words), err=form == "json")  # JSON has no comments
+
+
+def _gate(
+    found: Sequence[Snapshot], given: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
+) -> None:  # fmt: skip
+    """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
+    from agent.cli.hosts import snapshots
+    from agent.gate.codes import ALL_CODES
+    from agent.gate.measured import asked_now
+    from agent.gate.verdict import GateError, judge, select
+    from agent.view import look, with_environment
+
+    here = found if found and not given["hosts"] else snapshots((), root=given["root"])
+    stopped = result.stopped_by or "" if result else ""
+    view = look([with_environment(one, settings) for one in here], bench=result)
+    try:
+        checks = view.checks if stopped or result is None else asked_now(view.checks)
+        checks = select(checks, require=given["require"], known=ALL_CODES)
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
+    verdict = judge(checks, stopped=stopped)
+    if verdict.exit_code == EXIT_PASS:
+        return
+    for check in checks:
+        if check.status == "fail" or (check.required and check.status == "unknown"):
+            click.echo(f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
+    click.echo(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
+    sys.exit(verdict.exit_code)
+
+
+def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
+    """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
+    from agent.cli.hosts import snapshots
+    from agent.jobs import benchmark
+    from agent.jobs.result_store import keep_bench
+    from collectives.bench.lock import BusyError
+    from collectives.bench.run import SpecError, run
+
+    spec = benchmark.preflight_spec(snapshots(()), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
+    progress.step(f"measure: {', '.join(spec.ops)} with {count(ranks, 'rank')}, up to {seconds(spec.budget_seconds)}")
+    try:
+        result = run(replace(spec, environment=settings), benchmark.watch(progress), stop)
+    except (BusyError, SpecError) as error:
+        raise click.ClickException(f"not launched: not measured: {error}") from None
+    keep_bench(result)
+    return result
+
+
+def _launch_here(
+    advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, given: dict[str, Any]
+) -> None:
+    from agent.jobs import launch as launcher
+    from agent.jobs.result_store import keep_flight
+    from agent.jobs.run import compare, parse
+
+    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    progress = Progress()
+    if not given["no_preflight"]:
+        progress.step("preflight: judging this host")
+        settings = {setting.name: setting.value for setting in advice.settings}
+        _gate(found, given, settings)
+        if given["measure"]:
+            with launcher.sigterm() as stop:
+                result = _measure(advice.chosen.layout.world_size, settings, progress, stop)
+            _gate(found, given, settings, result)
+    progress.step(f"launch: {advice.chosen.layout.family}")
+    try:
+        done = launcher.fly(
+            advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
+            on_line=progress.note,
+        )  # fmt: skip
+    except launcher.LaunchError as error:
+        raise InputError(str(error)) from None
+    finally:
+        progress.done()
+    if done.record is not None:
+        keep_flight(done.record)
+    if done.exit_code != 0 or done.record is None:
+        click.echo("\n".join(done.last_lines), err=True)
+        click.echo(f"{done.fate} (whole log: {done.output})", err=True)
+        sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
+    flown = parse(done.record)
+    terminal.flight(console(), flown)
+    terminal.comparison(console(), compare(advice.chosen.forecast, flown))
+    sys.exit(EXIT_PASS)

@@ -1,0 +1,137 @@
+"""The command line: `topoflight VERB`. Results go to stdout, everything else to stderr.
+
+Each verb is imported only when it is asked for, so that `--help` answers at once and no verb pays for another's
+libraries. Exit codes: docs/exit-codes.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from agent.cli.exits import EXIT_TOOL_ERROR
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's disk, no fault of the program
+
+VERBS: dict[str, tuple[str, str]] = {
+    # verb: (where it lives, one line of help; kept here so that --help imports nothing)
+    "scan": ("agent.cli.scan:scan", "Probe this host (or recordings) and print what was found."),
+    "capture": ("agent.cli.scan:capture", "Record this host into a file that replays the whole product."),
+    "topo": ("agent.cli.topo:topo", "Print the link matrix; read nvidia-smi topo -m text or NCCL XML with --from."),
+    "diff": ("agent.cli.topo:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
+    "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
+    "evidence": ("agent.cli.bench:evidence", "Read an NCCL log and prove which transport every channel takes."),
+    "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
+    "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
+    "lint-env": ("agent.cli.recommend:lint_env", "Judge an NCCL environment that exists."),
+    "preflight": ("agent.cli.preflight:preflight", "Run the gate; --fly launches the small fine-tune too."),
+    "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
+    "serve": ("agent.cli.serve:serve", "Run the HTTP agent."),
+    "admission": ("agent.cli.admission:admission", "Answer Kueue's admission checks from what agents publish."),
+    "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a verb when it is run, not when it is listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """The verbs, in the order of a flight."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import and return one verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, _, name = VERBS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)  # noqa: S101 - a wiring mistake, held by a test
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb and its words; one that is not known is answered with those that are close."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], VERBS, n=2, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else f"; verbs: {', '.join(VERBS)}"
+            ctx.fail(f"no verb {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """List the verbs from the table, without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+
+
+def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    """Print it; looking it up imports as much as all else that --help needs, so it is done only here."""
+    if wanted:
+        from agent.version import VERSION
+
+        click.echo(f"topoflight, version {VERSION}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version,
+              help="Show the version and exit.")  # fmt: skip
+@click.option("-v", "--verbose", count=True, help="Log more to stderr; twice for debug.")
+def cli(verbose: int) -> None:
+    """Topology-aware preflight for GPU training.
+
+    Probes a node as NCCL will see it, measures what the wires do, recommends the environment and the layout, and
+    flies: launches the fine-tune and compares it with the forecast.
+    """
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the console script."""
+    words = expand_hosts(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        cli.main(args=words, prog_name="topoflight", standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:  # of usage and input 2, else 1
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # the reader of our pipe has gone (`| head`): no error of ours, and nothing more can be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        no_temporary_folder = error.errno == errno.ENOENT and error.filename is None  # tempfile.gettempdir
+        if error.errno not in DISK_ERRORS and not no_temporary_folder:
+            raise
+        click.echo(f"Error: {error.filename or 'a disk'}: {error.strerror}", err=True)
+        sys.exit(EXIT_TOOL_ERROR)
+
+
+def expand_hosts(words: list[str]) -> list[str]:
+    """`--host a.json b.json` as `--host a.json --host b.json`, so that a shell's wildcard works."""
+    expanded: list[str] = []
+    after_host = False
+    for word in words:
+        is_recording = word.endswith((".json", ".json.gz")) and not word.startswith("-") and Path(word).exists()
+        if after_host and is_recording and len(expanded) >= 2 and expanded[-2] == "--host":
+            expanded += ["--host", word]
+        else:
+            expanded.append(word)
+            after_host = word == "--host" or (after_host and is_recording)
+    return expanded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How results leave: one document in one of three formats on stdout, progress and notes on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+
+from agent.gate.report import render as render  # for the verbs
+
+FORMATS = ("table", "json", "yaml")
+
+format_option = click.option(
+    "-o", "--output", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Format on stdout."
+)
+
+
+class _Plain:
+    """A pipe without the blanks that tables pad their lines with."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Lines come whole from rich: what is blank before a line's end is padding."""
+        self._stream.write(re.sub(r"[ \t]+(?=\n)", "", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Console(Console):
+    """A console that leaves a closed pipe to `agent.cli.main`, which ends quietly."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error: let it go on."""
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe.
+
+    Without rich's emoji: `gpu-a:100:130` of a log is evidence, and no picture stands for its middle.
+    """
+    if sys.stdout.isatty():
+        return _Console(file=sys.stdout, highlight=False, soft_wrap=False, emoji=False)
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
+    plain: Any = _Plain(sys.stdout)
+    return _Console(file=plain, width=width, highlight=False, soft_wrap=False, emoji=False)
+
+
+def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
+    """Print `value` as JSON or YAML, or have `table` draw it."""
+    if form == "table":
+        table(console())
+        return
+    click.echo(render(value, form), nl=False)
+
+
+_waiting: list[Any] = []  # the live line that is shown, if one is
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A live line on a terminal for what takes a second or two; nothing in a pipe. One inside another changes it."""
+    if _waiting:
+        _waiting[-1].update(text)
+        yield
+    elif sys.stderr.isatty():
+        with Console(stderr=True, highlight=False, emoji=False).status(text) as shown:
+            _waiting.append(shown)
+            try:
+                yield
+            finally:
+                _waiting.pop()
+    else:
+        yield
+
+
+class Progress:
+    """Words about what is going on: a live line on a terminal, plain lines in a pipe, nothing when quiet."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._live = sys.stderr.isatty() and not quiet
+        self._console = Console(stderr=True, highlight=False, emoji=False)
+        self._status: Any = None
+
+    def step(self, text: str) -> None:
+        """A new stage begins."""
+        if self._live:
+            self.done()
+            self._status = self._console.status(text)
+            self._status.start()
+        elif not self._quiet:
+            click.echo(f"-- {text}", err=True)
+
+    def note(self, text: str) -> None:
+        """Something happened within the stage; replaces the live line's words."""
+        if self._live and self._status is not None:
+            self._status.update(text)
+        elif not self._quiet:
+            click.echo(f"   {text}", err=True)
+
+    def done(self) -> None:
+        """The last stage is over."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None

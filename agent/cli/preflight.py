@@ -1,0 +1,205 @@
+"""The verb preflight, and the options that name model and run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent.advise import Request
+from agent.cli import terminal
+from agent.cli.hosts import host_option, root_option
+from agent.cli.output import Progress, console, render, waiting
+from agent.gate.report import Report, junit, write_atomic, write_folder
+from agent.gate.verdict import GateError, unjudged
+from agent.pages import render as pages
+from agent.view import grouped
+
+FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
+
+model_options = (
+    click.option("--model", default=None, help="Known model name or config.json; default with --fly: a tiny Llama."),
+    click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True),
+    click.option("--sequence-length", default=None, type=click.IntRange(1, 10_000_000)),
+    click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000)),
+    click.option("--ranks", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU, 2 without GPUs."),
+    click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The job's YAML."),
+    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a line of the job's YAML."),
+)
+
+
+def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """A decorator that adds the options, to be shown in their order."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
+with_model_options = with_options(model_options)
+
+
+@click.command()
+@host_option
+@root_option
+@click.option(
+    "--fly", is_flag=True, help="Measure, then launch a small fine-tune as recommended, and compare. Makes load."
+)
+@click.option("--measure", is_flag=True, help="Measure collectives with real ranks, 20 s of it. Makes load.")
+@click.option("--quick", is_flag=True, help="With --measure: only what is judged, 6 s of it; for init containers.")
+@click.option("--budget", "bench_seconds", default=None, type=click.FloatRange(1, 600),
+              help="With --measure: seconds of it.")  # fmt: skip
+@with_model_options
+@click.option(
+    "--require", multiple=True, metavar="CHECK", help="A check that must be measured: rdma.*; else exit code 5."
+)
+@click.option("--skip", multiple=True, metavar="CHECK", help="A check to leave out.")
+@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn", "unknown"]), show_default=True)
+@click.option(
+    "--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job."
+)
+@click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+              help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
+@click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
+              help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
+@click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
+@click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
+              help="What each node must have, else it fails: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
+@click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              metavar="FILE", help="The same as a YAML mapping.")  # fmt: skip
+@click.option("--flights", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH",
+              help="Earlier flights (flight.json or folders of them): step times by network, compared.")  # fmt: skip
+@click.option("--nodes", default=None, metavar="NAME,...", help="Judge these nodes by what their agents publish.")
+@click.option("--selector", default=None, metavar="LABELS", help="Judge the cluster's nodes with these labels.")
+@click.option("--context", default=None, help="With --nodes or --selector: the kubeconfig's context.")
+@click.option("--list-checks", is_flag=True, help="Name every check and stop.")
+@click.option("--all", "everything", is_flag=True, help="Show passed and unknown checks too.")
+@click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet: bool, **given: Any) -> None:
+    """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
+
+    75 where SIGTERM ended it first: the report holds what was known by then.
+    """
+    if list_checks:
+        from agent.gate.codes import ALL_CODES
+
+        click.echo("\n".join(ALL_CODES))
+        return
+    targets = [_target(form) for form in forms] or [("table", None)]
+    alone = [name for name in ("quick", "bench_seconds") if given[name] and not (given["measure"] or given["fly"])]
+    if alone:
+        raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
+    from agent.gate.preflight import run
+
+    folder: Path | None = given.pop("folder") or (Path("reports") if given["fly"] else None)
+    where = {name: given.pop(name) for name in ("nodes", "selector", "context")}
+    try:
+        if where["nodes"] or where["selector"]:
+            report = _of_cluster(where, given)
+        else:
+            report = run(_options(given, folder), Progress(quiet=quiet))
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
+    for form, path in targets:
+        _write(report, form, path, everything)
+    if folder is not None:
+        try:
+            written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
+        except OSError as error:
+            raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
+        click.echo(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
+    sys.exit(report.verdict.exit_code)
+
+
+def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
+    """The gate over other nodes; reads what they publish, and makes no load."""
+    from agent.cluster.access import AccessError, find
+    from agent.cluster.client import ApiError, Client
+    from agent.cluster.gate import checks_of, fleet, named, records_of
+    from agent.gate.expect import asked
+    from agent.gate.preflight import report_of
+
+    wrong = [name for name in ("fly", "measure", "hosts") if given[name]]
+    expected = asked(given["expect"], given["expect_file"])
+    if wrong:
+        raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
+    try:
+        with waiting("preflight: asking the cluster"):
+            client = Client(find(where["context"]))
+            names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
+            held = fleet(client)
+    except (AccessError, ApiError) as error:
+        raise click.ClickException(str(error)) from None
+    return report_of(
+        checks_of(names, held, expected=expected), nodes=records_of(names, held), require=given["require"],
+        skip=given["skip"], fail_on=given["fail_on"], baseline=given["baseline"],
+    )  # fmt: skip
+
+
+def _options(given: dict[str, Any], folder: Path | None) -> Any:
+    from agent.gate.preflight import Options
+
+    request = Request(
+        hosts=given["hosts"], root=given["root"], model=given.pop("model"), method=given.pop("method"),
+        sequence_length=given.pop("sequence_length") or 2048, global_batch=given.pop("global_batch"),
+    )  # fmt: skip
+    timeout = given.pop("timeout")
+    return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **given)
+
+
+def _target(form: str) -> tuple[str, Path | None]:
+    name, _, file = form.partition("=")
+    if name not in FORMATS:
+        raise click.UsageError(f"-o {form}: the format must be one of {', '.join(FORMATS)}")
+    return name, Path(file) if file else None
+
+
+def _write(report: Report, form: str, path: Path | None, everything: bool) -> None:
+    if form == "table" and path is None:
+        terminal.report(console(), report, everything=everything)
+        return
+    text = {
+        "json": lambda: render(report, "json"),
+        "yaml": lambda: render(report, "yaml"),
+        "junit": lambda: junit(report),
+        "github": lambda: github(report),
+        "markdown": lambda: pages.report_markdown(report),
+        "table": lambda: pages.report_markdown(report),
+    }[form]()
+    if path is None:
+        click.echo(text, nl=False)
+        if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
+            with Path(summary).open("a", encoding="utf-8") as stream:
+                stream.write(pages.report_markdown(report))
+        return
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise click.ClickException(f"-o {form}={path}: {error.strerror}") from None
+
+
+def github(report: Report) -> str:
+    """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
+    levels = {"fail": "error", "warn": "warning"}
+    aside = unjudged(report.checks)
+    lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []
+    named = len({check.node for check in report.checks if check.node}) > 1
+    for group in grouped(report.checks):
+        unmeasured = group.status == "unknown" and group.required
+        for check in group.checks[:1] if unmeasured else group.checks:  # one annotation for one reason
+            level = "error" if unmeasured else levels.get(check.status)
+            if level:
+                words = (group.title if unmeasured else check.id, check.subject, f"on {check.node}" * named)
+                title = _escape(" ".join(filter(None, words)), attribute=True)
+                lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
+    return "".join(lines)
+
+
+def _escape(text: str, *, attribute: bool = False) -> str:
+    """As the runner wants it: a line break would end the command."""
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if attribute else text

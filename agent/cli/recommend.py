@@ -1,0 +1,151 @@
+"""The verbs recommend and lint-env."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from agent.cli import inputs, terminal
+from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
+from agent.cli.output import emit, render, waiting
+
+_LIMIT_BYTES = 16 << 20
+# planner.lint.sources.KINDS, which a test compares: importing it here would cost every start its readers
+LINT_KINDS = (
+    "env", "shell", "conf", "pod", "yaml", "json", "toml", "dockerfile", "systemd", "python", "markdown", "log",
+    "process",
+)  # fmt: skip
+
+
+@click.command()
+@host_option
+@root_option
+@machine_option
+@click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
+@click.option("--model", default=None, help="Known model name, or a Hugging Face config.json.")
+@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
+@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
+@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
+@click.option("--engine", default="topoflight", show_default=True, help="What must be able to run the layout.")
+@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16 or fp8.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, sgd, adafactor.")
+@click.option("--packing", is_flag=True, help="Rows are packed to the sequence length.")
+@click.option(
+    "--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are, where they are padded."
+)
+@click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run: forecasts its length.")
+@click.option("--tokens", default=None, type=click.IntRange(1), help="Of the whole run, in place of --steps.")
+@click.option(
+    "--hours", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run: steps that fit."
+)
+@click.option("--ranks-per-node", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU.")
+@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.27.7.")
+@click.option("--bench", "bench_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Result of `topoflight bench -o json`: measured bandwidths.")  # fmt: skip
+@click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Result of `topoflight calibrate`.")  # fmt: skip
+@click.option("-o", "--output", "form", default="table", show_default=True,
+              help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
+@click.option("--sweep", default=None, metavar="nodes=1,2,4", help="Best layout for each number of nodes (--machine).")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep: write an SVG here.")
+@click.option("--explain", is_flag=True, help="Show the forecast part by part, with the numbers behind it.")
+@click.option("--compare", nargs=2, default=None, metavar="A B",
+              help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
+@click.option("--list-exports", is_flag=True, help="Name the export formats and stop.")
+def recommend(**options: object) -> None:
+    """Advise the NCCL environment and the parallel layout, each with its reason.
+
+    Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
+    """
+    from agent.advise import ENVIRONMENTS, FORMATS, Request, advise, export
+
+    if options.pop("list_exports"):
+        click.echo("\n".join(FORMATS))
+        return
+    form = str(options.pop("form"))
+    if form not in ("table", *FORMATS):
+        raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
+    refuse_two_sources(options)
+    _refuse_unused(options)
+    request = Request.from_options(options)
+    if options["sweep"] or options["compare"]:
+        from agent import whatif
+
+        whatif.run(request, options, form)
+        return
+    with waiting("recommend: forecasting layouts"):
+        found = () if request.machine else snapshots(request.hosts, root=request.root)
+        advice = advise(request, lambda: found)
+    if form == "k8s":
+        from agent.jobs.cluster_job import in_pods
+
+        advice, left_out = in_pods(advice, found, here=not request.hosts)
+        for line in left_out:
+            click.echo(f"note: {line}", err=True)
+    if form in ("table", "json", "yaml"):
+        explain = bool(options["explain"])
+        emit(advice, form, lambda out: terminal.recommendation(out, advice, explain=explain))
+    elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
+        nodes = request.nodes or max(1, len(request.hosts))
+        click.echo(export(advice, form, nodes=nodes), nl=False)
+    if advice.model is not None and advice.chosen is None:
+        nearest = "; ".join(f"{row.what}: {row.reason}" for row in advice.rejected[:3])
+        raise inputs.NothingFitsError(f"no layout of {advice.model.name} fits ({nearest})")
+
+
+def _refuse_unused(options: Mapping[str, object]) -> None:
+    """UsageError for what would not be answered: an answer without it would read as if it had been."""
+    if options["plot"] and not options["sweep"]:
+        raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
+    if options["sweep"] and options["compare"]:
+        raise click.UsageError("--sweep and --compare: give one of them")
+    if options["sweep"] and options["nodes"]:
+        raise click.UsageError(
+            f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"
+        )
+    if options["model"] is None:
+        for name in ("steps", "tokens", "hours", "lengths", "explain"):
+            if options[name]:
+                raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
+
+
+@click.command("lint-env")
+@click.argument("source", default="-", metavar="FILE|-|PID")
+@click.option("--kind", type=click.Choice(["auto", *LINT_KINDS]), default="auto",
+              show_default=True, help="What FILE is; `process` takes a process id.")  # fmt: skip
+@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.21.5.")
+@host_option
+@click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
+def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
+    """Judge an NCCL environment that exists, wherever it is written.
+
+    A script, a Slurm batch file, a manifest, Compose, Dockerfile, systemd unit, env file, nccl.conf, Python, JSON,
+    TOML, a log, or a process. Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 2 when
+    no variable was found or the form is not one that is read, 0 otherwise.
+    """
+    from agent.gate.lint import lint_text, process_environment
+
+    if kind == "process" or (kind == "auto" and source.isdigit() and not Path(source).exists()):
+        text, kind = process_environment(source), "process"
+    else:
+        raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
+        text = raw.decode("utf-8", errors="replace")
+    recorded = snapshots(hosts)[0] if hosts else None
+    name = "" if source == "-" or kind == "process" else source
+    linted = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded, name=name)
+    if form != "table":
+        click.echo(linted.read, err=True)
+    if form == "table":
+        from agent.cli.output import console
+
+        console().print(linted.read, markup=False, highlight=False)
+        terminal.findings(console(), linted.checks, everything=True)
+        if not linted.checks:
+            click.echo("nothing to say against this environment")
+    else:
+        click.echo(render(list(linted.checks), form), nl=False)
+    sys.exit(linted.exit_code)

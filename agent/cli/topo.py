@@ -1,0 +1,127 @@
+"""The verbs topo and diff."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import asdict
+from io import BytesIO
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from agent.cli import inputs, terminal
+from agent.cli.hosts import host_option, root_option, snapshots
+from agent.cli.output import emit, format_option
+from collectives.nccl_log.clean import utf8_chunks
+from contracts import bounded
+from topology.graph import NodeTopology
+
+_LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
+
+
+@click.command()
+@host_option
+@root_option
+@click.option("--from", "source", type=click.Path(allow_dash=True, path_type=str), metavar="FILE|-",
+              help="Read `nvidia-smi topo -m` text, NCCL XML or a recording in place of this host.")  # fmt: skip
+@click.option(
+    "-o", "--output", "form",
+    type=click.Choice(["table", "json", "yaml", "dot", "svg", "xml"]), default="table", show_default=True,
+)  # fmt: skip
+def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> None:
+    """Print the link matrix of this host, a recording, or a file that people already have."""
+    if source and hosts:
+        raise click.UsageError("--from and --host exclude each other")
+    nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
+    if form in ("dot", "svg", "xml"):
+        from topology import render
+
+        if len(nodes) != 1:
+            raise click.UsageError(f"-o {form} draws one node, {len(nodes)} were given")
+        draw = {"dot": render.dot, "svg": render.svg, "xml": render.xml}[form]
+        click.echo(draw(nodes[0]), nl=False)
+        return
+    from topology.check import check
+    from topology.render import json_document
+
+    found = [check(node) for node in nodes]
+    documents = [
+        json_document(node) | {"findings": [asdict(finding) for finding in findings]}
+        for node, findings in zip(nodes, found, strict=True)
+    ]
+
+    def show(out: Console) -> None:
+        for node, findings in zip(nodes, found, strict=True):
+            terminal.node(out, node)
+            terminal.told(out, findings)
+
+    emit(documents if len(documents) > 1 else documents[0], form, show)
+
+
+def build_node(snapshot: object) -> NodeTopology:
+    """The topology of one scanned or replayed host."""
+    from probes.api import Snapshot
+    from topology.build import build
+
+    assert isinstance(snapshot, Snapshot)  # noqa: S101 - typed late to keep `topo --from` light
+    return build(snapshot)
+
+
+def read_topology(source: str) -> NodeTopology:
+    """A matrix, an XML file or a recording, told apart by content."""
+    name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
+    from topology.formats.text import TopologyTextError, parse
+    from topology.formats.xml import TopologyXmlError
+    from topology.formats.xml import parse as parse_xml
+
+    try:
+        plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError):
+        return _recording(source, raw)  # whose reader says what is wrong with the file
+    if plain.lstrip()[:1] == b"{":
+        return _recording(source, raw)
+    text = b"".join(utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
+    try:
+        # A matrix in HTML begins with "<" too.
+        if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
+            return parse_xml(text, source=name)
+        return parse(text, source=name)
+    except (TopologyTextError, TopologyXmlError) as error:
+        raise inputs.InputError(f"{name}: {error}") from None
+
+
+def _recording(source: str, raw: bytes) -> NodeTopology:
+    if source != "-":
+        return build_node(snapshots((Path(source),))[0])
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile(suffix=".json") as copy:
+        copy.write(raw)
+        copy.flush()
+        return build_node(snapshots((Path(copy.name),))[0])
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@click.option("--fleet", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of recordings.")
+@format_option
+def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
+    """Say what differs between recordings A and B that matters for training, worst first.
+
+    With --fleet DIR: the odd nodes out among many, the rest in groups.
+    """
+    from topology import diff as differ
+
+    if fleet is not None:
+        if files:
+            raise click.UsageError("--fleet takes a folder and no further files")
+        view = differ.fleet(snapshots((fleet,)))
+        emit(view, form, lambda out: out.print(differ.fleet_text(view), markup=False))
+        return
+    if len(files) != 2:
+        raise click.UsageError(f"diff takes two recordings, {len(files)} were given")
+    before, after = snapshots(files)
+    differences = differ.diff(before, after)
+    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences), markup=False))

@@ -1,0 +1,1 @@
+"""Kubernetes: the client, what nodes publish, the admission controller."""

@@ -1,0 +1,142 @@
+"""The gate over nodes of the cluster, from what their agents published: `preflight --nodes` and `--selector`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from agent import units
+from agent.cluster.client import Client, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from agent.gate.bars import BASELINE_LEAST
+from agent.gate.expect import KEYS, Expectation, Seen, seen, settled
+from agent.gate.expect import checks_of as expectations
+from agent.gate.judged import BUSBW, bar_words, status_of
+from agent.gate.verdict import Check, GateError, Status
+from collectives.bench.results import Bar
+
+CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+_SILENT, _VERDICT = CLUSTER_CODES
+
+
+def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
+    """The nodes meant: by name, and by label of the Node. Raises ApiError, GateError where there are none."""
+    found = list(dict.fromkeys(names))
+    if selector is not None:
+        for items, _ in client.pages(path_of("v1", "nodes"), {"labelSelector": selector}):
+            found += [item["metadata"]["name"] for item in items if item["metadata"]["name"] not in found]
+        if not found:
+            raise GateError(f"--selector {selector}: no node has these labels")
+    return tuple(found)
+
+
+def fleet(client: Client) -> Fleet:
+    """Every record, read once. Raises ApiError."""
+    held = Fleet()
+    held.replace(item for items, _ in client.pages(path_of(API_VERSION, PLURAL)) for item in items)
+    return held
+
+
+def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
+    """The record of each node; one that no agent publishes is unknown and was never heard of."""
+    nobody = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+    return tuple(held.record(name) or replace(nobody, name=name, host=name) for name in names)
+
+
+def checks_of(
+    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
+) -> tuple[Check, ...]:
+    """What the agents found on these nodes; a node that says nothing is a failure, for nothing is known about it."""
+    now = time.time() if now is None else now
+    checks: list[Check] = []
+    for name in names:
+        record = held.record(name)
+        if record is None or record.silent(now):
+            why = _why_silent(record, now)
+            checks.append(Check(id=_SILENT, status="fail", node=name, message=f"{why}: nothing is known of this node",
+                                remedy="topoflight explain cluster.node.silent"))  # fmt: skip
+            continue
+        checks.append(Check(id=_SILENT, status="pass", node=name))
+        found = published(name, record)
+        if expected is not None:
+            found = [*settled((*found, *expectations(expected, _seen(record, held), name)))]
+        checks += [*found, *_against_equals(record, held.records())]
+    return tuple(checks)
+
+
+LEAST_EQUALS = 5  # nodes: the best of fewer may be as sick as the rest
+
+
+def _against_equals(record: NodeRecord, others: Iterable[NodeRecord]) -> list[Check]:
+    """A node's own benchmark against the best tenth of equal nodes: same GPUs, op, size and ranks.
+
+    Nothing where it published no benchmark; unknown where fewer than five equal nodes did.
+    """
+    equals = [o for o in others if (o.product, o.gpus) == (record.product, record.gpus) and o.product]
+    made = []
+    for mine in record.measured:
+        same = [
+            float(one["busbw"])
+            for other in equals
+            for one in other.measured
+            if all(one.get(key) == mine.get(key) for key in ("op", "bytes", "job"))
+        ]
+        value, subject = float(mine["busbw"]), str(mine["op"])
+        if len(same) < LEAST_EQUALS:
+            why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
+            made.append(Check(id=BUSBW, status="unknown", node=record.name, subject=subject, message=why))
+            continue
+        best = sorted(same, reverse=True)[max(0, -(-len(same) // 10) - 1)]
+        bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
+        status = status_of(value, bar)
+        made.append(
+            Check(
+                id=BUSBW, status=status, node=record.name, subject=subject,
+                message=f"{units.rate(value)} of {bar_words(bar)} of the best tenth of {len(same)} equal nodes",
+                remedy="" if status == "pass" else "`topoflight preflight --measure` on that node shows both bars.",
+            )
+        )  # fmt: skip
+    return made
+
+
+def _seen(record: NodeRecord, held: Fleet) -> Seen:
+    """What the node has by its record; of a record of another release nothing is known."""
+    node = held.topology(record)
+    if node is None:
+        why = f"the record of {record.name} holds no graph of this release"
+        return Seen(why=dict.fromkeys(KEYS, why))
+    return seen(held.snapshot(record), node)
+
+
+def _why_silent(record: NodeRecord | None, now: float) -> str:
+    if record is None:
+        return "no agent publishes it"
+    if not record.scanned_at_seconds:
+        return "its agent has never answered"
+    if record.stopped_at_seconds is not None:
+        return f"its agent ended {units.ago(max(0.0, now - record.stopped_at_seconds))} ago"
+    return f"silent for {units.ago(record.age_seconds(now))}"
+
+
+def published(name: str, record: NodeRecord) -> list[Check]:
+    """The findings of a node's record as checks."""
+    """The findings of a record, and its verdict where that is worse than they are: no word of an agent gets lost."""
+    statuses: dict[str, Status] = {"fail": "fail", "unknown": "unknown"}
+    found = [
+        Check(id=str(found.get("code", "")), status=statuses.get(str(found.get("severity")), "warn"), node=name,
+              subject=str(found.get("subject", "")), message=str(found.get("message", "")),
+              remedy=str(found.get("remedy", "")),
+              required=found.get("severity") == "unknown")
+        for found in record.findings
+    ]  # fmt: skip
+    worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""
+    if worst and not any(check.status in (worst, "fail") for check in found):
+        found.append(
+            Check(id=_VERDICT, status=statuses[worst], node=name, required=worst == "unknown",
+                  message=f"its agent says {worst} and publishes no finding that says why",
+                  remedy="topoflight explain cluster.node.verdict")
+        )  # fmt: skip
+    else:
+        found.append(Check(id=_VERDICT, status="pass", node=name))
+    return found

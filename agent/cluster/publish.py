@@ -1,0 +1,203 @@
+"""Writes this node's record into the cluster: the NodeTopology resource, and labels through NFD where it is installed.
+
+Specifications: server-side apply; NFD's NodeFeature (nfd.k8s-sigs.io/v1alpha1, docs/usage/custom-resources.md), which
+turns `spec.labels` into labels of the Node, so that this agent needs no right to change Nodes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from agent.cluster.access import AccessError
+from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
+from agent.metrics.counters import PublishTally
+
+log = logging.getLogger(__name__)
+
+NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
+NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
+REFUSED = (401, 403, 404)
+END_SECONDS = 2.0  # for the last word, within the pod's grace period
+MISSING_SECONDS = 300.0  # until a missing resource definition is looked for again
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+class Publisher:
+    """A thread that writes a node's record when it changes, and every `interval_seconds` though it does not."""
+
+    def __init__(
+        self, client: Client, latest: Callable[[], NodeRecord | None], *, namespace: str,
+        interval_seconds: float = 300.0, look_seconds: float = 5.0, labels: bool = True,
+    ) -> None:  # fmt: skip
+        self._shared, self._latest, self._namespace = client, latest, namespace
+        self._client = client.once()  # our pauses grow: five tries in each would be five times the load of thousands
+        self._interval, self._look = interval_seconds, look_seconds
+        self._labels = labels
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="publish", daemon=True)
+        self._last: NodeRecord | None = None
+        self._due = 0.0
+        self._exists = False
+        self._nfd_again = 0.0
+        self._owner: dict[str, Any] | None = None
+        self._owner_sought = False
+        self.writes = 0
+        self.tally = PublishTally(interval_seconds=interval_seconds)
+        self.error: str | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a write under way is given a moment."""
+        self._stop.set()
+        self._client.close()
+        self._shared.close()
+        self._thread.join(timeout=2)
+        if self._last is not None and not self._thread.is_alive():
+            self._write_end(self._last)
+
+    def _write_end(self, record: NodeRecord) -> None:
+        """Say that nothing watches the node from here on; without an API server the record's age has to tell."""
+        client = Client(self._client.access, timeout_seconds=END_SECONDS, tries=1)
+        ended = replace(record, stopped_at_seconds=time.time())
+        try:
+            client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), to_resource(ended)[1])
+            if self._labels and time.monotonic() >= self._nfd_again:
+                feature = node_feature(ended, self._namespace, self._owner)
+                client.apply(self._feature_path(record), feature)
+        except ApiError as error:
+            log.warning("publish: the end was not written: %s", error)
+        finally:
+            client.close()
+
+    def _loop(self) -> None:
+        failures = 0
+        self._stop.wait(random.uniform(0.0, self._look))  # noqa: S311 - a rollout starts all agents at once
+        while not self._stop.is_set():
+            pause = self._look
+            try:
+                record = self._latest()
+                if record is not None and self._is_due(record):
+                    self.write(record)
+                    failures = 0
+            except ApiError as error:
+                self.error = str(error)
+                self.tally.failed(error.status)
+                log.warning("publish: %s", error)
+                pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
+                failures += 1
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                log.exception("publish: a record could not be made")
+                pause = MISSING_SECONDS
+            self._stop.wait(pause)
+
+    def _is_due(self, record: NodeRecord) -> bool:
+        if self._last is None or time.monotonic() >= self._due:
+            return True
+        return replace(record, scanned_at_seconds=0.0) != replace(self._last, scanned_at_seconds=0.0)
+
+    def write(self, record: NodeRecord) -> None:
+        """Write object, status and labels once. Raises ApiError."""
+        self.tally.attempts += 1
+        whole, status = to_resource(record)
+        if not self._exists:
+            if not self._owner_sought:
+                self._owner = owner_of(self._client, record.name)
+                self._owner_sought = True
+            if self._owner is not None:
+                whole["metadata"] = {**whole["metadata"], "ownerReferences": [self._owner]}
+            self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
+            self._exists = True
+        try:
+            self._client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), status)
+        except ApiError as error:
+            if error.status == 404:
+                self._exists = False  # someone deleted it: make it anew on the next try
+            raise
+        if self._labels:
+            self._write_labels(record)
+        self.writes += 1
+        self.error = None
+        self.tally.succeeded()
+        self._last = record
+        # spread, so that thousands of agents that started together do not write together for ever
+        self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
+
+    def _feature_path(self, record: NodeRecord) -> str:
+        return path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
+
+    def _write_labels(self, record: NodeRecord) -> None:
+        """Where NFD is not installed, or refuses, the cluster view goes on without labels."""
+        if time.monotonic() < self._nfd_again:
+            return
+        try:
+            self._client.apply(self._feature_path(record), node_feature(record, self._namespace, self._owner))
+        except ApiError as error:
+            self._nfd_again = time.monotonic() + MISSING_SECONDS
+            if error.status != 404:
+                log.warning("NFD labels: %s", error)
+
+
+def owner_of(client: Client, node: str) -> dict[str, Any] | None:
+    """The Node as an object's owner, so that the object ends with it; None where the Node's uid cannot be known.
+
+    A pod's own token names its node with its uid since Kubernetes 1.30, so that no right to read Nodes is needed
+    (bound service account tokens, the claim kubernetes.io); elsewhere the API server is asked, and may refuse. Raises
+    ApiError where it could not be asked.
+    """
+    uid = _uid_in(client.access.token, node)
+    if uid is None:
+        try:
+            uid = str(client.get(path_of("v1", "nodes", node))["metadata"]["uid"])
+        except (ApiError, KeyError) as error:
+            if isinstance(error, ApiError) and error.status not in REFUSED:
+                raise  # it will be asked again with the write
+            log.info("the record of %s gets no owner, it stays when the Node goes: %s", node, error)
+            return None
+    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
+
+
+def _uid_in(token: Callable[[], str | None], node: str) -> str | None:
+    """From the claims of a token, which the API server has signed and this reads for no decision."""
+    try:
+        claims = (token() or "").split(".")[1]
+        told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
+        return str(told["uid"]) if told["name"] == node and told["uid"] else None
+    except (AccessError, IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+def node_feature(record: NodeRecord, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:
+    """NFD's resource; a fact that is unknown is no label."""
+    verdict = "unknown" if record.stopped_at_seconds is not None else record.verdict
+    active = (record.rdma or "").partition("/")[0]
+    wanted = {
+        "topoflight.io/verdict": verdict,
+        "topoflight.io/ready": str(verdict in ("pass", "warn")).lower(),
+        "topoflight.io/gpus": str(record.gpus) if record.gpus is not None else None,
+        "topoflight.io/links": (record.links or "").split(" ")[0] or None,
+        "topoflight.io/rdma-ports-active": active or None,
+        "topoflight.io/memlock": (record.memlock or "").replace(" ", "") or None,
+    }
+    return {
+        "apiVersion": NFD_VERSION,
+        "kind": "NodeFeature",
+        "metadata": {
+            "name": f"topoflight-{record.name}", "namespace": namespace, "labels": {NFD_NODE_LABEL: record.name},
+            **({"ownerReferences": [owner]} if owner else {}),
+        },
+        "spec": {"labels": {key: value for key, value in wanted.items() if value and LABEL_VALUE.fullmatch(value)}},
+    }  # fmt: skip

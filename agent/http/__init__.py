@@ -1,0 +1,1 @@
+"""The HTTP agent: one module per group of endpoints."""

@@ -1,0 +1,318 @@
+"""The cluster view over HTTP: /nodes, and scope=cluster for topology and recommendations.
+
+Where the records come from: a watch of the NodeTopology resources, other agents by URL, or the recordings served. The
+watch begins with the first question and ends some minutes after the last one: were every agent of a large cluster to
+watch always, each write would go out as many times as there are nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Annotated, Any
+
+import urllib3
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import Response
+from urllib3.exceptions import HTTPError
+
+from agent import advise, units
+from agent.cluster.client import Client, path_of
+from agent.cluster.gate import published
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_row, records_of, row
+from agent.cluster.watch import Watcher
+from agent.gate.report import render
+from agent.http.problem import ProblemError
+from agent.http.state import State
+from agent.metrics.counters import WatchTally
+from agent.view import View
+from contracts.layout import LayoutError
+from planner.advice import Note, Recommendation
+from topology.cluster import join
+from topology.complete import with_gpus
+from topology.graph import NodeTopology
+from topology.render import cluster_document, json_document
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
+IDLE_SECONDS = 600.0
+PEER_SECONDS = 5.0
+PEER_FRESH_SECONDS = 10.0
+PEER_LIMIT_BYTES = 16 << 20
+PEERS_AT_ONCE = 16
+MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
+
+
+class Cluster:
+    """Records of all nodes, from whichever source there is."""
+
+    def __init__(
+        self, state: State, *, name: str | None = None, client: Client | None = None, peers: Sequence[str] = (),
+        interval_seconds: float = 300.0, idle_seconds: float = IDLE_SECONDS,
+    ) -> None:  # fmt: skip
+        self._state, self._name, self._client = state, name, client
+        self._peers = tuple(peer.rstrip("/") for peer in peers)
+        self._interval, self._idle = interval_seconds, idle_seconds
+        self._fleet = Fleet()
+        self._lock = threading.Lock()
+        self._watcher: Watcher | None = None
+        self.tally = WatchTally()
+        self._timer: threading.Timer | None = None
+        self._asked = 0.0
+        self._fetched = 0.0
+        self._links: dict[str, str] = {}
+        self._pool = urllib3.PoolManager(num_pools=PEERS_AT_ONCE, retries=False)
+
+    @property
+    def source(self) -> str:
+        """Where the records come from."""
+        return "kubernetes" if self._client else "peers" if self._peers else "hosts"
+
+    def name_of(self, view: View) -> str:
+        """The name of this agent's node among the records."""
+        return self._name or view.snapshots[0].hostname
+
+    def own(self) -> tuple[NodeRecord, ...]:
+        """Records of what this agent itself scans; empty before the first scan."""
+        view = self._state.view
+        if view is None:
+            return ()
+        return records_of(view, name=self._name, interval_seconds=self._interval)
+
+    def fleet(self) -> Fleet:
+        """The records, current. ProblemError 503 before the first scan, and where the API server does not answer."""
+        self.ready()
+        if self._client is not None:
+            self._follow(self._client)
+        elif self._peers:
+            self._ask_peers()
+        else:
+            self._fleet.set(self.own())
+        return self._fleet
+
+    def ready(self) -> None:
+        """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""
+        if self._state.view is None:
+            detail = self._state.error or "the first scan is not done yet"
+            raise ProblemError(503, detail, headers={"Retry-After": "2"})
+
+    def links(self) -> dict[str, str]:
+        """Addresses of the agents' own pages, by node; only peers are known by address."""
+        return dict(self._links)
+
+    def stop(self) -> None:
+        """End the watch."""
+        with self._lock:
+            if self._timer:
+                self._timer.cancel()
+            if self._watcher:
+                self._watcher.stop()
+            self._watcher = self._timer = None
+        self._pool.clear()
+
+    def watch_error(self) -> str | None:
+        """Why the records may be behind; None where they are not."""
+        return self._watcher.error if self._watcher else None
+
+    def _follow(self, client: Client) -> None:
+        with self._lock:
+            self._asked = time.monotonic()
+            if self._watcher is None:
+                self._watcher = Watcher(client, path_of(API_VERSION, PLURAL), self._fleet, tally=self.tally)
+                self._watcher.start()
+                self._arm(self._idle)
+            watcher = self._watcher
+        if not watcher.wait(LIST_SECONDS):
+            detail = watcher.error or f"the API server has not answered within {LIST_SECONDS:.0f} s"
+            raise ProblemError(503, f"the cluster's records cannot be read: {detail}", headers={"Retry-After": "10"})
+
+    def _arm(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._rest)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _rest(self) -> None:
+        """End the watch where nobody has asked for a while; look again later where somebody has."""
+        with self._lock:
+            left = self._asked + self._idle - time.monotonic()
+            if left > 0:
+                self._arm(left)
+            elif self._watcher is not None:
+                self._watcher.stop()
+                self._watcher = self._timer = None
+
+    def _ask_peers(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._fetched < PEER_FRESH_SECONDS and self._fetched:
+                return
+            before = {record.name: record for record in self._fleet.records()}
+            found = {record.name: record for record in self.own()}
+            with ThreadPoolExecutor(PEERS_AT_ONCE, thread_name_prefix="peer") as pool:
+                for peer, records in zip(self._peers, pool.map(self._peer, self._peers), strict=True):
+                    for record in records if records is not None else [_unknown(peer)]:
+                        found.setdefault(record.name, record)
+                        self._links[record.name] = f"{peer}/"
+            # a peer that has fallen silent keeps its last record, whose age tells; a peer never heard is unknown
+            heard = {r.name for r in before.values() if r.scanned_at_seconds}
+            found = {**{n: before[n] for n in heard if n not in found}, **found}
+            self._fleet.set(found.values())
+            self._fetched = time.monotonic()
+
+    def _peer(self, peer: str) -> list[NodeRecord] | None:
+        import json
+
+        try:
+            limits = urllib3.Timeout(total=PEER_SECONDS)
+            answer = self._pool.urlopen(
+                "GET", f"{peer}/nodes?scope=node&graph=true", timeout=limits, redirect=False, preload_content=False
+            )
+            raw = answer.read(PEER_LIMIT_BYTES)
+            answer.release_conn()
+            if answer.status != 200:
+                raise ValueError(f"HTTP {answer.status}")
+            return [from_row(made) for made in json.loads(raw)["nodes"]]
+        except (HTTPError, ValueError, KeyError, TypeError) as error:
+            log.warning("peer %s: %s", peer, error)
+            return None
+
+
+def _unknown(peer: str) -> NodeRecord:
+    host = peer.split("://", 1)[-1]
+    return NodeRecord(name=host, host=host, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+
+
+def nodes_document(fleet: Fleet, source: str, *, graph: bool = False, now: float | None = None) -> Json:
+    """Every node as a row, and how many of each verdict."""
+    now = time.time() if now is None else now
+    rows = [row(record, now, graph=graph) for record in fleet.records()]
+    counts = Counter(made["verdict"] for made in rows)
+    return {"schema_version": 1, "source": source, "counts": dict(sorted(counts.items())), "nodes": rows}
+
+
+def topology_document(fleet: Fleet, now: float | None = None) -> Json:
+    """The cluster, each kind of node once with the names of those that are of it."""
+    now = time.time() if now is None else now
+    kinds: dict[str, list[str]] = {}
+    first: dict[str, NodeTopology] = {}
+    unknown = []
+    usable = []
+    for record in fleet.records():
+        node = fleet.topology(record)
+        if node is None or record.graph is None or record.silent(now):
+            unknown.append(record.name)
+            continue
+        kinds.setdefault(record.graph, []).append(record.name)
+        first.setdefault(record.graph, node)
+        usable.append(node)
+    document = cluster_document(replace(join(usable), nodes=()))
+    document.pop("nodes")
+    return {
+        **document,
+        "world_size": sum(len(node.gpus) for node in usable),
+        "node_count": len(usable),
+        "unknown": unknown,
+        "kinds": [
+            {"count": len(names), "names": names, "node": json_document(first[key])}
+            for key, names in sorted(kinds.items(), key=lambda pair: -len(pair[1]))
+        ],
+    }
+
+
+def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None = None) -> tuple[Recommendation, int]:
+    """One recommendation for all nodes that are heard of and did not fail, or `request.nodes` of them; how many.
+
+    It rests on what the records hold, of this agent's node as of the others: each gets the answer that its own agent
+    gives. Of nodes that are alike one is asked for all.
+    """
+    now = time.time() if now is None else now
+    used: list[NodeRecord] = []
+    left_out: dict[str, list[str]] = {}
+    for record in fleet.records():
+        known = fleet.topology(record) is not None
+        why = "silent" if record.silent(now) else "failed" if _fails_jobs(record) else "" if known else "no graph"
+        if why:
+            left_out.setdefault(why, []).append(record.name)
+        else:
+            used.append(record)
+    if not used:
+        raise advise.RequestError("scope=cluster: no node is known that did not fail")
+    if request.nodes is not None:
+        if request.nodes > len(used):
+            raise advise.RequestError(f"nodes={request.nodes}: {len(used)} nodes are known that did not fail")
+        used = used[: request.nodes]
+    kinds: dict[tuple[str | None, str | None], NodeRecord] = {}
+    for record in used:
+        kinds.setdefault((record.graph, record.facts), record)
+    snapshots = tuple(fleet.snapshot(record) for record in kinds.values())
+    cluster = join(_topologies(fleet, used, request.ranks_per_node))
+    try:
+        advice = advise.of_cluster(request, cluster, snapshots, ranks=request.ranks_per_node)
+    except (LayoutError, ValueError) as error:
+        raise advise.RequestError(str(error)) from None
+    notes = [Note(topic="cluster", text=f"planned for {units.count(len(used), 'node')}")]
+    for why, names in sorted(left_out.items()):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        notes.append(Note(topic="cluster", text=f"left out as {why}: {', '.join(names[:5])}{more}"))
+    advice = advise.with_faults(advice, [check for record in used for check in published(record.name, record)])
+    return replace(advice, notes=(*advice.notes, *notes)), len(used)
+
+
+def _fails_jobs(record: NodeRecord) -> bool:
+    """Whether a node failed for something that the settings of a job do not mend: advice is about those settings."""
+    if record.verdict != "fail":
+        return False
+    failed = {str(found.get("code")) for found in record.findings if found.get("severity") == "fail"}
+    return not failed or bool(failed - MENDED_BY_SETTINGS)
+
+
+def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> list[NodeTopology]:
+    """Of each node; those of one kind share their parts, by which the planner knows that they are alike."""
+    cut: dict[str | None, NodeTopology] = {}
+    found = []
+    for record in used:
+        node = fleet.topology(record)
+        assert node is not None  # noqa: S101 - only such records are used
+        if ranks is not None and node.gpus:
+            if record.graph not in cut:
+                try:
+                    cut[record.graph] = with_gpus(node, ranks)
+                except ValueError as error:
+                    raise advise.RequestError(str(error)) from None
+            node = replace(cut[record.graph], hostname=record.name)
+        found.append(node)
+    return found
+
+
+def install(app: FastAPI, cluster: Cluster) -> None:
+    """Add the door."""
+
+    @app.get("/nodes", tags=["facts"], operation_id="nodes")
+    def nodes(
+        request: Request,
+        form: Annotated[str | None, Query(alias="format", max_length=32)] = None,
+        scope: Annotated[str, Query(pattern="^(node|cluster)$")] = "cluster",
+        graph: Annotated[bool, Query(description="With each node's packed graph.")] = False,
+    ) -> Response:
+        """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
+        if scope == "node":
+            cluster.ready()
+            fleet = Fleet()
+            fleet.set(cluster.own())
+            document = nodes_document(fleet, "scan", graph=graph)
+        else:
+            document = nodes_document(cluster.fleet(), cluster.source, graph=graph)
+            if error := cluster.watch_error():
+                document["behind"] = error
+        wanted = form or ("yaml" if "yaml" in request.headers.get("accept", "") else "json")
+        if wanted not in ("json", "yaml"):
+            raise ProblemError(400, f"format={wanted}: must be json or yaml here", allowed=["json", "yaml"])
+        return Response(
+            render(document, wanted), media_type=f"application/{wanted}", headers={"Cache-Control": "no-store"}
+        )

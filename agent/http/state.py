@@ -1,0 +1,143 @@
+"""The agent's memory: one `View` at a time, replaced whole after each scan."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.counter_increases import Past
+from agent.gate.expect import Expectation
+from agent.gate.verdict import GateError
+from agent.jobs import bench_history
+from agent.jobs import result_store as keep
+from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.view import View, look
+from collectives.bench.results import BenchResult
+from probes.api import Snapshot
+
+log = logging.getLogger(__name__)
+
+
+class State:
+    """Scans in a thread of its own every `interval_seconds`, and hands out the newest view.
+
+    `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and flights left.
+    `expected` says what each host must have, None for nothing.
+    """
+
+    def __init__(
+        self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
+        expected: Callable[[], Expectation | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._scan = scan
+        self._interval = interval_seconds
+        self._folder = folder
+        self._expected = expected
+        self._view: View | None = None
+        self._past = Past()
+        self._error: str | None = None
+        self.before: list[Callable[[View], None]] = []  # called with each new view before it is handed out
+        self._stop = threading.Event()
+        self._scanning = threading.Lock()
+        self._handing = threading.Lock()  # what is handed out is being replaced
+        self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
+
+    @property
+    def view(self) -> View | None:
+        """The newest view; None until the first scan is done."""
+        return self._view
+
+    @property
+    def error(self) -> str | None:
+        """Why the last scan failed as a whole; None where it did not."""
+        return self._error
+
+    @property
+    def interval_seconds(self) -> float:
+        """Seconds between scans."""
+        return self._interval
+
+    @property
+    def folder(self) -> Path | None:
+        """Where results of benchmarks and flights are kept; None where nothing is."""
+        return self._folder
+
+    def start(self) -> None:
+        """Begin scanning."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the scan that is under way; waits a moment only."""
+        self._stop.set()
+        self._thread.join(timeout=2)
+
+    def refresh(self) -> View:
+        """Scan now; concurrent callers share one scan after another, never two at once."""
+        with self._scanning:
+            bench, bench_at = self._last_bench()
+            benches = bench_history.read(self._folder) if self._folder else ()
+            view = look(
+                self._scan(), bench=bench, bench_at_seconds=bench_at, benches=benches, flights=self._flights(),
+                earlier=self._past.snapshots, expected=self._asked(),
+            )  # fmt: skip
+            for prepare in self.before:
+                try:
+                    prepare(view)
+                except Exception:
+                    log.exception("a new view could not be prepared for")
+            self._past.add(view.snapshots)
+            with self._handing:
+                self._view = view
+            self._error = None
+            return view
+
+    def _asked(self) -> Expectation | str | None:
+        """What a node must have, read for each scan: a ConfigMap may have changed. Words where it cannot be read."""
+        try:
+            return self._expected()
+        except GateError as error:
+            return str(error)
+
+    def reread_flights(self) -> None:
+        """Hand out what was scanned last beside the flights that are kept by now."""
+        with self._handing:
+            if self._view is not None:
+                self._view = replace(self._view, flights=self._flights())
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.refresh()
+            except Exception as error:
+                self._error = f"{type(error).__name__}: {error}"
+                log.exception("scan failed")
+            self._stop.wait(self._interval)
+
+    def _last_bench(self) -> tuple[BenchResult | None, float | None]:
+        if self._folder is None:
+            return None, None
+        path = self._folder / BENCH_FILE
+        try:
+            from collectives.bench.wire import result_from_json
+
+            return result_from_json(keep.read(path)), path.stat().st_mtime
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            keep.left_out(path, error)
+            return None, None
+
+    def _flights(self) -> tuple[dict[str, Any], ...]:
+        if self._folder is None:
+            return ()
+        return keep.flights((self._folder / FLIGHTS_FOLDER,))
+
+
+def age_seconds(view: View) -> float:
+    """How old the newest view is, whatever has been done to the clock since."""
+    return time.monotonic() - view.made_at_monotonic

@@ -1,0 +1,1 @@
+"""Benchmarks and training runs: started, followed, kept."""

@@ -1,0 +1,496 @@
+"""A fine-tune job for a cluster: what the command line asks for, rendered by the planner's manifests."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.advise import RequestError
+from agent.cli import job_settings
+from agent.cluster import dra
+from agent.cluster.client import ApiError, Client, path_of
+from agent.gate.codes import ALL_CODES
+from agent.gate.verdict import GateError, select
+from agent.jobs.launch import plan_document
+from planner.advice import Reason, Recommendation, Setting
+from planner.exports import frameworks as exports
+from planner.forecast import models
+from planner.kubernetes import manifests
+from planner.kubernetes import networks as network_manifests
+from planner.kubernetes import rails as network_rails
+from planner.kubernetes.job import COMMAND, MOUNT, JobError, JobSpec, check_object_name, check_size, family, from_advice
+from probes.api import Snapshot
+from probes.interfaces.probe import InterfacesFacts
+
+Document = dict[str, Any]
+POD_ROLES = {"pod-default", "secondary", "loopback"}  # of interfaces in a pod's network
+APIS = tuple(manifests.APIS)
+# Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
+NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
+DEVICES = ("nvidia.com/", *NICS)
+
+
+def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
+    """The job that the options describe, with the recommendation inside. JobError names what is missing.
+
+    `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them. With
+    given["dra"] the claim takes GPU and NIC, which the device plugins must then not be asked for as well.
+    """
+    if not given["image"]:
+        raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
+    name = given["name"]
+    optional = {
+        "claim": claim_of(given),
+        "token_secret": given.get("token_secret"),
+        "queue": given["queue"],
+        "topology_label": given["topology"],
+        "service_account": given["service_account"],
+        "preflight_image": given["preflight_image"],
+        "preflight_require": tuple(given["require"]),
+        "measure": bool(given.get("measure")),
+        **({"restarts": given["restarts"]} if given.get("restarts") is not None else {}),
+        "agent": given.get("agent"),
+        "resource_claim_template": f"{name}-gpu-nic" if given["dra"] else None,
+        **({"device_classes": given["device_classes"]} if given.get("device_classes") else {}),
+        "tolerate": tuple(given["tolerate"]),
+        "node_selector": dict(_pair(word, "--node-selector") for word in given["node_selector"]),
+        "limits": dict(_pair(word, "--resource") for word in given["resources"]),
+    }
+    _check_gate(given)
+    named = tuple(optional["limits"])
+    if given["dra"]:
+        if twice := [word for word in named if word.startswith(DEVICES)]:
+            raise JobError(f"--resource {twice[0]}: with --dra the claim takes GPU and NIC; leave one of the two away")
+        kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
+        advice = replace(advice, needs=tuple(kept))
+    spec = from_advice(
+        advice, name=name, namespace=given["namespace"], image=given["image"], nodes=given["nodes"] or 1,
+        allocatable=offered, named=named, config_map=f"{name}-config", command=(*COMMAND, *settings(advice, given)),
+        **optional,
+    )  # fmt: skip
+    if not given["dra"]:
+        return spec
+    return replace(spec, limits={name: n for name, n in spec.limits.items() if not name.startswith(DEVICES)})
+
+
+def _check_gate(given: Mapping[str, Any]) -> None:
+    """JobError where the gate is asked for a check that does not exist, or no gate is there to be asked."""
+    try:
+        select((), require=given["require"], known=ALL_CODES)
+    except GateError as error:
+        raise JobError(str(error)) from None
+    image = given["preflight_image"]
+    if given["require"] and not image:
+        raise JobError(
+            f"--require {given['require'][0]}: the pods run no gate; --preflight-image IMAGE adds it to each"
+        )
+    if image and given.get("no_preflight"):
+        raise JobError(f"--preflight-image {image}: runs a gate, and --no-preflight wants none; leave one of them away")
+
+
+def without_nic(spec: JobSpec) -> str:
+    """What is wrong with pods that are to use RDMA and ask for no device of it; empty: nothing is."""
+    if spec.nodes == 1 or not spec.ipc_lock or spec.resource_claim_template:
+        return ""
+    nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
+    if any(spec.limits[name] != "0" for name in nics):
+        return ""
+    return (
+        "the nodes have RDMA devices, and the pods ask for none: NCCL in them would go by TCP; --resource NAME=COUNT "
+        "names what the nodes have of them in status.allocatable (rdma/..., openshift.io/...)"
+    )
+
+
+def not_kept(spec: JobSpec) -> str:
+    """What is lost where no claim holds the run; empty: a claim does."""
+    if spec.claim:
+        return ""
+    return (
+        "no claim holds the run: checkpoints and result end with the pod, and a pod made anew starts at the first "
+        "step; --claim NAME or --storage-class NAME keeps them"
+    )
+
+
+def against_dra(advice: Recommendation, given: Mapping[str, Any]) -> str:
+    """Why this job is better off with the device plugins, whatever the cluster can; empty: nothing speaks against."""
+    if advice.backend != "nccl" or advice.chosen is None:
+        return "the plan has no GPU"
+    if named := [word for word in given["resources"] if word.startswith(DEVICES)]:
+        return f"--resource {named[0]} asks for the devices by name"
+    if given["queue"]:
+        return "Kueue counts a queue's quota in the device plugins' resources"
+    if attached := [need.value for need in advice.needs if need.name == "network"]:
+        return f"the plan's environment is for {attached[0]}, which Multus attaches"
+    ranks = advice.chosen.layout.world_size // (given["nodes"] or 1)
+    for need in advice.needs:
+        name, _, count = need.value.partition(": ")
+        if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
+            return f"the plan's pods take {count} of {name}, the claim would one for each of {ranks} GPUs"
+    return ""
+
+
+def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> dra.Able:
+    """How the cluster can serve this job's claims, or why not: the exceptions of agent.cluster.dra.able."""
+    spec = spec_of(advice, {**given, "dra": True})
+    nodes = None
+    if selector := ",".join(given["node_selector"]):
+        pages = client.pages(path_of("v1", "nodes"), {"labelSelector": selector})
+        nodes = {node["metadata"]["name"] for page, _ in pages for node in page}
+    return dra.able(client, spec, nodes)
+
+
+def for_pods(
+    advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot]
+) -> tuple[Recommendation, list[str]]:
+    """The recommendation without what holds on a host and not in a pod, and a line for each setting left out."""
+    # without --host this machine was scanned: a node's pod, or the administrator's own
+    here = not given.get("hosts") and not given.get("machine")
+    kept, told = in_pods(advice, found, here=here)
+    return _threads(kept, given), told
+
+
+def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
+    """Settings as pods see their network: interfaces and GIDs are those of a pod's network namespace, or left out.
+
+    An interface is named only where a pod was seen to call it so, in a record of an agent in the pods' network; an
+    index counts in the GID table that the pod sees. `here`: `found` is the machine that this process runs on.
+    """
+    roles: dict[str, set[str]] = {}
+    if not here or os.environ.get("KUBERNETES_SERVICE_HOST"):
+        for snapshot in found:
+            facts = snapshot.facts(InterfacesFacts)
+            for link in facts.interfaces if facts else ():
+                roles.setdefault(link.name, set()).add(link.role)
+    inside = {name for name, seen in roles.items() if seen <= POD_ROLES}
+    secondary = any("secondary" in roles[name] for name in inside)
+    where = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
+    kept, told = [], []
+    for setting in advice.settings:
+        wrong = ""
+        if setting.name.endswith("_SOCKET_IFNAME"):
+            names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
+            wrong = f"{', '.join(names)} is an interface of {where}, and pods have their own" if names else ""
+        elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
+            wrong = f"it counts in the GID table of {where}, and a pod sees another"
+        elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
+            told.append(
+                f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
+            )
+        if wrong:
+            more = "a capture from a pod on the job's networks tells"
+            told.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
+        else:
+            kept.append(setting)
+    return replace(advice, settings=tuple(kept)), told
+
+
+def _threads(advice: Recommendation, given: Mapping[str, Any]) -> Recommendation:
+    """OMP_NUM_THREADS as the pods' own CPU limit allows, where ranks compute on the CPU or are alone in their pod."""
+    cores = [_cores(word.partition("=")[2]) for word in given["resources"] if word.startswith("cpu=")]
+    if not cores or cores[0] is None or advice.chosen is None:
+        return advice
+    ranks = max(1, advice.chosen.layout.world_size // (given["nodes"] or 1))
+    if advice.backend == "nccl" and ranks > 1:
+        return advice
+    reason = Reason(
+        rule="A rank starts a thread for each core of its node unless it is told how many its pod may use",
+        evidence=f"--resource cpu={cores[0]:g}, {ranks} ranks a pod", source="PyTorch torch/distributed/run.py",
+    )  # fmt: skip
+    threads = Setting(name="OMP_NUM_THREADS", value=str(max(1, int(cores[0]) // ranks)), reason=reason)
+    return replace(
+        advice, settings=(*(s for s in advice.settings if s.name != threads.name), threads),
+        notes=tuple(note for note in advice.notes if note.topic != threads.name),
+    )  # fmt: skip
+
+
+def _cores(quantity: str) -> float | None:
+    """ "4" or "3500m"."""
+    try:
+        return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+    except ValueError:
+        return None
+
+
+def documents(
+    advice: Recommendation, spec: JobSpec, api: str, config: Path | None, found: Sequence[Snapshot] = (),
+    *, launched: str = "",
+) -> tuple[Document, ...]:  # fmt: skip
+    """ConfigMap with configuration and plan, then the job of the API asked for; `found` are the hosts it is for.
+
+    `launched` tells one launch of a job from the next: each has all its restarts.
+    """
+    text = config.read_text(encoding="utf-8") if config else _config(advice, spec)
+    files = {"config.yaml": text, "plan.json": json.dumps(plan_document(advice, found), indent=1) + "\n"}
+    if launched:
+        files["launched"] = launched + "\n"
+    return (manifests.config_map(spec, files), *manifests.APIS[api](spec))
+
+
+def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
+    """The network resources that the probed interfaces call for; `host_mofed` None: as the nodes show it."""
+    named = {} if host_mofed is None else {"host_mofed": host_mofed}
+    return network_manifests.network(network_manifests.from_snapshots(found, namespace=namespace, **named))
+
+
+def unknown_mofed(found: Sequence[Snapshot]) -> str:
+    """What is to be asked of the NIC's driver, where the nodes do not show it; else nothing."""
+    if network_manifests.from_snapshots(found).host_mofed is not None:
+        return ""
+    return (
+        "unknown what brings the NIC driver (DOCA-OFED), so ClusterPolicy says nothing of it: --host-mofed where the "
+        "nodes have it, --no-host-mofed to have the network operator bring it (ofedDriver)"
+    )
+
+
+def on_rails(advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
+    """The recommendation for pods on the networks that --network prints with the job, where these are several.
+
+    A record of a pod that is on them already says so itself, and a job of one node needs none.
+    """
+    if not given["with_network"] or (given["nodes"] or 1) == 1 or network_manifests.seen_from_a_pod(found):
+        return advice
+    spec = network_manifests.from_snapshots(found, namespace=given["namespace"])
+    if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
+        return advice
+    named = family("rdma/*", _named_by_user(given))
+    return network_rails.attached(
+        advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
+        resource=None if named else f"rdma/{spec.resource_name}",
+    )  # fmt: skip
+
+
+def addresses_in_use(found: Sequence[Snapshot]) -> str:
+    """What is wrong with the addresses of several network resources; empty: the nodes have none of them."""
+    rails = network_manifests.from_snapshots(found).rails()
+    if len(rails) < 2 or misnamed(found):
+        return ""
+    taken = network_rails.in_use([rail.range for rail in rails], found)
+    todo = "put free ranges in their place in MacvlanNetwork and NetworkAttachmentDefinition"
+    return f"{taken}: {todo}" if taken else ""
+
+
+def misnamed(found: Sequence[Snapshot]) -> str:
+    """What is wrong with the interfaces' names in the network resources; empty: they are the nodes' own."""
+    names = network_manifests.seen_from_a_pod(found)
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: so a pod calls it, not the node; put the node's own name in its place in "
+        "NicClusterPolicy, MacvlanNetwork and NetworkAttachmentDefinition, or capture with the overlay host-network"
+    )
+
+
+def claim_of(given: Mapping[str, Any]) -> str | None:
+    """The claim's name; one that is made without a name is called "shared"."""
+    return given["claim"] or ("shared" if given.get("storage_class") else None)
+
+
+def storage(given: Mapping[str, Any]) -> tuple[Document, ...]:
+    """The claim itself, where a storage class says to make it."""
+    if not given["storage_class"]:
+        return ()
+    check_object_name("--storage-class", given["storage_class"])
+    check_size("--storage-size", given["storage_size"])
+    claim = network_manifests.shared_claim(
+        name=claim_of(given) or "", namespace=given["namespace"], size=given["storage_size"],
+        storage_class=given["storage_class"],
+    )  # fmt: skip
+    return (claim,)
+
+
+def settings(advice: Recommendation, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The job's settings on its command line: --set's, the run on the claim, and the model that was planned for."""
+    said = _said(given)
+    more = []
+    if claim_of(given) and "output_dir" not in said:
+        more.append(f"output_dir={MOUNT}/{given['name']}")
+    model = models.hub_id(advice.model.name) if advice.model else None
+    if given.get("config") and model and "model_name_or_path" not in said:
+        more.append(f"model_name_or_path={model}")
+    return (*more, *given.get("overrides", ()))
+
+
+def refuse_what_cannot_train(advice: Recommendation, given: Mapping[str, Any]) -> None:
+    """JobError where the pods would start and train nothing, or train nothing that lasts; it says what to give."""
+    said, nodes = _said(given), given["nodes"] or 1
+    if given["model"] and (why := job_settings.untrainable(advice, said)):
+        raise JobError(why)
+    if nodes > 1 and not claim_of(given):
+        raise JobError(
+            f"--claim: {nodes} nodes write one run, so they need one folder; give --claim NAME of a ReadWriteMany "
+            "PersistentVolumeClaim, or --storage-class NAME to have one made"
+        )
+    output = said.get("output_dir")
+    if nodes > 1 and output is not None and not posixpath.normpath(str(output)).startswith(f"{MOUNT}/"):
+        raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What --config and, over it, --set say."""
+    try:
+        return job_settings.said(given.get("config"), given.get("overrides", ()))
+    except RequestError as error:
+        raise JobError(str(error)) from None
+
+
+def unnamed(advice: Recommendation, given: Mapping[str, Any]) -> bool:
+    """Whether the pods need a device whose name only the cluster, or the user, knows."""
+    if given["dra"]:
+        return False
+    named = _named_by_user(given)
+    return any(name.endswith("/*") and not family(name, named) for name in _devices(advice))
+
+
+def fixed(advice: Recommendation, given: Mapping[str, Any]) -> list[str]:
+    """NICs that the pods need and that go by one name on every cluster, as EFA's do."""
+    nics = [name for name in _devices(advice) if name.startswith(NICS) and not name.endswith("/*")]
+    return [] if given["dra"] else [name for name in nics if name not in _named_by_user(given)]
+
+
+def _named_by_user(given: Mapping[str, Any]) -> list[str]:
+    return [word.partition("=")[0] for word in given["resources"]]
+
+
+def _devices(advice: Recommendation) -> list[str]:
+    return [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
+
+
+def offered(client: Client, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The extended resources that enough of the selected nodes have to give away (node.status.allocatable)."""
+    query = {"labelSelector": ",".join(given["node_selector"])} if given["node_selector"] else {}
+    having: Counter[str] = Counter()
+    for nodes, _ in client.pages(path_of("v1", "nodes"), query):
+        for node in nodes:
+            allocatable = (node.get("status") or {}).get("allocatable") or {}
+            having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
+    return tuple(sorted(name for name, count in having.items() if count >= (given["nodes"] or 1)))
+
+
+PLURALS = {
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+    "ConfigMap": "configmaps", "Service": "services", "Job": "jobs", "TrainJob": "trainjobs",
+    "TrainingRuntime": "trainingruntimes", "PyTorchJob": "pytorchjobs",
+    "ResourceClaimTemplate": "resourceclaimtemplates",
+}  # fmt: skip
+
+
+GONE_SECONDS = 150.0  # for a job that failed to be deleted after its pods, which have 120 s to end
+
+
+def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
+    """Create the objects through the API, after the server has admitted each of them in a dry run.
+
+    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one goes on from its
+    checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
+    left. Yields a line per object. JobError says what the server refused, and what was made before it.
+    """
+    done: list[str] = []
+    failed = False
+    for really in (False,) if dry_run else (False, True):
+        for document in made:
+            name = named(document)
+            try:
+                if document is not made[-1]:
+                    line = _prepare(client, document, dry_run=not really)
+                elif not really:
+                    line, failed = "created", _admit(client, document)
+                else:
+                    if failed:
+                        _delete(client, document)
+                        yield f"{name} had failed: deleted"
+                    client.create(_path(client, document), document)
+                    line = "created"
+            except ApiError as error:
+                so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
+                raise JobError(f"{name}: the API server says {error.status}: {error}{so_far}") from None
+            if really or dry_run:
+                done += [name] if really and line == "created" else []
+                yield f"{name} {line if really else 'admitted (dry run)'}"
+
+
+def named(document: Document) -> str:
+    """ "job/sft"."""
+    return f"{document['kind'].lower()}/{document['metadata']['name']}"
+
+
+def _path(client: Client, document: Document, name: str = "") -> str:
+    namespace = document["metadata"].get("namespace") or client.access.namespace
+    return path_of(document["apiVersion"], PLURALS[document["kind"]], name, namespace=namespace)
+
+
+def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
+    """What the job needs; what became of it."""
+    if document["kind"] == "PersistentVolumeClaim":  # another size in it would resize what is not ours
+        try:
+            client.create(_path(client, document), document, dry_run=dry_run)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            return "was there: left as it is"
+        return "created"
+    new = client.applied(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
+    return "created" if new else "was there: updated"
+
+
+def _admit(client: Client, job: Document) -> bool:
+    """Have the server judge the job; whether one of its name is there that has failed, which is to be deleted first."""
+    try:
+        client.create(_path(client, job), job, dry_run=True)
+        return False
+    except ApiError as error:
+        if error.status != 409:
+            raise
+        state = job_state(client.get(_path(client, job, job["metadata"]["name"])))
+        if state != "failed":
+            told = "complete: --name gives the next one another name" if state == "complete" else "not done"
+            raise ApiError(409, f"{error}, and is {told}", reason=error.reason) from None
+    about = {key: value for key, value in job["metadata"].items() if key != "name"}
+    about["generateName"] = f"{job['metadata']['name']}-"
+    client.create(_path(client, job), {**job, "metadata": about}, dry_run=True)
+    return True
+
+
+def stored(client: Client, document: Document) -> Document:
+    """The object as the server has it."""
+    return client.get(_path(client, document, document["metadata"]["name"]))
+
+
+def job_state(job: Document) -> str:
+    """ "failed", "complete" or "": by the conditions of a Job, a TrainJob or a PyTorchJob."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
+    return "failed" if "Failed" in true else "complete" if true & {"Complete", "Succeeded"} else ""
+
+
+def _delete(client: Client, job: Document) -> None:
+    """Delete the job and wait until it is gone; ApiError where it does not go."""
+    path = _path(client, job, job["metadata"]["name"])
+    until = time.monotonic() + GONE_SECONDS
+    try:
+        client.delete(path)
+        while time.monotonic() < until:
+            client.get(path)
+            time.sleep(0.5)
+    except ApiError as error:
+        if error.status == 404:
+            return
+        raise
+    raise ApiError(409, f"the job that failed is still there {GONE_SECONDS:.0f} s after it was deleted")
+
+
+def _config(advice: Recommendation, spec: JobSpec) -> str:
+    return exports.export("finetune", exports.request_of(advice, ranks_per_node=spec.processes_per_node))
+
+
+def _pair(word: str, option: str) -> tuple[str, str]:
+    name, found, value = word.partition("=")
+    if not found or not name or not value:
+        raise JobError(f"{option} {word!r}: must be NAME=VALUE")
+    return name, value

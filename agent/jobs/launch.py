@@ -1,0 +1,258 @@
+"""Launches the fine-tune job on this host through torchrun, with the recommendation inside.
+
+The job learns its layout from plan.json and leaves flight.json (docs/finetune.md). Its process tree dies with this
+process, and ends within its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agent.advise import RequestError, export
+from agent.cli.job_settings import EMBEDDED_MODEL, said, untrainable
+from agent.gate.report import document, write_atomic
+from agent.jobs.transport import transport
+from collectives.bench import processes, scratch
+from contracts import run_record as flight_record
+from contracts.run_record import own_exit_code
+from planner.advice import Recommendation
+from probes.api import Snapshot
+
+RUN_VARIABLE = processes.RUN_VARIABLE
+RESUMABLE = flight_record.RESUMABLE
+GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
+_AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
+
+
+class LaunchError(Exception):
+    """The job cannot be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A job that ended."""
+
+    exit_code: int  # the job's own (docs/finetune.md) where it could write it, else torchrun's
+    seconds: float
+    output: Path
+    last_lines: tuple[str, ...]
+    cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
+    killed: bool = False  # it did not end when it was asked to
+    record: dict[str, Any] | None = None  # flight.json of this start, where the job came to write it
+
+    @property
+    def told_its_end(self) -> bool:
+        """Whether the job itself wrote how it ended; else `record_of` has told it, by `fate`."""
+        return self.record is not None and self.record.get("reason") != self.fate
+
+    @property
+    def fate(self) -> str:
+        """What became of the job, in one sentence."""
+        if self.exit_code == RESUMABLE:
+            told = "the job saved and ended; the same command goes on from there"
+        elif self.killed:
+            told = f"the job did not end within {GRACE_SECONDS:.0f} s of SIGTERM and was killed; " + _AGAIN
+        elif self.cut_short and self.exit_code == 0:
+            told = "the job was done by then"
+        elif self.cut_short:
+            told = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
+        elif struck := flight_record.struck("\n".join(self.last_lines)):
+            told = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
+        else:
+            told = f"the job ended with exit code {self.exit_code}"
+        return f"{self.cut_short}: {told}" if self.cut_short else told
+
+
+def plan_document(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, object]:
+    """What plan.json holds: layout, forecast and environment of the chosen layout; `found` are the hosts it is for."""
+    if advice.chosen is None:
+        raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
+    forecast = advice.chosen.forecast
+    planned: dict[str, object] = {
+        "schema_version": 1,
+        "layout": document(advice.chosen.layout),
+        "forecast": document(forecast),
+        "environment": {setting.name: setting.value for setting in advice.settings},
+    }
+    train = advice.train
+    if train is not None and advice.model is not None and advice.model.name != EMBEDDED_MODEL:
+        planned["job"] = {  # what the forecast is for: a job that differs is not the one that was planned
+            "use_peft": train.method != "full", "load_in_4bit": train.method == "qlora",
+            "max_length": train.sequence_length, "packing": train.packing,
+        }  # fmt: skip
+        if train.method != "full":
+            planned["job"] = {**planned["job"], "lora_r": train.lora_rank}  # type: ignore[dict-item]
+    if between := transport(advice, found):
+        planned["transport"] = between
+    return planned
+
+
+def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:
+    """The torchrun line of one host."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    job = [sys.executable, "-m", "finetune.train", "--plan", str(plan)]
+    if config is not None:
+        job += ["--config", str(config)]
+    # torchrun's ranks outlive it when it is killed: each is tied to it
+    return [*words, "--no-python", *processes.tethered([*job, *overrides], parent=0)]
+
+
+def fly(
+    advice: Recommendation,
+    output: Path,
+    *,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    timeout_seconds: float,
+    on_line: Callable[[str], None] = lambda _line: None,
+    stop: threading.Event | None = None,
+) -> Launched:
+    """Run the job to its end on this host; raises LaunchError where there is nothing to start.
+
+    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end.
+    """
+    if config is None:
+        refuse_unplanned(advice, overrides)
+    output.mkdir(parents=True, exist_ok=True)
+    plan = write_atomic(output / "plan.json", json.dumps(plan_document(advice), indent=1) + "\n")
+    layout = advice.chosen.layout if advice.chosen else None
+    assert layout is not None  # noqa: S101 - plan_document has refused otherwise
+    config = config or planned_job(advice, output)
+    words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
+    began = time.time()
+    ended = run(words, environment(advice), output, timeout_seconds, on_line, stop)
+    own = own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
+    ended = replace(ended, exit_code=own)
+    return replace(ended, record=record_of(output / "flight.json", ended, began))
+
+
+def refuse_unplanned(advice: Recommendation, overrides: Sequence[str]) -> None:
+    """LaunchError where the job's own defaults would train something else than was planned."""
+    try:
+        why = untrainable(advice, said(None, overrides))
+    except RequestError as error:
+        why = str(error)
+    if why:
+        raise LaunchError(why)
+
+
+def planned_job(advice: Recommendation, output: Path) -> Path | None:
+    """The job's YAML as it was planned, beside plan.json; None for the embedded job, whose settings the job has."""
+    if advice.model is None or advice.model.name == EMBEDDED_MODEL:
+        return None
+    try:
+        return write_atomic(output / "job.yaml", export(advice, "finetune"))
+    except RequestError as error:
+        raise LaunchError(str(error)) from None
+
+
+def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:
+    """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
+    before = flight_record.of_start(path, began)
+    told = flight_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
+    if before is not None and told is not None and before["status"] == "running" != told["status"]:
+        # says on stderr what went wrong
+        subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
+    return told
+
+
+def environment(advice: Recommendation) -> dict[str, str]:
+    """This process's environment with the recommended settings on top."""
+    settings = {setting.name: setting.value for setting in advice.settings}
+    # torchrun would set the same 1 for each of several ranks and print a banner about it; a rank alone has all cores.
+    # A user's or the advice's value comes before.
+    several = advice.chosen is not None and advice.chosen.layout.world_size > 1
+    threads = {"OMP_NUM_THREADS": "1"} if several else {}
+    return {**threads, **os.environ, "PYTHONUNBUFFERED": "1", **settings}
+
+
+def run(
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    output: Path,
+    timeout_seconds: float,
+    on_line: Callable[[str], None],
+    stop: threading.Event | None = None,
+) -> Launched:
+    """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    log = output / "job.log"
+    with log.open("wb") as stream, sigterm(stop) as told, scratch.folder() as temporary:
+        marked = {**variables, RUN_VARIABLE: mark, "TMPDIR": str(temporary)}  # torchrun leaves files there when killed
+        process = processes.start(words, marked, stream)
+        last: deque[str] = deque(maxlen=12)
+        with _followed(log, last, on_line):
+            try:
+                cut_short = _wait(process, told, timeout_seconds)
+            finally:
+                killed = processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
+    code = process.poll()
+    return Launched(
+        exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
+        last_lines=tuple(last), cut_short=cut_short, killed=bool(killed),
+    )  # fmt: skip
+
+
+def _wait(process: subprocess.Popen[bytes], stop: threading.Event, timeout_seconds: float) -> str:
+    """Wait for the end of the process; says why it is not waited for any longer, else nothing."""
+    until = time.monotonic() + timeout_seconds
+    while process.poll() is None:
+        if stop.wait(processes.POLL_SECONDS):
+            return "stopped by SIGTERM"
+        if time.monotonic() > until:
+            return f"not done within {timeout_seconds:.0f} s"
+    return ""
+
+
+@contextlib.contextmanager
+def sigterm(stop: threading.Event | None = None) -> Iterator[threading.Event]:
+    """Note SIGTERM in place of dying of it: the job is then asked to end, which saves a checkpoint."""
+    stop = stop or threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    former = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+@contextlib.contextmanager
+def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> Iterator[None]:
+    """Hand every line of a growing file to `on_line` until the block is left."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        with log.open(encoding="utf-8", errors="replace") as stream:
+            while True:
+                line = stream.readline()
+                if line:
+                    last.append(line.rstrip())
+                    on_line(line.rstrip())
+                elif ended.wait(0.2):
+                    for rest in stream:
+                        last.append(rest.rstrip())
+                    return
+
+    thread = threading.Thread(target=follow, name="job log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=5)

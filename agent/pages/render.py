@@ -1,0 +1,221 @@
+"""HTML and Markdown: one set of sections serves the agent's pages and the report.
+
+Everything is in the document itself: style, drawings, and on the agent's pages a small script for comfort. The report
+has no script at all. `policy` is the Content Security Policy that holds them to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from agent import units
+from agent.advise import EXPORTS
+from agent.cli.terminal import GLYPHS, facts_lines
+from agent.gate.judged import expected_rate, expected_words
+from agent.gate.verdict import judge, unjudged, worst_first
+from agent.jobs import bench_history
+from agent.pages import charts, drawing
+from agent.pages import nodes as page_nodes
+from agent.pages.prose import CLASSES, explained, headline, inline, sentence, told
+from agent.pages.runs import by_network, flights, side_by_side
+from agent.view import grouped, passed_ids, reasons, unknown_ids
+from planner.advice import RankedLayout, Recommendation
+from planner.forecast import machines, models
+from planner.nccl_env.render import render_k8s, render_shell
+from probes.api import Absent, Failed, Ok
+from topology.formats.matrix import columns
+from topology.labels import level, nvlinks
+
+if TYPE_CHECKING:
+    from agent.cluster.nodes import Fleet
+    from agent.gate.report import Report
+    from agent.view import View
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch")  # of the what-if form
+_SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
+
+
+@cache
+def _environment(*, html: bool) -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=html,  # noqa: S701 - Markdown has no HTML escaping; `cell` escapes its cells
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(
+        expected=expected_words, expected_rate=expected_rate,
+        size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=when,
+        glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
+        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
+        shell_lines=render_shell, k8s_lines=render_k8s,
+    )  # fmt: skip
+    made.globals.update(
+        picture=drawing.picture,
+        grouped=grouped,
+        reasons=reasons,
+        unjudged=unjudged,
+        passed_ids=passed_ids,
+        unknown_ids=unknown_ids,
+        columns=columns,
+        classes=CLASSES,
+        about=told,
+        glance=page_nodes.glance,
+        charts=charts,
+        layouts=_layouts,
+        flown=flights,
+        side_by_side=side_by_side,
+        by_network=by_network,
+        history_of=_history,
+        exports=EXPORTS,
+    )
+    return made
+
+
+def node_page(
+    view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None, fleet: int = 1,
+    others: bool = False,
+) -> str:  # fmt: skip
+    """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares.
+
+    `trouble` is why the newest scan failed, where this view is an older one; `others` says that a page of the whole
+    cluster has something to show.
+    """
+    return _page(
+        "node", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, fleet=fleet, others=others
+    )
+
+
+def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None) -> str:
+    """The page of several nodes: which is sick, and with what."""
+    return _page(
+        "cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=page_nodes.rows(view)
+    )
+
+
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, links: Mapping[str, str]) -> str:
+    """The page of every node that publishes, from the records alone; `links` lead to the agents that are known."""
+    now, records = time.time(), fleet.records()
+    checks = page_nodes.checks_of_records(fleet, now)
+    template = _environment(html=True).get_template("fleet.html.j2")
+    return template.render(
+        rows=page_nodes.rows_of_records(records, checks, now, links), checks=checks, verdict=judge(checks),
+        source=source, behind=behind, kinds=page_nodes.kinds(records), shown=page_nodes.SHOWN_ROWS, made_at=now,
+        style=_file("style.css"), script=_file("page.js"),
+    )  # fmt: skip
+
+
+def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
+    """The form and, where it was answered, layouts side by side."""
+    given = {name: asked[name] for name in _FIELDS if asked.get(name)}
+    return _page("what_if", view, asked=given, query=given, advice=advice, error=error)
+
+
+def doors_page(document: Mapping[str, Any]) -> str:
+    """Every door of the agent, from its OpenAPI document."""
+    doors = [
+        {"path": path, "method": method, "about": about.get("description", ""), "takes": about.get("parameters", [])}
+        for path, methods in document["paths"].items()
+        for method, about in methods.items()
+    ]
+    template = _environment(html=True).get_template("doors.html.j2")
+    return template.render(doors=doors, style=_file("style.css"), script=_file("page.js"))
+
+
+def report_page(report: Report) -> str:
+    """The report as one self-contained HTML file."""
+    template = _environment(html=True).get_template("report.html.j2")
+    rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds, {})
+    return template.render(report=report, rows=rows, style=_file("style.css"), style_hash=_hash("style.css"))
+
+
+def report_markdown(report: Report) -> str:
+    """The report's summary, for a CI job's page."""
+    template = _environment(html=False).get_template("report.md.j2")
+    return template.render(report=report, checks=worst_first(report.checks))
+
+
+def policy() -> str:
+    """The Content Security Policy of the agent's pages: nothing from anywhere but this document and this agent."""
+    return (
+        f"default-src 'none'; style-src '{_hash('style.css')}'; script-src '{_hash('page.js')}'; img-src data:; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+
+
+def when(seconds: float) -> str:
+    """A time as people compare it across machines."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
+    template = _environment(html=True).get_template(f"{name}.html.j2")
+    return template.render(
+        view=view, style=_file("style.css"), script=_file("page.js"), models=models.known_names(),
+        machines=machines.names(), asked={**dict.fromkeys(_FIELDS, ""), **(asked or {})}, **more,
+    )  # fmt: skip
+
+
+@cache
+def _file(name: str) -> Markup:
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
+
+
+@cache
+def _hash(name: str) -> str:
+    """A source of the policy: the digest of an inline block's exact text."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(_file(name).encode()).digest()).decode()
+
+
+def _layouts(advice: Recommendation) -> dict[str, Any]:
+    """The best layouts and the scales they share, so that bars can be compared by eye."""
+    ranked: Sequence[RankedLayout] = [r for r in (advice.chosen, *advice.runners_up) if r is not None][:_SHOWN_LAYOUTS]
+    forecasts = [r.forecast for r in ranked]
+    capacity = max((f.capacity_bytes for f in forecasts if f.capacity_bytes), default=None)
+    memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
+    return {
+        "ranked": ranked,
+        "time_names": charts.names_of(f.time_parts for f in forecasts),
+        "memory_names": charts.names_of(f.memory_parts for f in forecasts),
+        "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
+        "memory_full": max([*memory, capacity or 0.0], default=1.0),
+    }
+
+
+def _history(lines: Sequence[bench_history.Line]) -> Markup:
+    return bench_history.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
+
+
+def _kind(label: str) -> str:
+    """The style of a link's label: a darker or lighter cell beside the word itself."""
+    word = "nv" if nvlinks(label) else level(label).lower()
+    return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
+
+
+def _round(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}"
+
+
+def _outcome(outcome: Ok[object] | Absent | Failed) -> str:
+    if isinstance(outcome, Absent):
+        return f"absent: {outcome.why}"
+    if isinstance(outcome, Failed):
+        return f"failed: {outcome.error}"
+    return Markup("<br>").join(facts_lines(outcome.facts))
+
+
+def _cell(text: str) -> str:
+    """Text inside a Markdown table cell."""
+    return " ".join(text.split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

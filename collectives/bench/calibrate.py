@@ -1,0 +1,210 @@
+"""Calibration: how fast this device multiplies the model's shapes and runs one of its layers.
+
+Surface: torch on CPU or CUDA, in child processes so that the resident agent never loads it. As many copies run at once
+as the job has ranks on the host, since they share its cores and memory; the slowest counts. The answer is the JSON that
+`planner.forecast.calibration.parse_calibration` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from collectives.bench import processes
+
+_REPEAT_SECONDS = 1.5  # per shape: enough for the median of several, short enough for a minute in all
+_MOST_REPEATS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRequest:
+    """What to time: the shape of one layer, and how the ranks will share the host."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int  # of one micro-batch
+    sequence: int
+    precision: str = "fp32"  # "fp32", "bf16", "fp16"
+    device: str = "cpu"  # or "cuda"
+    copies: int = 1  # ranks on this host
+    threads: int | None = None  # CPU threads per rank; None: the host's cores over the copies
+    method: str = "full"
+
+
+class CalibrationFailedError(RuntimeError):
+    """The child could not measure; the message carries its last words."""
+
+
+class StoppedError(CalibrationFailedError):
+    """The caller set `stop`."""
+
+
+def calibrate(
+    request: CalibrationRequest, *, timeout_seconds: float = 120.0, stop: threading.Event | None = None
+) -> dict[str, Any]:
+    """Run the copies side by side and return the slowest one's answer."""
+    text = json.dumps(asdict(request))
+    environment = {**os.environ, processes.PARENT_VARIABLE: str(os.getpid())}
+    started = []
+    for index in range(request.copies):
+        if request.device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = str(index)
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "collectives.bench.calibrate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, env=environment,
+            )
+        )  # fmt: skip
+    answers: list[dict[str, Any]] = []
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        for child in started:
+            if child.stdin is not None:  # all start before any is waited for
+                child.stdin.write(text)
+                child.stdin.close()
+                child.stdin = None
+        for child in started:
+            out, err = _answer(child, deadline, stop)
+            if child.returncode != 0:
+                last = err.strip().splitlines()[-1] if err.strip() else f"exit code {child.returncode}"
+                raise CalibrationFailedError(f"calibration on {request.device}: {last}")
+            answers.append(json.loads(out))
+    except subprocess.TimeoutExpired:
+        raise CalibrationFailedError(f"calibration on {request.device}: no answer for {timeout_seconds:g} s") from None
+    finally:
+        for child in started:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
+
+
+def _answer(child: subprocess.Popen[str], deadline: float, stop: threading.Event | None) -> tuple[str, str]:
+    """What a child wrote until its end. TimeoutExpired at the deadline, StoppedError where `stop` is set before."""
+    while True:
+        try:
+            return child.communicate(timeout=processes.POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if stop is not None and stop.is_set():
+                raise StoppedError("stopped before it was done") from None
+            if time.monotonic() > deadline:
+                raise
+
+
+def _median_seconds(run: Callable[[], None], wait: Callable[[], None]) -> float:
+    run()
+    wait()
+    seconds: list[float] = []
+    end = time.perf_counter() + _REPEAT_SECONDS
+    while len(seconds) < 3 or (time.perf_counter() < end and len(seconds) < _MOST_REPEATS):
+        start = time.perf_counter()
+        run()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _layer(torch: Any, request: CalibrationRequest, dtype: Any) -> Any:
+    nn, functional = torch.nn, torch.nn.functional
+    h, d = request.hidden, request.head_dim
+    q, kv = request.heads * d, request.kv_heads * d
+
+    class Layer(nn.Module):  # type: ignore[misc, name-defined]
+        """Pre-norm attention and SwiGLU, as in Llama."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"q": (h, q), "k": (h, kv), "v": (h, kv), "o": (q, h), "gate": (h, request.ffn),
+                     "up": (h, request.ffn), "down": (request.ffn, h)}  # fmt: skip
+            for name, (into, out) in sizes.items():
+                self.add_module(name, nn.Linear(into, out, bias=False))
+            self.one, self.two = nn.RMSNorm(h), nn.RMSNorm(h)
+
+        def forward(self, x: Any) -> Any:
+            b, s, _ = x.shape
+            n = self.one(x)
+            query = self.q(n).view(b, s, request.heads, d).transpose(1, 2)
+            key = self.k(n).view(b, s, request.kv_heads, d).transpose(1, 2)
+            value = self.v(n).view(b, s, request.kv_heads, d).transpose(1, 2)
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=request.heads != request.kv_heads
+            )
+            x = x + self.o(mixed.transpose(1, 2).reshape(b, s, q))
+            n = self.two(x)
+            return x + self.down(functional.silu(self.gate(n)) * self.up(n))
+
+    return Layer().to(device=request.device, dtype=dtype)
+
+
+def measure(request: CalibrationRequest) -> dict[str, Any]:
+    """Measure in this process; needs torch."""
+    import torch
+
+    if request.device == "cpu":
+        torch.set_num_threads(request.threads or max(1, (os.cpu_count() or 1) // request.copies))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[request.precision]
+    wait: Callable[[], None] = torch.cuda.synchronize if request.device == "cuda" else lambda: None
+    name = torch.cuda.get_device_name() if request.device == "cuda" else "CPU"
+
+    def rate(m: int, n: int, k: int) -> float:
+        a = torch.randn(m, k, device=request.device, dtype=dtype)
+        b = torch.randn(k, n, device=request.device, dtype=dtype)
+        out = torch.empty(m, n, device=request.device, dtype=dtype)
+        return 2.0 * m * n * k / _median_seconds(lambda: _drop(torch.mm(a, b, out=out)), wait)
+
+    gemm = max(rate(request.tokens, request.ffn, request.hidden), rate(request.tokens, request.hidden, request.ffn))
+    layer = _layer(torch, request, dtype)
+    if request.method != "full":
+        layer.requires_grad_(False)
+    batch = max(1, request.tokens // request.sequence)
+    x = torch.randn(batch, request.sequence, request.hidden, device=request.device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def both() -> None:
+        layer(x).backward(gradient)
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+
+    forward = _median_seconds(lambda: _drop(layer(x)), wait)
+    whole = _median_seconds(both, wait)
+    return {
+        "schema_version": 1,
+        "device": name,
+        "precision": request.precision,
+        "gemm_flops_per_second": gemm,
+        "layer": {
+            "hidden": request.hidden, "ffn": request.ffn, "heads": request.heads, "kv_heads": request.kv_heads,
+            "tokens": batch * request.sequence, "sequence": request.sequence, "forward_seconds": forward,
+            "backward_seconds": max(whole - forward, 0.05 * whole), "method": request.method,
+        },
+        "links": [],
+        "taken_at_seconds": time.time(),
+        "versions": [["torch", torch.__version__]],
+    }  # fmt: skip
+
+
+def _drop(_value: Any) -> None:
+    """Let a result go."""
+
+
+def main() -> int:
+    """Child: request as JSON on stdin, answer as JSON on stdout."""
+    processes.die_with_parent()
+    request = CalibrationRequest(**json.load(sys.stdin))
+    json.dump(measure(request), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

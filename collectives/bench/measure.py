@@ -1,0 +1,266 @@
+"""Runs one collective on one rank: iterations, fresh data, and the times of all ranks shared.
+
+A gloo group carries the control traffic, so that it never mixes with what is measured. Every rank sees the same
+gathered times and so takes the same decisions; nothing is broadcast.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+from collectives.bench import ops
+from collectives.bench.faults import Fault, lies, strike
+from collectives.bench.interval import spread_ratio
+from collectives.bench.plan import Case, Plan
+from collectives.bench.pulse import Journal, Pulse
+
+BATCH = 5  # iterations between two looks at the interval
+WARMUP_SHARE = 0.2  # of a size's budget; the first iteration sets up connections and so takes longest
+LEAST_ITERATIONS = 3  # of a measurement: the first, which connects; one on fresh data, verified; one that is timed
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """What one rank knows of itself."""
+
+    rank: int
+    world: int
+    plan: Plan
+    journal: Journal
+    pulse: Pulse
+    device: str
+    faults: tuple[Fault, ...]
+    control: Any = None  # process group of the control traffic
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    turn: int = 0  # rounds of fresh data so far
+
+
+@dataclass(slots=True, kw_only=True)
+class Times:
+    """Seconds of one case so far: by rank, then by iteration."""
+
+    runs: list[list[float]]
+    waits: list[list[float]]
+    wrong: set[tuple[int, int]] = field(default_factory=set)  # (seen by rank, given by rank or -1)
+    rounds: int = 0  # verified
+
+
+def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
+    """Measure one case in all its groups at once; returns the seconds of one iteration, the same on every rank.
+
+    The first iteration tells how many more `budget_seconds` hold. Where not even a verified round and a timed one fit
+    into `left_seconds`, those of the whole run, nothing is measured.
+    """
+    op = ops.OPS[case.op]
+    groups = case.groups or (tuple(range(me.world)),)
+    side = side_of(me, op, case.bytes, groups)
+    times = no_times(me)
+    name = f"{case.op} of {case.bytes} bytes"
+    if side is not None:  # NCCL connects with the first collective of a group, which is no iteration of anything
+        came = mark(me)
+        meet(me, side)
+        between(me, came, mark(me))
+    started = time.monotonic()
+    me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
+    _iterate(me, op, side, 1, name)
+    first = each = slowest(me, time.monotonic() - started)
+    if left_seconds < LEAST_ITERATIONS * first:
+        return first
+    warm = budget_seconds * WARMUP_SHARE / first if first > 0 else me.plan.warmup
+    _iterate(me, op, side, max(0, min(me.plan.warmup - 1, int(warm))), name)
+    spent = slowest(me, time.monotonic() - started)
+    while True:
+        wrong = verified_round(me, op, side, name)
+        # a large size on a slow wire: what is left of the budget holds fewer than a batch, and the round just done
+        fits = (budget_seconds - spent) / each - 1 if each > 0 else BATCH
+        runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
+        share(me, times, runs, waits, wrong)
+        each = max(row[-1] for row in times.runs)
+        name_liars(me, op, side, times)
+        spent = slowest(me, time.monotonic() - started)
+        me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
+        if _enough(me.plan, times, groups, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
+            break
+    if speaks():
+        for ranks in groups:
+            _write_measured(me, op, case, ranks, times)
+    return first
+
+
+def side_of(me: Rank, op: ops.Op, size_bytes: int, groups: tuple[tuple[int, ...], ...]) -> ops.Side | None:
+    """Allocate this rank's side in its group of several; None when it is in none of them."""
+    for ranks in groups:  # torch asks that every rank creates every group, in the same order
+        group_of(me, ranks)
+    mine = next((ranks for ranks in groups if me.rank in ranks), None)
+    return ops.allocate(op, size_bytes, me.groups[mine], mine, me.rank, me.device) if mine else None
+
+
+def no_times(me: Rank) -> Times:
+    """Start with no times of any rank."""
+    return Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
+
+
+def group_of(me: Rank, ranks: tuple[int, ...]) -> Any:
+    """Give the process group of these ranks, made once."""
+    import torch.distributed as dist
+
+    if ranks not in me.groups:
+        limit = timedelta(seconds=me.plan.limit_seconds)
+        me.groups[ranks] = dist.new_group(list(ranks), backend=me.plan.backend, timeout=limit)
+    return me.groups[ranks]
+
+
+def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str) -> tuple[list[float], list[float]]:
+    """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
+    runs, waits = [], []
+    for _ in range(count):
+        arrive(me, name)
+        if side is None:
+            continue
+        came = mark(me)
+        meet(me, side)
+        began = mark(me)
+        op.run(side)
+        ended = mark(me)
+        waits.append(between(me, came, began))
+        runs.append(between(me, began, ended))
+    return runs or [0.0] * count, waits or [0.0] * count
+
+
+def arrive(me: Rank, name: str) -> None:
+    """Come to the next meeting, unless a fault keeps this rank from it."""
+    strike(me.faults, me.pulse.arrived)
+    me.pulse.arrive(name)
+
+
+def meet(me: Rank, side: ops.Side) -> None:
+    """Wait for the group: an all-reduce of one element, which on a GPU stays in the stream."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1, device=me.device), group=side.group)
+
+
+def mark(me: Rank) -> Any:
+    """Take the time: of this host, or an event in the GPU's stream."""
+    if me.device == "cpu":
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(me: Rank, first: Any, second: Any) -> float:
+    """Give the seconds between two marks."""
+    if me.device == "cpu":
+        return float(second - first)
+    second.synchronize()
+    return float(first.elapsed_time(second)) / 1000
+
+
+def verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tuple[int, ...]:
+    """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
+    me.turn += 1
+    arrive(me, f"verified round of {name}")
+    if side is None:
+        return ()
+    _fill(me, op, side)
+    op.run(side)
+    return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
+
+
+def _fill(me: Rank, op: ops.Op, side: ops.Side) -> None:
+    ops.fill(op, side, me.turn)
+    if lies(me.faults) and op.gives(side):
+        side.given[side.given.numel() // 2] += 1
+
+
+def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
+    """Give every rank the times and the verdicts of all."""
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.tensor([float(len(wrong)), *runs, *waits], dtype=torch.float64)
+    rows = [torch.zeros_like(mine) for _ in range(me.world)]
+    dist.all_gather(rows, mine, group=me.control)
+    for rank, row in enumerate(rows):
+        times.runs[rank] += row[1 : 1 + len(runs)].tolist()
+        times.waits[rank] += row[1 + len(runs) :].tolist()
+    times.rounds += 1
+    if any(row[0] > 0 for row in rows):
+        everyone: list[Any] = [None] * me.world
+        dist.all_gather_object(everyone, wrong, group=me.control)
+        times.wrong |= {(seer, source) for seer, sources in enumerate(everyone) for source in sources}
+
+
+def name_liars(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> None:
+    """Find whose part made a sum wrong: each rank in turn shows what it gives."""
+    import torch
+    import torch.distributed as dist
+
+    unnamed = {pair for pair in times.wrong if pair[1] == ops.UNKNOWN_SOURCE}
+    if not unnamed or any(source >= 0 for _, source in times.wrong):
+        return
+    me.turn += 1
+    found: list[int] = []
+    if side is not None:
+        _fill(me, op, side)
+        for place, source in enumerate(side.ranks):
+            shown = side.given.clone() if place == side.me else torch.zeros_like(side.given)
+            dist.broadcast(shown, src=source, group=side.group)
+            found += [] if ops.matches(shown, (source,), me.turn) else [source]
+    everyone: list[Any] = [None] * me.world
+    dist.all_gather_object(everyone, found, group=me.control)
+    times.wrong |= {(seer, source) for seer, sources in enumerate(everyone) for source in sources}
+
+
+def slowest(me: Rank, seconds: float) -> float:
+    """Find the largest of all ranks' seconds, so that all ranks decide alike."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=me.control)
+    return float(value.item())
+
+
+def slowest_of_iteration(times: Times, ranks: tuple[int, ...]) -> list[float]:
+    """Give the seconds of the slowest rank of each iteration."""
+    return [max(seconds) for seconds in zip(*(times.runs[rank] for rank in ranks), strict=True)]
+
+
+def _enough(plan: Plan, times: Times, groups: tuple[tuple[int, ...], ...], spent: float, budget_seconds: float) -> bool:
+    iterations = len(times.runs[0])
+    if iterations >= plan.max_iterations or spent >= budget_seconds:
+        return True
+    if plan.precision is None or iterations < plan.min_iterations:
+        return False
+    spreads = [spread_ratio(slowest_of_iteration(times, ranks)) for ranks in groups]
+    return all(spread is not None and spread <= plan.precision for spread in spreads)
+
+
+def _write_measured(me: Rank, op: ops.Op, case: Case, ranks: tuple[int, ...], times: Times) -> None:
+    members = set(ranks)
+    me.journal.write(
+        "measured",
+        op=op.name,
+        bytes=ops.moved_bytes(op, case.bytes, len(ranks)),
+        ranks=ranks,
+        iteration_seconds=slowest_of_iteration(times, ranks),
+        rank_median_seconds=[median(times.runs[rank]) for rank in ranks],
+        wait_seconds=[times.waits[rank] for rank in ranks],
+        rounds=times.rounds,
+        wrong=sorted(pair for pair in times.wrong if pair[0] in members),
+    )
+
+
+def speaks() -> bool:
+    """One rank of each host writes down what all know."""
+    return os.environ.get("LOCAL_RANK") == "0"

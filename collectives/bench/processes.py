@@ -1,0 +1,141 @@
+"""Starting and ending process trees, so that nothing outlives a run.
+
+Surfaces: prctl(2) PR_SET_PDEATHSIG, and /proc through psutil. A launcher starts its ranks in sessions of
+their own, so a process group does not hold them all; every process of a run carries a marker in its
+environment (/proc/PID/environ), which also finds those whose parent has died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RUN_VARIABLE = "TOPOFLIGHT_RUN"  # as in collectives.bench.plan: this file also runs by its path, without the package
+PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
+KILL_SECONDS = 5.0  # for the kernel to take a killed process down
+POLL_SECONDS = 0.05
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies, and check that it has not died already.
+
+    A rank whose launcher died before it came here has another parent by now, which is not of its run.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    expected = os.getppid() if parent is None else parent
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != expected or (parent is None and not _of_the_run(expected)):
+        os._exit(1)
+
+
+def _of_the_run(parent: int) -> bool:
+    """Whether the parent carries this run's mark, or is the starter itself where the run has no mark."""
+    mark, starter = os.environ.get(RUN_VARIABLE), os.environ.get(PARENT_VARIABLE)
+    if not mark:
+        return starter in (None, str(parent))
+    try:
+        return f"{RUN_VARIABLE}={mark}".encode() in Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
+    """Give the command that becomes `argv`, and dies when the thread that starts it ends.
+
+    `parent` is the pid of that process, by default this one; 0 for a command that somebody else will start.
+    """
+    pid = os.getpid() if parent is None else parent
+    return [sys.executable, "-P", __file__, str(pid), *argv]  # by its path: the child need not find us
+
+
+def start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a process, in a session of its own, that dies when this process dies."""
+    return subprocess.Popen(
+        tethered(argv),
+        env={**environment, PARENT_VARIABLE: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Find every process whose environment holds variable=value."""
+    import psutil
+
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:  # gone, or another user's
+            continue
+        if process.pid != os.getpid() and wanted in environment.split(b"\0"):
+            found.append(process)
+    return found
+
+
+def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[int]:
+    """End processes: SIGTERM, then SIGKILL for those left after the grace; returns the pids that needed it.
+
+    A stopped process acts on SIGKILL only.
+    """
+    listed = list(processes)
+    for process in listed:
+        _signal(process, signal.SIGTERM)
+    left = _wait_gone(listed, grace_seconds)
+    for process in left:
+        _signal(process, signal.SIGKILL)
+    _wait_gone(left, KILL_SECONDS)
+    return [process.pid for process in left]
+
+
+def _wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until all are gone, or only wait to be reaped by their parent; returns those that are not."""
+    deadline = time.monotonic() + seconds
+    left = [process for process in processes if _lives(process)]
+    while left and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        left = [process for process in left if _lives(process)]
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    import contextlib
+
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        process.send_signal(number)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Become the command, tied to the life of the parent whose pid comes first; 0 is whoever the parent is."""
+    die_with_parent(int(arguments[0]) or None)
+    os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

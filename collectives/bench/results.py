@@ -1,0 +1,142 @@
+"""What a benchmark leaves behind.
+
+A result that was not verified element by element is not a measurement. Bandwidths follow nccl-tests
+(doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/busbw.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collectives.nccl_log.transport import Evidence
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a measurement is held against: the bus bandwidth of a healthy run, in bytes per second."""
+
+    name: str  # "as it should be", "as it is"
+    low: float | None = None  # None: unknown, `why` says the reason
+    typical: float | None = None
+    high: float | None = None
+    algorithm: str = ""  # "ring", "NVLS"
+    ring_high: float | None = None  # the most that the ring reaches, where another algorithm is expected
+    why: tuple[str, ...] = ()  # derivation with its sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One collective at one size over one group."""
+
+    op: str  # "all_gather", "reduce_scatter", ...
+    backend: str  # "nccl", "gloo"
+    ranks: tuple[int, ...]  # of the group
+    hosts: tuple[str, ...]  # by rank
+    bytes: int  # S as nccl-tests counts it: total for all_gather and reduce_scatter
+    iteration_seconds: tuple[float, ...]  # slowest rank of each iteration, warm-up left out
+    median_seconds: float
+    spread_ratio: float | None  # half width of the 95 % interval of the median over the median
+    algbw_bytes_per_second: float
+    busbw_bytes_per_second: float
+    verified: bool
+    rank_median_seconds: tuple[float, ...] = ()  # by rank: who is slow
+    expected_busbw_bytes_per_second: float | None = None
+    expectation: tuple[str, ...] = ()  # derivation of the expected value
+    bars: tuple[Bar, ...] = ()  # the first gives the expected value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Alpha-beta fit over the sizes of one op: t = alpha + bytes / beta."""
+
+    op: str
+    alpha_seconds: float
+    beta_bytes_per_second: float
+    points: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank the others wait for."""
+
+    rank: int
+    host: str
+    late_seconds: float  # median time it arrives after the median rank
+    iterations: int
+    share: float  # part of the iterations in which it came last
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTime:
+    """One kind of communication of a training step, as it was replayed."""
+
+    name: str  # "fsdp_gather", "fsdp_scatter", "tp_reduce", "pp_send", "replica_reduce"
+    op: str
+    bytes: int  # S of one call
+    times: int  # calls in one step
+    group_ranks: int  # ranks of each group; the groups ran at the same time
+    iteration_seconds: tuple[float, ...]  # all calls of one step, slowest rank
+    median_seconds: float
+    verified: bool
+    run_times: int | None = None  # calls really run in each iteration; fewer than `times` are scaled up to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """A training step's communication, replayed in its own process groups; nothing overlaps anything."""
+
+    parts: tuple[PartTime, ...]
+    median_seconds: float  # sum over the parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSearch:
+    """What a search by pairs found: ranks, and links between two ranks, that are slow."""
+
+    slow_ranks: tuple[int, ...]
+    slow_hosts: tuple[str, ...]
+    slow_links: tuple[tuple[int, int], ...]
+    undecided: tuple[int, ...]
+    rounds: int
+    tests: int
+    bytes: int  # each way
+    pair_seconds: float  # of the middle pair
+    rank_seconds: tuple[float, ...]  # by rank: the best pair it was in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What one rank's TCP connections moved over one of its addresses; RDMA and shared memory are not in it."""
+
+    rank: int
+    interface: str  # "net1"; "" where no interface had the address
+    address: str
+    bytes: int  # sent and received
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """All that one run of the benchmark established, whole or partial."""
+
+    measurements: tuple[Measurement, ...]
+    world_size: int
+    backend: str
+    hosts: tuple[str, ...]
+    environment: dict[str, str]  # NCCL_* and GLOO_* the ranks ran with
+    versions: dict[str, str]  # torch, nccl, python
+    started_at_seconds: float
+    seconds: float
+    latencies: tuple[Latency, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    evidence: Evidence | None = None
+    step: StepTime | None = None
+    search: PairSearch | None = None
+    complete: bool = True
+    problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
+    carried: tuple[Carried, ...] = ()  # what the ranks' TCP connections moved, by interface
+    nvlink_domains: tuple[str, ...] = ()  # of the hosts, each once; "" of a host that shares NVLink with no other
+    stopped_by: str | None = None  # "SIGTERM", "its caller": cut short from outside, no fault of what was measured
+    schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,242 @@
+"""Follows the events of the local ranks, decides when to stop waiting, and says who it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collectives.bench.plan import Plan
+from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS
+
+Event = dict[str, Any]
+GRACE_SECONDS = 9.0  # from the first dead rank to the end of all: time for the others' last word
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+_EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """How many ranks run where."""
+
+    ranks_per_host: int
+    hosts: int
+    node_rank: int | None
+    rendezvous: str | None  # "host:port"
+    startup_seconds: float
+    total_seconds: float
+    measuring_seconds: float | None = None  # from the meeting of all ranks to the end; None: only `total_seconds` holds
+
+
+@dataclass(slots=True, kw_only=True)
+class RankState:
+    """What the events of one local rank say."""
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    arrived: int = 0
+    moved_bytes: int = 0  # over its TCP connections, as of its last beat
+    where: str = "starting"
+    joined: bool = False
+    last: str | None = None  # "end", "error", "terminated"
+    why: str = ""
+    last_at_seconds: float = 0.0  # this host's clock
+    view: Event = field(default_factory=dict)
+    store_silent_seconds: float | None = None  # None: it has not answered yet
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host or socket.gethostname()}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """All that the ranks left behind."""
+
+    events: list[Event] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    stopped_by: str | None = None  # a signal, or whoever started the run
+
+
+class Watch:
+    """Follows the events of the local ranks and decides when to stop waiting."""
+
+    def __init__(self, plan: Plan, where: Where, on_event: Callable[[Event], None]) -> None:
+        self.states: dict[int, RankState] = {}
+        self.outcome = Outcome()
+        self._plan, self._where, self._on_event = plan, where, on_event
+        self._offsets: dict[Path, int] = {}
+        self._started = self._progress_at = time.monotonic()
+        self._progress = (-1, 0)
+        self._joined_at: float | None = None
+        self._failed_at: float | None = None
+        self._ending = False  # from here on the store is gone because we ended it
+
+    def look(self, stopped: Callable[[], str | None]) -> str | None:
+        """Read what is new; returns why to stop waiting, None to go on."""
+        self.read()
+        now = time.monotonic()
+        joined = bool(self.states) and all(state.joined for state in self.states.values())
+        if joined and self._joined_at is None:
+            self._joined_at = now
+        # A rank that waits for a large transfer comes to no meeting; that its bytes move shows that it goes on.
+        progress = (
+            sum(state.arrived for state in self.states.values()) + (1 if joined else 0),
+            sum(state.moved_bytes for state in self.states.values()),
+        )
+        if progress != self._progress:
+            self._progress, self._progress_at = progress, now
+        failed = any(state.last == "error" or _dead(state) for state in self.states.values())
+        self._failed_at = (self._failed_at or now) if failed else None
+        if (signal_name := stopped()) is not None:
+            self.outcome.stopped_by = signal_name
+            return f"stopped by {signal_name}"
+        if self._failed_at is not None and now - self._failed_at > GRACE_SECONDS:
+            return "a rank failed"
+        if not joined and now - self._started > self._where.startup_seconds:
+            return f"the ranks did not join within {self._where.startup_seconds:g} s"
+        if joined and now - self._progress_at > self._plan.silence_seconds:
+            return f"no rank moved for {self._plan.silence_seconds:g} s, nor any byte between them"
+        limit = self._where.measuring_seconds
+        if limit is not None and self._joined_at is not None and now - self._joined_at > limit:
+            return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
+        if now - self._started > self._where.total_seconds:
+            return f"not done after {self._where.total_seconds:g} s"
+        return None
+
+    def ending(self) -> None:
+        """Note that all is being ended: what the ranks say from here on is our doing."""
+        self._ending = True
+
+    def read(self) -> None:
+        """Take in the whole lines the ranks have written since the last time."""
+        for path in sorted(Path(self._plan.directory).glob("rank-*.jsonl")):
+            offset = self._offsets.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(offset)
+                chunk = file.read(MAX_EVENT_BYTES)
+            whole = chunk[: chunk.rfind(b"\n") + 1]
+            self._offsets[path] = offset + len(whole)
+            rank = int(path.stem.removeprefix("rank-"))
+            for line in whole.splitlines():
+                self._take(self.states.setdefault(rank, RankState(rank=rank)), json.loads(line))
+
+    def _take(self, state: RankState, event: Event) -> None:
+        kind = event["event"]
+        state.arrived = event.get("arrived", state.arrived)
+        state.where = event.get("where", state.where)
+        if kind == "start":
+            state.host, state.pid = event["host"], event["pid"]
+        elif kind == "joined":
+            state.joined = True
+        elif kind in ("end", "error", "terminated"):
+            state.last, state.why, state.last_at_seconds = kind, event.get("why", ""), event["at_seconds"]
+        elif kind == "view":
+            state.view = event
+        elif kind == "beat" and not self._ending:
+            state.store_silent_seconds = event["store_silent_seconds"]
+            state.moved_bytes = event["moved_bytes"]
+        if kind not in ("beat", "view"):
+            self.outcome.events.append(event)
+            self._on_event({"rank": state.rank, "host": state.host, **event})
+
+    def explain(self, verdict: str | None, code: int, before: Mapping[int, str | None], log_tail: str) -> list[str]:
+        """Say what went wrong, who first; nothing when all ranks came to their end."""
+        if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
+            return []
+        killed = verdict is not None and not verdict.startswith("a rank failed")
+        problems = self._silent_ranks() + (self._stuck_ranks(before) if killed else self._dead_ranks(log_tail))
+        failed = sorted((s for s in self.states.values() if s.last == "error"), key=lambda s: s.last_at_seconds)
+        problems += [f"{s}: {s.why} (in {s.where})" for s in failed]  # the first one is the likelier cause
+        problems += self._silent_store()
+        if verdict is not None:
+            problems.insert(0, f"{verdict}: all processes of the run were ended")
+        if not any(state.joined for state in self.states.values()):
+            problems += self._rendezvous(log_tail)
+        return problems or [f"torchrun ended with exit code {code} before the ranks were done: {log_tail[-400:]}"]
+
+    def _dead_ranks(self, log_tail: str) -> list[str]:
+        codes = {int(pid): int(code) for code, pid in _EXIT_CODE.findall(log_tail)}
+        return [
+            f"{s}: died without a word in {s.where} ({_exit_words(codes.get(s.pid or -1))})"
+            for s in self.states.values()
+            if s.last is None and s.pid is not None
+        ]
+
+    def _stuck_ranks(self, before: Mapping[int, str | None]) -> list[str]:
+        """Name who is behind the others; SIGTERM leaves no word of a rank that was stopped."""
+        going = [s for s in self.states.values() if before.get(s.rank) is None]
+        silent = [f"{s}: gave no answer, not even to SIGTERM, in {s.where} (killed)" for s in going if s.last is None]
+        far = max((state.arrived for state in going), default=0)
+        behind = [
+            f"{s}: has not come to where the others wait since {s.where} ({s.arrived} of {far} meetings)"
+            for s in going
+            if s.last is not None and s.arrived < far
+        ]
+        waiting = [f"{s}: waits in {s.where} (ended)" for s in going if s.last is not None and s.arrived == far]
+        return silent + behind + waiting[:8]
+
+    def _silent_ranks(self) -> list[str]:
+        """Name ranks of other hosts, as a local rank last saw them in the job's store."""
+        views = [state.view for state in self.states.values() if state.view]
+        rows = {row["rank"]: row for view in views for row in (*view["silent"], *view["behind"])}
+        silent = {row["rank"] for view in views for row in view["silent"]}
+        return [
+            f"rank {row['rank']} on {row['host'] or 'an unknown host'}: "
+            + (
+                f"no sign of life for {row['silent_seconds']:g} s, last in {row['where']}"
+                if row["rank"] in silent
+                else f"has not come to where the others wait since {row['where']}"
+            )
+            for row in rows.values()
+            if row["rank"] not in self.states
+        ]
+
+    def _silent_store(self) -> list[str]:
+        return [
+            f"{s}: the job's store at {self._where.rendezvous or 'this host'} has not answered for "
+            f"{s.store_silent_seconds:g} s"
+            for s in self.states.values()
+            if s.store_silent_seconds is not None and s.store_silent_seconds > MISSED_BEATS * BEAT_SECONDS
+        ]
+
+    def _rendezvous(self, log_tail: str) -> list[str]:
+        host = socket.gethostname() if self._plan.host is None else self._plan.host
+        told = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
+        if self._where.hosts == 1 or self._where.rendezvous is None:
+            return told
+        if self._where.node_rank == 0:  # it is the place itself: what answers there now says nothing
+            missing = (
+                f"not all of {self._where.hosts} hosts came to {self._where.rendezvous} within "
+                f"{self._where.startup_seconds:g} s: the others have not started, or cannot reach it"
+            )
+            return [f"{host}: {missing}", *told]
+        address, _, port = self._where.rendezvous.rpartition(":")
+        try:
+            socket.create_connection((address.strip("[]"), int(port)), timeout=3).close()
+        except OSError as error:
+            return [f"{host}: rendezvous {self._where.rendezvous}: {error.strerror or error}", *told]
+        return told
+
+
+def _dead(state: RankState) -> bool:
+    """Tell whether a rank has gone without a last word; a pid that is a zombie has gone too."""
+    if state.pid is None or state.last is not None:
+        return False
+    try:
+        stat = Path(f"/proc/{state.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def _exit_words(code: int | None) -> str:
+    if code is None:
+        return "exit code unknown"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

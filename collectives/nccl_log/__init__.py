@@ -1,0 +1,1 @@
+"""The reader of NCCL's log: channels, transports, problems, verdict."""

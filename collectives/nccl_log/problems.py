@@ -1,0 +1,378 @@
+"""Problems of a log: those its messages name, and those that only the whole shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from collectives.nccl_log.codes import CODES
+from collectives.nccl_log.ledger import Ledger
+from collectives.nccl_log.messages import Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
+from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence
+
+LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})
+_LEVEL = re.compile(rf"(?:{'|'.join(sorted(LEVELS))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
+_LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
+
+# NVIDIA's user guide, section "Debugging": not to be kept in production (docs/userguide env.rst).
+TUNING = frozenset(
+    {
+        *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL"),
+        *("NCCL_NET_GDR_READ", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_GRAPH_FILE"),
+        *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE"),
+        *("NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_AR_THRESHOLD", "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_P2P_NET_CHUNKSIZE"),
+        *("NCCL_CREATE_THREAD_CONTEXT", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_LL_BUFFSIZE"),
+        *("NCCL_NCHANNELS_PER_NET_PEER", "NCCL_LL128_BUFFSIZE", "NCCL_P2P_PXN_LEVEL", "NCCL_CROSS_NIC_FORCE"),
+    }
+)
+# aws-ofi-nccl calls setenv itself; NCCL then prints these as if the user had set them.
+_SET_BY_OFI = frozenset(
+    {"NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLSTREE_MAX_CHUNKSIZE", "NCCL_PROTO"}
+)
+_OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
+_FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_warnings")
+# A launcher says them of the step that it ran: a job may go on with the next.
+_OF_A_STEP = ("job_failed", "job_stopped", "process_killed", "job_cancelled")
+# That something failed, in words of a launcher or of PyTorch, from the least telling on: a note where anything above
+# or before names a cause.
+_LEAST_TELLING = ("python_traceback", "job_failed", "job_stopped", "call_failed", "process_killed", "job_cancelled")
+# What the plugin's messages stand for where the provider is not EFA.
+_OF_OTHER_PROVIDERS = {
+    "efa_plugin_init_failed": "libfabric_plugin_failed",
+    "no_efa_provider": "libfabric_plugin_failed",
+    "efa_endpoint_failed": "libfabric_setup_failed",
+    "efa_memory_not_registered": "libfabric_setup_failed",
+    "efa_request_failed": "libfabric_request_failed",
+}
+_WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+_BRIDGES = ("docker", "virbr")
+
+
+def layers_in_use(ledger: Ledger) -> set[str]:
+    """Link layers of the devices that carry channels; of all that NCCL lists where that cannot be told."""
+    by_index = ledger.facts.port_of_index
+    used = [device for (name, device), row in ledger.devices.items() if row[0] > 0 and name.startswith(("IB", "gIB"))]
+    if used and all(len(by_index.get(device, ())) == 1 for device in used):
+        return set().union(*(by_index[device] for device in used))
+    return set().union(*by_index.values()) if by_index else set()
+
+
+class _Findings:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.found: dict[str, LogProblem] = {}
+
+    def add(
+        self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = ""
+    ) -> None:
+        if code in self.found:
+            return
+        meaning = CODES[code]
+        proof = lines or tuple(self.ledger.code_lines.get(code, ()))
+        self.found[code] = LogProblem(
+            code=code,
+            message=f"{meaning.message}{': ' + detail if detail else ''}",
+            action=meaning.action,
+            severity=severity or meaning.severity,
+            lines=proof,
+            count=count or self.ledger.codes[code] or 1,
+        )
+
+    def proof(self, *starts: str) -> tuple[ProofLine, ...]:
+        rows = [row for fact, rows in self.ledger.proof.items() if fact.startswith(starts) for row in rows]
+        return tuple(sorted(rows, key=lambda row: row.line)[:3])
+
+    def told(self, *variables: str) -> tuple[ProofLine, ...]:
+        """The lines that told these variables of the environment."""
+        lines = self.ledger.variable_lines
+        return tuple(lines[name] for name in variables if name in lines)[:3]
+
+
+def find(
+    ledger: Ledger, evidence: Evidence, *, ports: Collection[str] | None
+) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
+    """Problems, and notes: what was seen and is no problem here."""
+    found = _Findings(ledger)
+    for code in ledger.codes:
+        _add_told(found, code)
+    notes: list[LogProblem] = []
+    _explain_messages(found, ledger, evidence, notes)
+    _network(found, ledger, evidence)
+    _gdr(found, evidence, ledger)
+    _within_node(found, evidence)
+    _ports(found, ledger, ports)
+    _environment(found, evidence, notes)
+    _nothing_seen(found, evidence)
+    order = {"fail": 0, "warn": 1, "info": 2}
+    return tuple(sorted(found.found.values(), key=lambda problem: order[problem.severity])), tuple(notes)
+
+
+def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
+    """The note that says so, with the line that each run begins with."""
+    meaning = CODES["several_runs"]
+    return LogProblem(
+        code="several_runs", message=f"{meaning.message}: {len(rows)}", action=meaning.action,
+        severity=meaning.severity, lines=tuple(row.first for row in rows[:3]), count=len(rows),
+    )  # fmt: skip
+
+
+def _add_told(found: _Findings, code: str) -> None:
+    """A code that messages told, in the words of the provider that libfabric chose."""
+    provider = found.ledger.facts.provider or "efa"
+    if provider.startswith("efa") or code not in _OF_OTHER_PROVIDERS:
+        found.add(code)
+        return
+    other = _OF_OTHER_PROVIDERS[code]
+    if other == "libfabric_request_failed" and provider == "cxi":
+        other = "slingshot_request_failed"
+    lines, count = tuple(found.ledger.code_lines.get(code, ())), found.ledger.codes[code]
+    found.add(other, detail=f"provider {provider}", lines=lines, count=count)
+
+
+def _demote(found: _Findings, code: str, notes: list[LogProblem]) -> None:
+    if code in found.found:
+        notes.append(found.found.pop(code))
+
+
+def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, notes: list[LogProblem]) -> None:
+    """Follow-on errors and noise are no problems of their own where the first cause is there."""
+    _demote(found, "other_warnings", notes)
+    if any(problem.severity == "fail" for problem in found.found.values()):
+        for code in _FOLLOW_ON:
+            _demote(found, code, notes)
+    if "Libfabric" in (evidence.inter_node_transport or "") and (evidence.transports or ledger.facts.provider):
+        # One protocol of the plugin failed and another was chosen.
+        for code in ("efa_plugin_init_failed", "no_efa_provider", "libfabric_plugin_failed"):
+            _demote(found, code, notes)
+    _demote(found, "pxn_disabled_plugin", notes)
+    _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
+    if ledger.outlived("python_traceback"):
+        _demote(found, "python_traceback", notes)  # caught: the job came to its end
+    for code in _OF_A_STEP:
+        if ledger.outlived(code, before_nccl=True):
+            _demote(found, code, notes)  # of an earlier step of the job
+    for code in _LEAST_TELLING:
+        if any(problem.severity == "fail" for other, problem in found.found.items() if other != code):
+            _demote(found, code, notes)
+    if evidence.inter_node_transport is None:
+        # One node needs no RDMA library.
+        _demote(found, "libibverbs_missing", notes)
+    layers = layers_in_use(ledger)
+    if "gid_index_invalid" in found.found and layers == {"IB"}:
+        _demote(found, "gid_index_invalid", notes)
+
+
+def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
+    inter, facts = evidence.inter_node_transport, ledger.facts
+    if inter == "Socket":
+        found.add("socket_fallback", lines=found.proof("NET/Socket", "network Socket"))
+    one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
+    if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
+        found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
+    chosen = set(facts.networks) | {name for name, row in ledger.networks.items() if row[0] > 0}
+    if "Socket" in chosen and len(chosen) > 1 and not one_node:
+        found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
+    if inter is not None and len(layers_in_use(ledger)) > 1:
+        found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
+    suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name == "lo" or name.startswith(_BRIDGES)]
+    first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
+    # Within a node the loopback interface does.
+    apart = (facts.nodes or ledger.hosts.count()) > 1 or inter != "unknown"
+    if inter is not None and any(name in suspects and (apart or name != "lo") for name in first):
+        found.add(
+            "docker_interface_used",
+            detail=", ".join(dict.fromkeys(suspects)),
+            lines=found.proof("socket inter", "interface of"),
+        )
+
+
+def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
+    state, inter = evidence.gdrdma, evidence.inter_node_transport or ""
+    env, facts = evidence.environment, ledger.facts
+    carried = [name for name, row in ledger.networks.items() if row[0] > 0] or [evidence.network or ""]
+    within = (
+        not inter and evidence.send.total + evidence.receive.total > 0
+    )  # of one host's channels: a matter of its own
+    if state in ("off", "partial") and not within and gpus_without_gdr(evidence.gpus):
+        lines = found.proof("GPU ") + _channel_proof(found)
+        found.add("gdr_not_supported_by_gpu", detail=", ".join(evidence.gpus), lines=lines[:3])
+        return
+    if state == "partial":
+        code = _partial(evidence, facts)
+        lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
+        far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
+        detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")
+        severity = ""
+        if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
+            detail += "; the log names no GPU: this rests on the direction alone, and on no line that speaks against it"
+            severity = "warn"  # not proven: a look at the GPU's name settles it
+        elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
+            detail += "; before 2.19 NCCL did so for every GPU without NVLink"
+        lines = (_channel_proof(found) + found.proof("GPUDirect RDMA too far"))[:3]
+        found.add(code, detail=detail, lines=lines, severity=severity)
+    if state == "off" and "Socket" not in carried and not within:
+        is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
+        code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
+        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
+        if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
+            found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
+        elif is_ib and {enabled for name, enabled in facts.gdr_hca if name != "Socket"} == {False}:
+            found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
+    _distance(found, evidence, carried, state)
+    if evidence.torn_lines and state == "none":
+        found.add(
+            "torn_channel_lines",
+            detail=f"{evidence.torn_lines} lines",
+            lines=found.proof("cut "),
+            count=evidence.torn_lines,
+        )
+
+
+def _without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:
+    """Which advice fits: that of libfabric's provider, where libfabric carries the channels."""
+    if not any("Libfabric" in name for name in (inter, *carried)):
+        return "net_without_gdrdma"
+    provider = provider or "efa"
+    if provider.startswith("efa"):
+        return "efa_without_gdrdma"
+    if provider.startswith("cxi"):
+        return "slingshot_without_gdrdma"
+    return "libfabric_over_tcp" if provider.startswith(("tcp", "sockets", "net")) else "net_without_gdrdma"
+
+
+def _partial(evidence: Evidence, facts: Facts) -> str:
+    """Why a part of the channels lacks GPUDirect RDMA: by NCCL's rule for sends, or for no reason that excuses it.
+
+    The rule (ncclTopoCheckGdr): below compute capability 8.0 and without NVLink the NIC does not read GPU memory,
+    unless the GPU is the only one of its node. Before 2.19 the rule held whatever the compute capability. Any fact
+    of the log that speaks against such a GPU takes the excuse away.
+    """
+    one_way = (
+        evidence.receive.total > 0
+        and evidence.receive.gdrdma == evidence.receive.total
+        and evidence.send.total > 0
+        and evidence.send.gdrdma == 0
+        and evidence.library == "nccl"  # AMD has no such rule
+    )
+    if not one_way:
+        return "gdr_partial"
+    if evidence.environment.get("NCCL_NET_GDR_READ") == "0":
+        return "gdr_read_disabled_by_env"
+    against = (
+        (gpus_before_ampere(evidence.gpus) is False and not (_older_than(evidence, 19) and gpus_on_pcie(evidence.gpus)))
+        or facts.local_ranks == 1  # a GPU alone on its node in every communicator: the rule leaves it out
+        or evidence.nvls  # Hopper and later
+        or evidence.nvls_use == "used"
+        or facts.mnnvl or facts.mnnvl_fabric
+        or facts.gdr_read_allowed  # "Enabled ... (distance 4 <= 4), read 1"
+        or any(not enabled for enabled, _, _ in facts.gdr_paths)  # too far: not by the rule
+        or any(name.endswith("/read") for name in evidence.transports)  # printed with NVLink on 8.0 only
+        or facts.nvlink
+    )  # fmt: skip
+    return "gdr_partial" if against else "gdr_read_disabled_pre_ampere"
+
+
+def _older_than(evidence: Evidence, minor: int) -> bool:
+    """Whether the log names a version of NCCL before 2.minor."""
+    parts = (evidence.nccl_version or "").split("+")[0].split(".")
+    return len(parts) > 1 and parts[0] == "2" and parts[1].isdecimal() and int(parts[1]) < minor
+
+
+def _distance(found: _Findings, evidence: Evidence, carried: list[str], state: str) -> None:
+    """Every pair too far apart; NCCL says so while it plans, so also before there are channels."""
+    paths = found.ledger.facts.gdr_paths
+    if not paths or any(enabled for enabled, _, _ in paths) or state not in ("off", "none") or "Socket" in carried:
+        return
+    if evidence.inter_node_transport and not found.found.keys() & {"gdr_disabled_by_env", "peermem_missing"}:
+        lines = found.proof("GPUDirect RDMA too far")
+        found.add("gdr_distance_too_far", detail="; ".join(evidence.gdr_paths[:3]), lines=lines)
+
+
+def _part(evidence: Evidence, lacking: list[str]) -> str:
+    send, receive = evidence.send, evidence.receive
+    text = f"send {send.gdrdma} of {send.total}, receive {receive.gdrdma} of {receive.total} channels"
+    return text + (f"; without on devices {', '.join(lacking[:16])}" if lacking else "")
+
+
+def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:
+    rows = [row for fact, rows in found.ledger.proof.items() if fact.endswith("without GDRDMA") for row in rows[:1]]
+    return tuple(rows[:3]) or found.proof("GPUDirect RDMA refused")
+
+
+def _within_node(found: _Findings, evidence: Evidence) -> None:
+    shm = evidence.transports.get("SHM", 0)
+    peer = sum(n for key, n in evidence.transports.items() if key.startswith("P2P/"))
+    env = evidence.environment
+    if shm and env.get("NCCL_P2P_DISABLE") == "1":
+        found.add("p2p_disabled_by_env", lines=found.proof("transport SHM"))
+    elif shm and "NCCL_P2P_LEVEL" in env:
+        found.add("p2p_level_limited_by_env", detail=env["NCCL_P2P_LEVEL"], lines=found.proof("transport SHM"))
+    elif shm and peer:
+        found.add("shm_across_pairs", detail=f"{shm} of {shm + peer} channels", lines=found.proof("transport SHM"))
+    if evidence.inter_node_transport is None and any(key.startswith("NET/") for key in evidence.transports):
+        causes = [f"{name}={env[name]}" for name in _WITHIN_NODE if env.get(name, "0") not in ("0", "")]
+        only = not any(key.startswith(("P2P/", "SHM")) for key in evidence.transports)
+        found.add(
+            "net_only_within_node" if only and causes else "net_within_node",
+            detail=", ".join(causes),
+            lines=(*found.told(*_WITHIN_NODE), *found.proof("NET/"))[:3],
+        )
+
+
+def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> None:
+    """A dead port is silent: NCCL lists active ports only. Compare with what should be there, and host with host."""
+    facts = ledger.facts
+    listed = {
+        host.decode("utf-8", "replace"): set(row) for host, row in facts.ports.items() if host in facts.whole_lists
+    }
+    missing: list[str] = []
+    if ports is not None:
+        wanted = {port if ":" in port else f"{port}:1" for port in ports}
+        # A plugin that lists no ports (EFA) says nothing about them.
+        none_found: dict[str, set[str]] = {"": set()} if facts.no_ib_device else {}
+        for host, row in (listed or none_found).items():
+            seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
+            missing += [f"{host or 'this host'}: {port}" for port in sorted(wanted - seen)]
+    elif len(listed) > 1:
+        most = max(listed.values(), key=len)
+        for host, row in listed.items():
+            if row < most:
+                missing += [f"{host}: {port}" for port in sorted(most - row)]
+    if missing:
+        shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+        found.add("dead_port", detail=shown, lines=found.proof("RDMA devices in use"), count=len(missing))
+
+
+def _tuned(evidence: Evidence) -> Iterator[str]:
+    ofi = "Libfabric" in (evidence.inter_node_transport or "")
+    for name, value in evidence.environment.items():
+        off = value == "0" and name in _OFF_BY_DEFAULT
+        if name in TUNING and not off and not (ofi and name in _SET_BY_OFI):
+            yield f"{name}={value}"
+
+
+def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
+    env = evidence.environment
+    if env.get("NCCL_IB_DISABLE", "0") not in ("0", "") and evidence.inter_node_transport == "Socket":
+        found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.told("NCCL_IB_DISABLE"))
+    if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
+        found.add("socket_forced_by_env", lines=found.told("NCCL_NET"))
+    odd = [f"{name}={env[name]}" for name in _LEVEL_NAMES if name in env and not _LEVEL.match(env[name])]
+    if odd:
+        found.add("unknown_level_value", detail=", ".join(odd), lines=found.told(*_LEVEL_NAMES))
+    tuned = tuple(_tuned(evidence))
+    if tuned:
+        lines = found.told(*(setting.partition("=")[0] for setting in tuned))
+        found.add("hand_tuned_env", detail=", ".join(tuned[:12]), lines=lines, count=len(tuned))
+        # Where the wire is proven, tuning is a matter for the advice, not a fault of the run.
+        if evidence.transports or evidence.gdrdma != "none" or any(p.severity == "fail" for p in found.found.values()):
+            _demote(found, "hand_tuned_env", notes)
+
+
+def _nothing_seen(found: _Findings, evidence: Evidence) -> None:
+    if any(problem.severity == "fail" for problem in found.found.values()) or evidence.torn_lines:
+        return
+    if not evidence.transports and evidence.gdrdma == "none":
+        found.add("no_transport_evidence")
+    elif evidence.gdrdma == "none" and evidence.inter_node_transport not in (None, "NVLink (MNNVL)"):
+        found.add("no_inter_node_evidence")

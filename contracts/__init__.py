@@ -1,0 +1,1 @@
+"""The types and documents that cross package borders, and their one codec."""

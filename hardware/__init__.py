@@ -1,0 +1,1 @@
+"""One row per GPU, NIC and machine, each with its source."""

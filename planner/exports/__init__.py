@@ -1,0 +1,1 @@
+"""The layout in the words of each training framework."""

@@ -1,0 +1,84 @@
+"""Export for torchtitan: a job configuration in TOML.
+
+Surface: torchtitan's config (sections training, parallelism, activation_checkpoint, compile).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.exports.frameworks import Request, refuse
+
+_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+_MODELS = {"llama": "llama3", "qwen3": "qwen3"}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(value)
+
+
+def torchtitan_toml(request: Request) -> str:
+    """The configuration; tokenizer, data set and checkpoints are the user's to set."""
+    layout, train, model = request.layout, request.train, request.model
+    reasons = []
+    if layout.sharding in ("zero1", "zero2") and layout.dp_shard > 1:
+        reasons.append(f"{layout.sharding}: its FSDP2 shards weights, gradients and optimizer")
+    if train.method != "full":
+        reasons.append(f"{train.method}: its LoRA is a converter in code, not in the TOML")
+    if layout.offload == "optimizer":
+        reasons.append("offload=optimizer: it offloads weights, gradients and optimizer together")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        reasons.append("TP without sequence parallelism: its plans always shard the sequence")
+    if model.family not in _MODELS:
+        reasons.append(f"{model.family} models: the TOML names {', '.join(sorted(_MODELS.values()))} only")
+    if len(set(layout.stage_layers)) > 2:
+        reasons.append(f"stages of {layout.stage_layers}: it makes first and last stage lighter, no other")
+    refuse("torchtitan", reasons)
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": _MODELS[model.family], "flavor": model.name.rsplit("-", 1)[-1]},
+        "training": {
+            "local_batch_size": layout.micro_batch * (layout.gradient_accumulation if layout.pp > 1 else 1),
+            "global_batch_size": layout.global_batch,
+            "seq_len": train.sequence_length,
+            "steps": train.steps or 1000,
+            "mixed_precision_param": "float32" if layout.precision == "fp32" else "bfloat16",
+            "mixed_precision_reduce": "float32",
+            "enable_cpu_offload": layout.offload == "all",
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": layout.dp_replicate,
+            "data_parallel_shard_degree": layout.dp_shard,
+            "fsdp_reshard_after_forward": "always" if layout.reshard_after_forward else "never",
+            "tensor_parallel_degree": layout.tp,
+            "enable_async_tensor_parallel": layout.tp > 1 and layout.compile,
+            "pipeline_parallel_degree": layout.pp,
+            "context_parallel_degree": layout.cp,
+        },
+        "activation_checkpoint": {"mode": layout.checkpointing},
+        "compile": {"enable": layout.compile},
+    }
+    if layout.pp > 1:
+        sections["parallelism"] |= {
+            "pipeline_parallel_schedule": _SCHEDULES[layout.schedule],
+            "pipeline_parallel_microbatch_size": layout.micro_batch,
+        }
+        if layout.virtual_stages > 1:
+            chunks = layout.pp * layout.virtual_stages
+            sections["parallelism"]["pipeline_parallel_layers_per_stage"] = -(-model.layers // chunks)
+    if layout.ep > 1:
+        sections["parallelism"]["expert_parallel_degree"] = layout.ep
+    if layout.checkpointing == "selective":
+        sections["activation_checkpoint"]["selective_ac_option"] = "op"
+    if layout.precision == "fp8":
+        sections["model"]["converters"] = "float8"
+    lines = []
+    for section, values in sections.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines).replace('converters = "float8"', 'converters = ["float8"]')

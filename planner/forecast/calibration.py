@@ -1,0 +1,218 @@
+"""Calibration: numbers measured on the machine itself, which replace derived ones and narrow the intervals.
+
+The file is JSON, written by `topoflight calibrate`. A calibration is of one device and one precision; it is refused
+for another.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from contracts import bounded
+from contracts.plain import PlainError
+from contracts.plain import loads as plain
+from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
+from planner.forecast.hardware import gpu_named
+from planner.forecast.links import Links
+from planner.forecast.models import model_from_config
+from planner.forecast.specs import ModelSpec
+from planner.forecast.stacks import Stack
+
+SCHEMA_VERSION = 1
+_MAX_BYTES = 1 << 20
+
+
+class CalibrationError(ValueError):
+    """A calibration file that cannot be used; the message says which part and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTiming:
+    """One decoder layer of the model, timed forward and backward."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    tokens: int  # of the micro-batch
+    sequence: int
+    forward_seconds: float
+    backward_seconds: float
+    method: str = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTiming:
+    """Alpha-beta of one collective over one group."""
+
+    op: str
+    ranks: int
+    hosts: int
+    alpha_seconds: float  # per ring step
+    busbw_bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured."""
+
+    device: str  # "NVIDIA A40", "CPU: AMD EPYC 7B13"
+    precision: str
+    gemm_flops_per_second: float | None = None  # largest of the model's multiplications
+    layer: LayerTiming | None = None
+    links: tuple[LinkTiming, ...] = ()
+    step_scale: float | None = None  # measured step over forecast step of an earlier run with the same stack
+    engine: str | None = None  # of step_scale
+    taken_at_seconds: float | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+
+def _positive(value: Any, name: str, *, optional: bool = False) -> float | None:
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise CalibrationError(f"{name}={value!r}: must be a positive number")
+    return float(value)
+
+
+def _check_kinds(part: LayerTiming | LinkTiming | None, where: str) -> None:
+    """Text is text, counts are whole and positive, times and rates positive; no time at all is allowed for alpha."""
+    for field in fields(part) if part is not None else ():
+        value, name = getattr(part, field.name), f"{where}.{field.name}"
+        if field.type == "str":
+            if not isinstance(value, str):
+                raise CalibrationError(f"{name}={value!r}: must be text")
+        elif field.type == "int":
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
+                raise CalibrationError(f"{name}={value!r}: must be a whole number of at least 1")
+        elif value != 0 or field.name != "alpha_seconds":
+            _positive(value, name)
+
+
+def parse_calibration(data: Any) -> Calibration:
+    """Check and build from decoded JSON."""
+    if not isinstance(data, dict):
+        raise CalibrationError("calibration: must be a JSON object")
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise CalibrationError(f"schema_version={data.get('schema_version')!r}: this version reads {SCHEMA_VERSION}")
+    for name in ("device", "precision"):
+        if not isinstance(data.get(name), str) or not data[name]:
+            raise CalibrationError(f"{name}={data.get(name)!r}: must be text")
+    try:
+        layer = LayerTiming(**data["layer"]) if data.get("layer") else None
+        links = tuple(LinkTiming(**row) for row in data.get("links", ())[:1000])
+        versions = tuple((str(k), str(v)) for k, v in data.get("versions", ()))
+    except (TypeError, ValueError) as error:
+        raise CalibrationError(f"calibration: {error}") from error
+    for part, where in ((layer, "layer"), *((link, "links") for link in links)):
+        _check_kinds(part, where)
+    return Calibration(
+        device=data["device"],
+        precision=data["precision"],
+        gemm_flops_per_second=_positive(data.get("gemm_flops_per_second"), "gemm_flops_per_second", optional=True),
+        layer=layer,
+        links=links,
+        step_scale=_positive(data.get("step_scale"), "step_scale", optional=True),
+        engine=data.get("engine"),
+        taken_at_seconds=data.get("taken_at_seconds"),
+        versions=versions,
+    )
+
+
+def load_calibration(path: Path | str) -> Calibration:
+    """Read a calibration file."""
+    file = Path(path)
+    try:
+        data = plain(bounded.read(file, _MAX_BYTES))
+    except (bounded.TooLargeError, PlainError) as error:
+        raise CalibrationError(f"{file}: {error}") from None
+    return parse_calibration(data)
+
+
+def dump_calibration(calibration: Calibration) -> str:
+    """The file's text."""
+    return json.dumps(asdict(calibration), indent=2, sort_keys=True) + "\n"
+
+
+def with_measured_step(calibration: Calibration, *, measured_seconds: float, forecast_seconds: float,
+                       engine: str) -> Calibration:  # fmt: skip
+    """Add the scalar of a finished run: what it took over what was forecast."""
+    ratio = _positive(measured_seconds, "measured_seconds") or 1.0
+    ratio /= _positive(forecast_seconds, "forecast_seconds") or 1.0
+    return replace(calibration, step_scale=ratio, engine=engine)
+
+
+def _timed_model(timing: LayerTiming) -> ModelSpec:
+    return model_from_config({
+        "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,
+        "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
+        "vocab_size": 32000,
+    })  # fmt: skip
+
+
+def check_device(calibration: Calibration, device: str, precision: str) -> None:
+    """Refuse a calibration of another device or precision."""
+    known = gpu_named(calibration.device)
+    name = known.name if known else calibration.device
+    if name != device and not (device == "CPU" and name.startswith("CPU")):
+        raise CalibrationError(f"calibration is of {calibration.device!r}, the job runs on {device!r}: calibrate there")
+    if calibration.precision != precision:
+        raise CalibrationError(f"calibration is for {calibration.precision}, the job computes in {precision}")
+
+
+def with_links(calibration: Calibration, links: Links) -> Links:
+    """Bandwidths with the calibration's in place of the derived ones."""
+    gathers = {timing.hosts > 1: timing for timing in calibration.links if timing.op == "all_gather"}
+    for timing in sorted(calibration.links, key=lambda t: t.op):  # gathers before scatters
+        if timing.op not in ("all_gather", "reduce_scatter"):
+            continue
+        gather = gathers.get(timing.hosts > 1)
+        if timing.op == "reduce_scatter" and gather is not None:
+            share = timing.busbw_bytes_per_second / gather.busbw_bytes_per_second
+            links = replace(links, scatter_share=share)
+            continue
+        why = f"calibration: {timing.op} over {timing.ranks} ranks"
+        rate = timing.busbw_bytes_per_second
+        if timing.hosts > 1 and links.network is not None:
+            links = replace(links, network=replace(links.network, bytes_per_second=rate, how="measured", why=why))
+        elif timing.hosts == 1:
+            speed = replace(links.node, bytes_per_second=rate, how="measured", why=why)
+            island = speed if links.island_size >= links.ranks_per_node else links.island
+            links = replace(links, node=speed, island=island, alpha_intra_seconds=timing.alpha_seconds)
+    return links
+
+
+def apply_calibration(calibration: Calibration, rates: Rates, stack: Stack, constants: Constants = DEFAULT) -> Rates:
+    """Rates with the measured ones in place of the derived; a layer's timing scales every rate alike."""
+    inputs: list[str] = []
+    if calibration.gemm_flops_per_second:
+        ratio = calibration.gemm_flops_per_second / rates.gemm
+        attention = rates.attention * ratio
+        rates = replace(rates, gemm=calibration.gemm_flops_per_second, attention=attention, how="measured")
+        inputs.append(f"GEMM {rates.gemm / 1e9:.4g} GFLOP/s on {calibration.device}: measured")
+    if calibration.layer:
+        timing = calibration.layer
+        cost = layer_cost(
+            _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, stack,
+            constants=constants,
+        )  # fmt: skip
+        took = timing.forward_seconds + timing.backward_seconds
+        forward = cost.gemm + cost.attention + cost.elementwise
+        back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
+        if rates.device == "CPU":  # starting operators adds to running them, and is Python's pace: not the arithmetic's
+            ratio = (forward + back) / max(took - 2.7 * cost.host, 0.5 * took)
+            launch = rates.launch_seconds
+        else:
+            ratio = (max(forward, cost.host) + max(back, 1.7 * cost.host)) / took
+            launch = rates.launch_seconds / ratio
+        rates = replace(rates, gemm=rates.gemm * ratio, attention=rates.attention * ratio, hbm=rates.hbm * ratio,
+                        launch_seconds=launch, how="measured")  # fmt: skip
+        inputs.append(
+            f"layer forward {timing.forward_seconds:.4g} s, backward {timing.backward_seconds:.4g} s for "
+            f"{timing.tokens} tokens: measured"
+        )
+    return replace(rates, inputs=tuple(inputs) or rates.inputs)

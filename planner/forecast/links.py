@@ -1,0 +1,300 @@
+"""Links: how long a collective takes over a group of ranks that starts at rank 0 with a given stride.
+
+Model: NCCL's ring, T = alpha (n - 1) + S (n - 1) / (n B) for all-gather and reduce-scatter, twice that for
+all-reduce (nccl-tests doc/PERFORMANCE.md). With neighbouring ranks on one node, every node boundary carries
+S (n - 1) / n per ring, however many GPUs stand behind it; groups that cross side by side share the node's network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from collectives.bench.results import Measurement
+from planner.forecast.hardware import ASSUMED_GLOO_BYTES_PER_SECOND, GIGA, Gpu, gpu_named, nvlink_plan_bytes_per_second
+from topology.graph import ClusterTopology, GpuNode, NodeTopology
+
+# Start-up of one ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and
+# 16 MB ones 25-35 us more than their bandwidth share (ai-dynamo/aiconfigurator nccl_perf).
+ALPHA_INTRA_SECONDS = 3e-6
+ALPHA_INTER_SECONDS = 12e-6
+# Published all-gather busbw over the smaller of NVLink plan and NIC sum: 0.88 (p4d), 0.94 (A3 Mega), 0.95 (p6-b200),
+# 0.98 (p5en): stas00/ml-engineering network/README.md, NVIDIA/aicr demos, aws-samples/aws-efa-eks.
+NETWORK_SHARE = 0.85
+# One direction of a PCIe x16 link carries 12, 24, 48 GB/s by NCCL's planning (src/graph/topo.h); through the CPUs
+# far less was measured on 4 and 8 GPUs (L40S: 4.7 and 1.2 GB/s). Without a measurement: a cautious Gen4 value.
+ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
+# gloo reduce-scatters by an all-reduce of the whole (torch ProcessGroupGloo), which sends everything twice.
+GLOO_SCATTER_SHARE = 0.5
+GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (measurements/flights.md)
+ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A bandwidth, and how it is known."""
+
+    bytes_per_second: float
+    how: str  # "measured", "derived", "assumed"
+    link: str  # "NVLink", "PCIe", "EFA", "TCP"
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.link} {self.bytes_per_second / GIGA:.3g} GB/s: {self.how}" + (
+            f" ({self.why})" if self.why else ""
+        )
+
+
+HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memory",
+             why="Gen4 x16, two GPUs behind one uplink")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What joins the ranks: an island of GPUs, a node, the network between nodes."""
+
+    ranks_per_node: int
+    nodes: int
+    island_size: int  # ranks that reach each other at `island` speed; divides or exceeds ranks_per_node
+    island: Speed  # busbw within an island
+    node: Speed  # busbw within a node across islands
+    network: Speed | None  # one node to the others, one direction, all rails; None for a single node
+    alpha_intra_seconds: float = ALPHA_INTRA_SECONDS
+    alpha_inter_seconds: float = ALPHA_INTER_SECONDS
+    host: Speed = HOST  # of one rank, for what is offloaded
+    scatter_share: float = 1.0  # bus bandwidth of a reduce-scatter over an all-gather's; gloo sends a whole all-reduce
+
+    def crosses(self, size: int, stride: int) -> Speed:
+        """The slowest link a group of `size` ranks with this stride uses."""
+        reach = (size - 1) * stride + 1
+        if reach <= self.island_size:
+            return self.island
+        if reach <= self.ranks_per_node or self.network is None:
+            return self.node
+        return self.network
+
+    def ring_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
+        """All-gathers or reduce-scatters of `total_bytes` together, in `messages` pieces, over a group."""
+        if size <= 1 or total_bytes <= 0:
+            return 0.0
+        share = total_bytes * (size - 1) / size
+        reach = (size - 1) * stride + 1
+        if reach <= self.island_size:
+            return messages * self.alpha_intra_seconds * (size - 1) + share / self.island.bytes_per_second
+        fast, alpha = self.node.bytes_per_second, self.alpha_intra_seconds
+        per_node = self.ranks_per_node
+        if reach <= per_node or self.network is None:
+            return messages * alpha * (size - 1) + share / fast
+        if self.island_size > per_node:  # NVLink domain of several nodes: the network joins the domains
+            per_node, fast = self.island_size, self.island.bytes_per_second
+        members = max(1, min(size, per_node // stride))
+        side_by_side = per_node // members  # rings of other groups through the same network
+        network = self.network.bytes_per_second * (per_node / self.ranks_per_node)
+        seconds = max(share * side_by_side / network, share / fast if members > 1 else 0.0)
+        # All-gather and reduce-scatter have no tree: every rank on the ring adds a step (PAT: one GPU per node only).
+        across = size / members
+        hops = alpha * (size - across) + self.alpha_inter_seconds * across
+        return seconds + messages * hops
+
+    def scatter_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
+        """Reduce-scatters of `total_bytes` together: so much of an all-gather's bytes and steps."""
+        return self.ring_seconds(total_bytes / self.scatter_share, size, stride, messages / self.scatter_share)
+
+    def all_reduce_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
+        """One all-reduce: a reduce-scatter and an all-gather; over many nodes NCCL takes trees, whose steps are few."""
+        whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
+        steps = min(size - 1, 64)
+        reach = (size - 1) * stride + 1
+        alpha = self.alpha_intra_seconds if reach <= self.ranks_per_node else self.alpha_inter_seconds
+        return whole + 2.0 * messages * steps * alpha
+
+    def send_seconds(self, size_bytes: float, stride: int) -> float:
+        """One rank to the rank `stride` further; all ranks of a node send at once."""
+        if stride < self.island_size:
+            return self.alpha_intra_seconds + size_bytes / self.island.bytes_per_second
+        if stride < self.ranks_per_node or self.network is None:
+            return self.alpha_intra_seconds + size_bytes / self.node.bytes_per_second
+        return self.alpha_inter_seconds + size_bytes * self.ranks_per_node / self.network.bytes_per_second
+
+    def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int) -> float:
+        """Every rank sends (size-1)/size of its bytes away, evenly."""
+        if size <= 1:
+            return 0.0
+        reach = (size - 1) * stride + 1
+        if reach <= self.island_size or self.network is None:
+            return self.alpha_intra_seconds * size + bytes_per_rank * (size - 1) / size / self.island.bytes_per_second
+        members = max(1, min(size, self.ranks_per_node // stride))
+        out = bytes_per_rank * (size - members) / size * self.ranks_per_node
+        return self.alpha_inter_seconds * min(size / members, 32.0) + out / self.network.bytes_per_second
+
+
+_RING_OPS = ("all_gather", "reduce_scatter")
+
+
+def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str, float] | None:
+    """Busbw of the largest verified all-gather within one host, or across hosts, and the reduce-scatter's share of it.
+
+    Where only one of the two was measured, the other is taken to be as fast.
+    """
+    best: dict[str, Measurement] = {}
+    for m in measurements:
+        if not m.verified or m.op not in _RING_OPS or (len(set(m.hosts)) > 1) is not across or len(m.ranks) < 2:
+            continue
+        if m.op not in best or (m.bytes, len(m.ranks)) > (best[m.op].bytes, len(best[m.op].ranks)):
+            best[m.op] = m
+    if not best:
+        return None
+    gather = best.get("all_gather") or best["reduce_scatter"]
+    scatter = best.get("reduce_scatter") or gather
+    rate = gather.busbw_bytes_per_second
+    why = f"{gather.op} of {gather.bytes} bytes over {len(gather.ranks)} ranks"
+    return rate, why, scatter.busbw_bytes_per_second / rate
+
+
+def _alpha(measurements: Sequence[Measurement]) -> float | None:
+    """Start-up seconds per ring step, from the smallest verified all-gather within one host."""
+    small = [m for m in measurements if m.verified and m.op in _RING_OPS and len(m.ranks) > 1 and m.bytes <= 1 << 16]
+    if not small:
+        return None
+    least = min(small, key=lambda m: m.bytes)
+    return least.median_seconds / (len(least.ranks) - 1)
+
+
+def _expected(topology: NodeTopology | ClusterTopology, scope: str) -> float | None:
+    for expectation in topology.expectations:
+        if expectation.scope == scope and expectation.op in _RING_OPS and expectation.busbw_bytes_per_second:
+            return expectation.busbw_bytes_per_second
+    return None
+
+
+def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
+    """Size and speed of the node's smallest NVLink island, from the graph; (1, ...) without NVLink."""
+    sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
+    if not sizes:
+        return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
+    usable = sum(gpu.usable for gpu in node.gpus)
+    size = min(min(sizes), usable) if sum(sizes) >= usable else 1
+    derived = _expected(node, "island")
+    table = _table_busbw(gpu, size) if gpu and gpu.interconnect == "NVLink" else None
+    if derived or table:
+        return size, _lower(derived, table, "NVLink", gpu)
+    links = max((p.nvlinks for p in node.pairs), default=0)
+    plan = nvlink_plan_bytes_per_second(links, gpu.compute_capability if gpu else None)
+    if plan:
+        return size, Speed(bytes_per_second=plan * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9")
+    return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="NVLink")
+
+
+def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:
+    """The lower of what the topology allows and what the same GPUs were measured to reach elsewhere."""
+    if derived is not None and (table is None or derived <= table):
+        return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
+    name = gpu.name if gpu else "GPU"
+    how = "derived" if link == "NVLink" else "assumed"  # PCIe differs from box to box
+    return Speed(bytes_per_second=table or 0.0, how=how, link=link, why=f"measured on other {name}")
+
+
+def _table_busbw(gpu: Gpu | None, size: int) -> float | None:
+    if gpu is None:
+        return None
+    return gpu.busbw_2 if size <= 2 else gpu.busbw_4 if size <= 4 else gpu.busbw_8
+
+
+def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
+    node = cluster.nodes[0]
+    if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
+        return island
+    derived = _expected(node, "node")
+    table = _table_busbw(gpu, len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
+    speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
+    if derived or table:
+        speed = _lower(derived, table, "PCIe", gpu)
+    return _narrowed(speed, cluster)
+
+
+def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
+    """No faster than the narrowest probed link of a GPU, and a word on one that runs below its slot."""
+    known = [(carries, node, g) for node in cluster.nodes for g in node.gpus if g.usable and (carries := _carries(g))]
+    if not known:
+        return speed
+    carries, node, gpu = min(known, key=lambda one: one[0])
+    slowed = gpu.pcie_running_bytes_per_second is not None
+    name = gpu.name if len(cluster.nodes) == 1 else f"{gpu.name} of {node.hostname}"
+    runs = f"{name} {'runs at' if slowed else 'has'} {gpu.pcie_link}"
+    if carries < speed.bytes_per_second or (slowed and carries == speed.bytes_per_second):
+        return replace(speed, bytes_per_second=carries, how="derived", why=runs)
+    if slowed:  # what was measured elsewhere is slower still
+        return replace(
+            speed, why="; ".join(filter(None, (speed.why, f"{runs}, which carries {carries / GIGA:.3g} GB/s")))
+        )
+    return speed
+
+
+def _carries(gpu: GpuNode) -> float | None:
+    """One direction of a GPU's PCIe link, as it runs."""
+    return gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second
+
+
+def _network(cluster: ClusterTopology) -> Speed:
+    link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(
+        cluster.inter_node_transport or "", "network"
+    )
+    if cluster.inter_node_bytes_per_second:
+        return Speed(bytes_per_second=cluster.inter_node_bytes_per_second * NETWORK_SHARE, how="derived", link=link,
+                     why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
+    derived = _expected(cluster, "cluster")
+    if derived:
+        return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
+    rates = [
+        sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in ("hca", "efa")) for node in cluster.nodes
+    ]
+    if rates and min(rates) > 0:
+        kind = "EFA" if any(n.kind == "efa" for n in cluster.nodes[0].nics) else "RDMA"
+        return Speed(bytes_per_second=min(rates) * NETWORK_SHARE, how="derived", link=kind,
+                     why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
+    name = link if link != "network" else "TCP"
+    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=name,
+                 why="no NIC rate known")  # fmt: skip
+
+
+def links_of(
+    cluster: ClusterTopology, measurements: Sequence[Measurement] = (), *, ranks_per_node: int | None = None
+) -> Links:
+    """Bandwidths of a cluster: measured before derived before assumed."""
+    first = cluster.nodes[0]
+    usable = [sum(gpu.usable for gpu in n.gpus) for n in cluster.nodes]
+    per_node = min(usable, default=0) or ranks_per_node or 1
+    if ranks_per_node and first.gpus and ranks_per_node != per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node}: the cluster's nodes have {per_node} usable GPUs each")
+    nodes = len(cluster.nodes)
+    inside, across = _measured(measurements, across=False), _measured(measurements, across=True)
+    alpha = _alpha(measurements)
+    if not first.gpus:
+        node = Speed(bytes_per_second=ASSUMED_GLOO_BYTES_PER_SECOND, how="assumed", link="host memory (gloo)")
+        size, island = per_node, node
+    else:
+        gpu = gpu_named(first.gpus[0].model)
+        size, island = _island(first, gpu)
+        node = _node_speed(cluster, gpu, island, size)
+    if inside:
+        speed = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
+        node = speed
+        if size >= per_node:
+            island = speed
+    network = None
+    # what joins the ranks at its slowest speaks for all: where nothing was measured, gloo's way of it or NCCL's
+    slowest = across or inside
+    share = slowest[2] if slowest else 1.0 if first.gpus else GLOO_SCATTER_SHARE
+    if nodes > 1:
+        network = _network(cluster)
+        if across:
+            network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
+        if cluster.inter_node_transport == "nvlink":  # NVLink domain of several nodes
+            size = per_node * nodes
+    start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
+    return Links(
+        ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
+        alpha_intra_seconds=alpha if alpha is not None else start,
+        alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
+        host=_narrowed(HOST, cluster),
+    )  # fmt: skip

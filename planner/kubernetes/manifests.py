@@ -1,0 +1,419 @@
+"""Renders one JobSpec for the job APIs in use: TrainJob with its TrainingRuntime, PyTorchJob, plain Indexed Job.
+
+Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3), kubeflow.org/v1 (Training Operator 1.7 to
+1.9; resource claims need 1.9), batch/v1, resource.k8s.io/v1. Documents are dicts: text is made by the YAML library
+alone, so hostile names stay data.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from contracts.run_record import KILLED, RESUMABLE
+from planner.kubernetes.job import CACHE, MOUNT, JobSpec, toleration
+
+Document = dict[str, Any]
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
+GROUP_ANNOTATION = "kueue.x-k8s.io/podset-group-name"  # of Kueue 0.13: two pod sets placed as one
+NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
+# What each API's controller labels a job's pods with, its name as the value.
+POD_LABELS = {
+    "job": "job-name",
+    "pytorchjob": "training.kubeflow.org/job-name",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name",
+}
+PORT = 29500  # where pod 0 listens for the others: torchrun's own default
+GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
+# How a pod ends that another one shall take the place of: it saved and ended, SIGKILL, SIGTERM. All else fails the job.
+RETRIED = (RESUMABLE, KILLED + 9, KILLED + 15)
+GRACE_SECONDS = 120  # for a checkpoint after SIGTERM; Kubernetes' own 30 are few for a large model
+AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
+AGENT_TOKEN = "/var/run/secrets/topoflight"  # noqa: S105 - a folder
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that keeps the lines of files inside a ConfigMap, and never writes an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
+        """Manifests are read by people and by tools that know no aliases."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=_style(value))
+
+
+def _style(value: str) -> str | None:
+    """A file as its lines, where that reads back as it was; PyYAML does not mend a style that cannot hold the text."""
+    if not all(letter.isprintable() or letter in "\n\t" for letter in value):
+        return '"'
+    lines = value.split("\n")
+    whole = not value[:1].isspace() and all(line == line.rstrip() for line in lines)
+    return "|" if len(lines) > 1 and whole else None
+
+
+_Dumper.add_representer(str, _text)
+
+
+def render(documents: Iterable[Document]) -> str:
+    """Documents as one YAML stream."""
+    return str(yaml.dump_all(list(documents), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True))
+
+
+def trainjob(spec: JobSpec) -> tuple[Document, ...]:
+    """A namespaced TrainingRuntime that holds what a TrainJob cannot patch (shm, IPC_LOCK, networks), and the job."""
+    pod = pod_template(spec, api="trainjob", container="node", meet=f"{spec.name}-node-0-0.{spec.name}")
+    pod["spec"]["restartPolicy"] = "Never"  # JobSet's default is OnFailure, which takes no failure policy
+    container = pod["spec"]["containers"][0]
+    # The Trainer carries limits and requests of a TrainJob over to the pod and nothing else of its resources
+    # (pkg/runtime/core/trainingruntime.go, plugins/jobset/builder.go): claims reach it from the runtime alone, and only
+    # where the TrainJob has no resources of its own.
+    resources = {} if spec.resource_claim_template else container.pop("resources", {})
+    environment = container.pop("env", [])
+    command = container.pop("command")
+    # Said once more than the Trainer needs: Kueue 0.15.0 counts a TrainJob's pods by its runtime's Job, not by numNodes
+    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, **_failures(spec), "template": pod}
+    if spec.active_deadline_seconds:  # of the batch/v1 Job below: a TrainJob has a deadline of its own from 2.2 only
+        body["activeDeadlineSeconds"] = spec.active_deadline_seconds
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(spec, labels={"trainer.kubeflow.org/framework": "torch"}),
+        "spec": {
+            "mlPolicy": {"numNodes": spec.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "replicatedJobs": [
+                        {
+                            "name": "node",
+                            "template": {
+                                "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+                                "spec": body,
+                            },
+                        }
+                    ]
+                }
+            },
+        },
+    }
+    trainer: Document = {
+        "image": spec.image,
+        "command": command,
+        "numNodes": spec.nodes,
+        "numProcPerNode": spec.processes_per_node,
+        "env": environment,
+        "resourcesPerNode": resources,
+    }
+    job: Document = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(spec, labels=_queue(spec)),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": spec.name},
+            "trainer": {key: value for key, value in trainer.items() if value not in ([], {})},
+        },
+    }
+    if spec.queue:
+        job["spec"]["suspend"] = True  # Kueue admits it
+    return (*claim_templates(spec), runtime, job)
+
+
+def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
+    """PyTorchJob v1: Master 1 and Worker n-1, container `pytorch`, as OpenShift AI 2.19 documents it.
+
+    Its operator makes a pod anew that ended with 128 or more, or that was lost, without counting (training-operator
+    pkg/controller.v1/common/pod.go and its issue 2045), and takes a failed init container for a lost pod. So the pods
+    count by themselves, on the claim, and end with the gate's code; without a claim nothing is made anew.
+    """
+    counts = {"Master": 1, "Worker": spec.nodes - 1} if spec.nodes > 1 else {"Master": 1}
+    replicas: Document = {}
+    for role, count in counts.items():
+        template = pod_template(spec, api="pytorchjob", container="pytorch", meet=f"{spec.name}-master-0")
+        if spec.topology_label and spec.nodes > 1:
+            # Kueue holds each pod set to one domain by itself; in a group Master and Worker share theirs
+            template["metadata"]["annotations"][GROUP_ANNOTATION] = spec.name
+        replicas[role] = {
+            "replicas": count,
+            "restartPolicy": "ExitCode" if spec.claim and spec.restarts else "Never",
+            "template": template,
+        }
+    policy: Document = {"cleanPodPolicy": "None"}  # the pods' logs stay
+    if spec.claim and spec.restarts:
+        policy["backoffLimit"] = spec.restarts * spec.nodes  # not 0, which would end the job at the first failure
+    if spec.queue:
+        policy["suspend"] = True
+    if spec.active_deadline_seconds:
+        policy["activeDeadlineSeconds"] = spec.active_deadline_seconds
+    job: Document = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(spec, labels=_queue(spec)),
+        "spec": {
+            "nprocPerNode": str(spec.processes_per_node), "runPolicy": policy, "pytorchReplicaSpecs": replicas,
+        },
+    }  # fmt: skip
+    return (*claim_templates(spec), job)
+
+
+def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
+    """A headless Service and an Indexed Job whose pods meet through torchrun: needs no operator."""
+    pod = pod_template(spec, api="job", container="rank", meet=f"{spec.name}-0.{spec.name}")
+    pod["spec"].update(subdomain=spec.name, restartPolicy="Never")
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(spec),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # the pods must find each other before any is ready
+            "selector": {"job-name": spec.name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+    job: Document = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(spec, labels=_queue(spec)),
+        "spec": {
+            "completions": spec.nodes,
+            "parallelism": spec.nodes,
+            "completionMode": "Indexed",
+            **_failures(spec),
+            "template": pod,
+        },
+    }
+    if spec.queue:
+        job["spec"]["suspend"] = True
+    if spec.active_deadline_seconds:
+        job["spec"]["activeDeadlineSeconds"] = spec.active_deadline_seconds
+    return (*claim_templates(spec), service, job)
+
+
+def _failures(spec: JobSpec) -> Document:
+    """Of a batch/v1 Job: pods that were lost, or saved and ended, come again; any other exit code ends it at once.
+
+    One interruption may take every pod, so each restart counts as many failures. The gate's exit code is one of the
+    others. Specification: Kubernetes, "Handling retriable and non-retriable pod failures with Pod failure policy".
+    """
+    return {
+        "backoffLimit": spec.restarts * spec.nodes,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": list(RETRIED)}},
+            ]
+        },
+    }
+
+
+def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Document:
+    """The pod of every API: resources, environment, shm, networks, and the gate before it; `meet` names pod 0."""
+    gated = bool(spec.preflight_image) and api == "pytorchjob"  # it would try a gate that failed again and again
+    main: Document = {
+        "name": container,
+        "image": spec.image,
+        "command": _command(spec, meet, gated=gated),
+        "env": _variables({**_environment(spec), **_agent(spec)}) + _token(spec),
+        "resources": _resources(spec),
+        "securityContext": _security(spec),
+        "volumeMounts": _mounts(spec) + ([{"name": "gate", "mountPath": GATE}] if gated else []),
+    }
+    body: Document = {"containers": [{key: value for key, value in main.items() if value not in ([], {})}]}
+    if spec.preflight_image:
+        body["initContainers"] = [_gate(spec, code_to_file=gated)]
+    body["terminationGracePeriodSeconds"] = GRACE_SECONDS
+    if spec.nodes > 1:  # one pod per node
+        apart = {
+            "topologyKey": "kubernetes.io/hostname",
+            "labelSelector": {"matchLabels": {POD_LABELS[api]: spec.name}},
+        }
+        body["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    volumes = _volumes(spec) + ([{"name": "gate", "emptyDir": {"sizeLimit": "1Mi"}}] if gated else [])
+    if volumes:
+        body["volumes"] = volumes
+    if spec.resource_claim_template:
+        body["resourceClaims"] = [{"name": "gpu-nic", "resourceClaimTemplateName": spec.resource_claim_template}]
+    if spec.service_account:
+        body["serviceAccountName"] = spec.service_account
+    if spec.node_selector:
+        body["nodeSelector"] = dict(spec.node_selector)
+    if spec.tolerate:
+        body["tolerations"] = [toleration(taint) for taint in spec.tolerate]
+    template: Document = {"spec": body}
+    annotations: dict[str, str] = {}
+    if spec.networks:
+        annotations[NETWORKS_ANNOTATION] = spec.qualified_networks
+    if spec.topology_label:
+        annotations[TOPOLOGY_ANNOTATION] = spec.topology_label
+    if annotations:
+        template["metadata"] = {"annotations": annotations}
+    return template
+
+
+def _command(spec: JobSpec, meet: str, *, gated: bool) -> list[str]:
+    """finetune.pod, which waits for the other pods and starts torchrun in all of them at once."""
+    words = [
+        "python", "-m", "finetune.pod", f"--nodes={spec.nodes}", f"--ranks={spec.processes_per_node}",
+        f"--meet={meet}:{PORT}", f"--restarts={spec.restarts}", f"--wait={spec.peer_wait_seconds}",
+    ]  # fmt: skip
+    if spec.config_map:
+        words.append("--launched=/etc/config/launched")
+    if spec.measure:  # where the pods meet, not in an init container: a pod that is made anew would have no peers there
+        words.append("--measure")
+    if gated:
+        words.append(f"--gate={GATE}/code")
+    return [*words, "--", *(() if spec.command[:1] == ("torchrun",) else ("torchrun",)), *spec.command]
+
+
+def _gate(spec: JobSpec, *, code_to_file: bool) -> Document:
+    """The preflight as an init container: its exit code stops the pod before the job starts."""
+    words = ["topoflight", "preflight", "-o", "table"]
+    for check in spec.preflight_require:
+        words += ["--require", check]
+    mounts = [mount for mount in _mounts(spec) if mount["mountPath"] == "/dev/shm"]  # noqa: S108
+    if code_to_file:
+        words = ["sh", "-c", f"{shlex.join(words)}; echo $? > {GATE}/code"]
+        mounts.append({"name": "gate", "mountPath": GATE})
+    gate: Document = {"name": "preflight", "image": spec.preflight_image, "command": words}
+    gate["env"] = _variables(_environment(spec))  # it judges what the job will run with
+    gate["resources"] = _resources(spec)  # it judges the devices that this pod gets, not the node's
+    gate["securityContext"] = _security(spec)
+    gate["volumeMounts"] = mounts
+    return {key: value for key, value in gate.items() if value not in ([], {})}
+
+
+def _environment(spec: JobSpec) -> dict[str, str]:
+    """The job's own, with the hub's cache on the claim: else every pod downloads the model, at every start."""
+    return {**({"HF_HOME": CACHE} if spec.claim else {}), **spec.environment}
+
+
+def _variables(values: Mapping[str, str]) -> list[Document]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _token(spec: JobSpec) -> list[Document]:
+    if not spec.token_secret:
+        return []
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": spec.token_secret, "key": "HF_TOKEN"}}}]
+
+
+def _agent(spec: JobSpec) -> dict[str, str]:
+    """Where the job leaves its flight record besides its output folder (docs/finetune.md)."""
+    if not spec.agent:
+        return {}
+    return {"TOPOFLIGHT_AGENT": spec.agent, "TOPOFLIGHT_AGENT_TOKEN_FILE": f"{AGENT_TOKEN}/token"}
+
+
+def _resources(spec: JobSpec) -> Document:
+    resources: Document = {}
+    if spec.limits:
+        # an extended resource must be requested as it is limited, or the pod is refused
+        resources = {"limits": dict(spec.limits), "requests": dict(spec.limits)}
+        if any(name.startswith("hugepages-") for name in spec.limits) and not {"cpu", "memory"} & spec.limits.keys():
+            # Kubernetes refuses huge pages alone ("HugePages require cpu or memory"); each rank keeps one core busy
+            resources["requests"]["cpu"] = str(spec.processes_per_node)
+    if spec.resource_claim_template:
+        resources["claims"] = [{"name": "gpu-nic"}]
+    return resources
+
+
+def _security(spec: JobSpec) -> Document:
+    """Pod Security's profile "restricted", of each container by itself: what an operator adds to the pod is its own.
+
+    IPC_LOCK, which RDMA wants, is beyond that profile, and only root in the container keeps it.
+    """
+    common: Document = {"allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"}}
+    if spec.ipc_lock:
+        return {**common, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    return {**common, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
+
+
+def _mounts(spec: JobSpec) -> list[Document]:
+    mounts: list[Document] = []
+    if spec.config_map:
+        mounts.append({"name": "config", "mountPath": "/etc/config"})
+    if spec.claim:
+        mounts.append({"name": "shared", "mountPath": MOUNT})
+    if spec.shm_bytes:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - the pod's own
+    if spec.agent:
+        mounts.append({"name": "agent-token", "mountPath": AGENT_TOKEN, "readOnly": True})
+    return mounts
+
+
+def _volumes(spec: JobSpec) -> list[Document]:
+    volumes: list[Document] = []
+    if spec.config_map:
+        volumes.append({"name": "config", "configMap": {"name": spec.config_map}})
+    if spec.claim:
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": spec.claim}})
+    if spec.shm_bytes:
+        size = f"{-(-spec.shm_bytes // 2**20)}Mi"
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}})
+    if spec.agent:  # of the pod's service account, good for the agent alone, renewed by the kubelet
+        token = {"audience": AGENT_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
+        volumes.append({"name": "agent-token", "projected": {"sources": [{"serviceAccountToken": token}]}})
+    return volumes
+
+
+def claim_templates(spec: JobSpec) -> tuple[Document, ...]:
+    """A DRA ResourceClaimTemplate that takes GPU and NIC from one PCIe root, where the job asks for one."""
+    if not spec.resource_claim_template:
+        return ()
+    count = spec.processes_per_node
+    classes = tuple(zip(("gpu", "nic"), spec.device_classes, strict=True))
+    requests = [{"name": name, "exactly": {"deviceClassName": device, "count": count}} for name, device in classes]
+    align = {"requests": ["gpu", "nic"], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
+    devices: Document = {"requests": requests}
+    if count == 1:  # a constraint holds for all devices of its requests: several GPUs do not share one root
+        devices["constraints"] = [align]
+    else:
+        devices["requests"] = [
+            {"name": f"{name}{i}", "exactly": {"deviceClassName": device, "count": 1}}
+            for i in range(count)
+            for name, device in classes
+        ]
+        devices["constraints"] = [
+            {"requests": [f"gpu{i}", f"nic{i}"], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
+            for i in range(count)
+        ]
+    return (
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": spec.resource_claim_template, "namespace": spec.namespace},
+            "spec": {"spec": {"devices": devices}},
+        },
+    )
+
+
+def config_map(spec: JobSpec, files: dict[str, str]) -> Document:
+    """The ConfigMap with the job's configuration and plan."""
+    if not spec.config_map:
+        raise ValueError("config_map: the job names none")
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": spec.config_map, "namespace": spec.namespace},
+        "data": dict(files),
+    }
+
+
+def _metadata(spec: JobSpec, labels: dict[str, str] | None = None) -> Document:
+    return {"name": spec.name, "namespace": spec.namespace, **({"labels": labels} if labels else {})}
+
+
+def _queue(spec: JobSpec) -> dict[str, str]:
+    return {QUEUE_LABEL: spec.queue} if spec.queue else {}
+
+
+APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {
+    "trainjob": trainjob,
+    "pytorchjob": pytorchjob,
+    "job": indexed_job,
+}

@@ -1,0 +1,1 @@
+"""Judges an environment that exists."""

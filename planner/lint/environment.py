@@ -1,0 +1,233 @@
+"""Judges an environment that exists: what NCCL will really do with it, name by name.
+
+Each finding says what NCCL does, not what was meant. Names and their releases: `nccl_names`; values: `lint_values`;
+the machine: `lint_machine`; settings against each other: `lint_pairs`;
+leftovers of debugging: `lint_leftovers`. docs/nccl-env.md explains the codes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from planner.lint.finding import finding as _finding
+from planner.lint.leftovers import (
+    LEFTOVER_CODES,
+    PLUGIN_VALUES,
+    check_allocator,
+    check_efa,
+    check_leftover,
+    check_renamed,
+    check_torch,
+)
+from planner.lint.machine import MACHINE_CODES, check_machine
+from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
+from planner.lint.values import VALUE_CODES, check_kind, check_value, fits
+from planner.nccl_env.names import (
+    Version,
+    names,
+    nearest,
+    newest_read,
+    plugin_of,
+    replacement,
+    torch_names,
+    version_text,
+)
+from planner.nccl_env.render import RESERVED
+from planner.nccl_env.situation import NodeView
+from probes.api import Finding, Severity, Snapshot
+from topology.build import build
+from topology.graph import NodeTopology
+
+NAME_CODES = (
+    "env.name.removed",
+    "env.name.reserved",
+    "env.name.too_new",
+    "env.name.unexported",
+    "env.name.unknown",
+)
+CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *PAIR_CODES, *VALUE_CODES, *MACHINE_CODES, *LEFTOVER_CODES)))
+"""Every code `lint` may return."""
+
+_OF_LINKS = {"NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"}  # what they do depends on the links between GPUs
+_ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
+
+
+def lint(
+    environment: Mapping[str, str],
+    *,
+    nccl_version: tuple[int, ...] | None = None,
+    snapshot: Snapshot | None = None,
+    source: str = "",
+    topology: NodeTopology | None = None,
+    unresolved: Mapping[str, str] | None = None,
+    unexported: Mapping[str, str] | None = None,
+    own: frozenset[str] = frozenset(),
+    nodes: int | None = None,
+) -> tuple[Finding, ...]:
+    """Findings about one environment, worst first.
+
+    `nccl_version` None judges by every release known; `snapshot` is of the machine it is for, `topology` what was built
+    from it. Of names in `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables
+    of a shell that no program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says.
+    """
+    version: Version | None = None
+    if nccl_version is not None:
+        padded = (*nccl_version, 0, 0, 0)
+        version = (padded[0], padded[1], padded[2])
+    if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
+        topology = build(snapshot)
+    node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
+    found: list[Finding] = []
+    plugin = _plugin_in_use(environment, node, source)
+    for name, value in environment.items():
+        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own)
+    for name, raw in (unresolved or {}).items():
+        found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
+    found += _unexported(unexported or {})
+    found += check_torch(environment)
+    found += check_allocator(environment)
+    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}))))
+    found += check_alone(environment, node, nodes)
+    if node.efa_count():
+        found += check_efa(environment)
+    if snapshot is not None:
+        found += check_machine(environment, node, version)
+    return tuple(sorted(_without_doubles(found), key=lambda finding: _ORDER.index(finding.severity)))
+
+
+def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) -> bool:
+    """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
+    hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
+    tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
+    logged = source.startswith("log") and any(environment.get(k) in v for k, v in PLUGIN_VALUES.items())
+    return bool(node.efa_count()) or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
+
+
+def _judge_name(
+    name: str,
+    value: str,
+    version: Version | None,
+    source: str,
+    node: NodeView,
+    *,
+    plugin: bool,
+    known: bool = True,
+    own: frozenset[str] = frozenset(),
+) -> Iterator[Finding]:
+    """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
+    if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
+        yield _finding(
+            "env.name.reserved", Severity.FAIL, name, value,
+            "reserved: Kubeflow Trainer sets it for torchrun, and its webhook rejects a job that sets it too.",
+            f"Drop {name}; set numNodes and numProcPerNode instead.",
+        )  # fmt: skip
+        return
+    if name.startswith("TORCH_NCCL_"):
+        if name not in torch_names():
+            yield _unknown(name, value, "PyTorch", known=known)
+        return
+    if known and node.snapshot is None:
+        yield from check_kind(name, value)
+    if plugin_of(name):
+        return
+    entry = names().get(name)
+    if entry is None:
+        yield from _unknown_nccl(name, value, version, known=known, own=own)
+        return
+    if entry.status == "other":
+        yield from check_renamed(name, value, entry)
+        return
+    last, first = entry.last, entry.first
+    if last is not None and (version is None or version > last):
+        new = replacement(name)
+        use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
+        reads = f"NCCL {version_text(version)}" if version else "every later release"
+        message = f"last read by NCCL {version_text(last)}: {reads} ignores it without a message."
+        severity = Severity.WARN if version else Severity.INFO  # the release in use may still read it
+        yield _finding("env.name.removed", severity, name, value, message, use)
+        return
+    if first is not None and version is not None and version < first:
+        message = f"read since NCCL {version_text(first)}: NCCL {version_text(version)} ignores it without a message."
+        remedy = f"Update NCCL, or unset {name}."
+        yield _finding("env.name.too_new", Severity.WARN, name, value, message, remedy)
+        return
+    if known:
+        yield from check_value(name, value, entry, version)
+        yield from check_leftover(name, value, entry, version, node, plugin=plugin)
+
+
+def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables of the shell that carries them: a program started from it has them only where they are exported."""
+    for name, raw in values.items():
+        entry = names().get(name)
+        if name in torch_names() or (entry is not None and entry.status == "current"):
+            yield _finding(
+                "env.name.unexported", Severity.WARN, name, raw,
+                "set in the shell and never exported: no program that the script starts sees it.",
+                f"Write export {name} after it.",
+            )  # fmt: skip
+
+
+def _unknown_nccl(
+    name: str, value: str, version: Version | None, *, known: bool, own: frozenset[str]
+) -> Iterator[Finding]:
+    """A name that NCCL would read if it were spelt so; others, `my_NCCL_DIR` or `nccl_path`, are somebody's own."""
+    stripped = name.strip().removeprefix("export ").strip().upper()
+    if stripped != name and stripped in names():
+        why = (
+            "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
+        )
+        yield _finding(
+            "env.name.unknown", Severity.WARN, name, value,
+            f"NCCL does not read this name, {why}: it has no effect.", f"Write {stripped}={value.strip()}.",
+        )  # fmt: skip
+        return
+    if not name.startswith("NCCL_"):
+        return
+    if version is not None and version > newest_read():
+        yield _finding(
+            "env.name.unknown", Severity.INFO, name, value,
+            f"no NCCL up to {version_text(newest_read())} reads it; whether {version_text(version)} does is unknown.",
+            f"Check the documentation of NCCL {version_text(version)}.",
+        )  # fmt: skip
+        return
+    yield _unknown(name, value, "NCCL", known=known, own=own)
+
+
+# A path, a release, an address of the web or an image: what scripts and builds keep for themselves under such names.
+_OWN_VALUE = re.compile(
+    r"[~.]?/\S*(?: .*)?|[\w.-]+:[\w.-]+|\$\S*|v?\d+(?:\.\d+)+(?:[-+]\S*)?|\w+://\S*|[\w.-]+(?:/[\w.-]+)+(?::[\w.-]+)?|\S+@\S+|\S+\.(?:so|git|tar\.gz|deb|sh)\S*|[0-9a-f]{12,}"
+)
+
+
+def _unknown(name: str, value: str, reader: str, *, known: bool, own: frozenset[str] = frozenset()) -> Finding:
+    close = tuple(each for each in nearest(name) if not known or fits(each, value))
+    message = f"no {reader} reads this name: it has no effect, and no message says so."
+    if close:
+        right = names().get(close[0])
+        stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
+        remedy = f"Did you mean {' or '.join(close)}? Correct the name, or unset it."
+        return _finding("env.name.unknown", Severity.WARN, name, value, message + stays, remedy)
+    if name in own:
+        message = f"no {reader} reads this name; the script does."
+        return _finding("env.name.unknown", Severity.INFO, name, value, message, "Nothing, if that is all it is for.")
+    if _OWN_VALUE.fullmatch(value.strip()):
+        message = f"no {reader} reads this name; by its value a script or a build may."
+        return _finding(
+            "env.name.unknown", Severity.INFO, name, value, message, "Nothing, where your own script reads it."
+        )
+    return _finding(
+        "env.name.unknown", Severity.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
+    )
+
+
+def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
+    """A verdict on the value or by the machine replaces the general one about leftovers."""
+    general = "env.debug.leftover"
+    judged = {
+        f.subject for f in found if f.code != general and (f.severity != Severity.INFO or f.code.startswith("env.p2p"))
+    }
+    for finding in found:
+        if finding.code != general or finding.subject not in judged:
+            yield finding

@@ -1,0 +1,239 @@
+"""What an environment says against what was probed: interfaces, HCAs, fabrics that are there or not.
+
+Specification: NCCL src/os/linux.cc (interfaces), src/transport/net_ib/init.cc (HCAs), src/misc/utils.cc (matching).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from planner.lint.finding import finding
+from planner.lint.names import NameList
+from planner.lint.roce import ROCE_CODES, check_roce
+from planner.lint.values import strtoll
+from planner.nccl_env.gpus import p2p_level_effect
+from planner.nccl_env.names import Version
+from planner.nccl_env.situation import NodeView, PortView
+from probes.api import Finding, Severity
+
+MACHINE_CODES = (
+    *ROCE_CODES,
+    "env.gloo.interface",
+    "env.hca.absent",
+    "env.hca.down",
+    "env.hca.efa",
+    "env.hca.prefix",
+    "env.interface.absent",
+    "env.interface.overlay",
+    "env.interface.prefix",
+    "env.interface.unfit",
+    "env.net.absent",
+    "env.p2p.level",
+    "env.p2p.nvlink",
+    "env.rdma.disabled",
+    "env.rdma.tcp",
+)
+
+
+def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
+    """Every contradiction between the environment and the machine it is for."""
+    yield from _interfaces(environment, node)
+    yield from _gloo(environment, node)
+    yield from _hcas(environment, node)
+    yield from _fabric(environment, node)
+    yield from _peers(environment, node)
+    yield from check_roce(environment, node, version)
+
+
+def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+    name = "NCCL_SOCKET_IFNAME"
+    value = environment.get(name, "")
+    facts = node.interfaces()
+    if facts is None or len(value) <= 1:
+        return
+    wanted = NameList.parse(value)
+    running = [
+        each for each in facts.interfaces if each.running is not False and each.up is not False and each.addresses
+    ]
+    taken = [each for each in running if wanted.takes(each.name)]
+    listed = ", ".join(each.name for each in running) or "none"
+    if not taken:
+        yield _finding(
+            "env.interface.absent", Severity.FAIL, name, value,
+            "no running interface with an address matches: NCCL ends with 'no socket interface found'.",
+            (f"running interfaces: {listed}",), "Name an interface that exists on every node, or unset it.",
+        )  # fmt: skip
+        return
+    for entry in wanted.entries:
+        caught = [each.name for each in running if wanted.hits(entry, each.name)]
+        if not wanted.exact and not wanted.negated and entry[0] in caught and len(caught) > 1:
+            more = ", ".join(each for each in caught if each != entry[0])
+            yield _finding(
+                "env.interface.prefix", Severity.WARN, name, value,
+                f"names are prefixes: '{entry[0]}' also takes {more}, and TCP traffic is spread over all of them.",
+                (f"running interfaces: {listed}",), f"Write {name}=={value} ('=' asks for exact names).",
+            )  # fmt: skip
+    unfit = [each for each in taken if each.role in ("loopback", "docker", "bridge", "virtual")]
+    if unfit:
+        first = taken[0] in unfit
+        what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
+        yield _finding(
+            "env.interface.unfit", Severity.WARN, name, value,
+            f"it takes {', '.join(each.name for each in unfit)} ({unfit[0].role}): {what}.",
+            tuple(f"{each.name}: {each.role}" for each in unfit), _better(node, name),
+        )  # fmt: skip
+    secondary = [each.name for each in running if each.role == "secondary"]
+    if secondary and taken[0].role == "pod-default":
+        yield _finding(
+            "env.interface.overlay", Severity.WARN, name, value,
+            f"it takes {taken[0].name}, the pod's default network: TCP traffic crosses the cluster overlay although "
+            f"the pod has {', '.join(secondary)}.",
+            (f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary"), f"Write {name}={secondary[0]}.",
+        )  # fmt: skip
+
+
+def _better(node: NodeView, name: str) -> str:
+    facts = node.interfaces()
+    fit = [each.name for each in facts.interfaces if each.role in ("secondary", "host", "pod-default")] if facts else []
+    return f"Write {name}={fit[0]}, or unset it." if fit else f"Unset {name}."
+
+
+def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+    name = "GLOO_SOCKET_IFNAME"
+    value = environment.get(name)
+    facts = node.interfaces()
+    if not value or facts is None:
+        return
+    known = {each.name for each in facts.interfaces}
+    absent = [entry for entry in value.split(",") if entry not in known]
+    if absent:
+        signs = " '^' and '=' mean nothing to gloo." if value[:1] in "^=" else ""
+        yield _finding(
+            "env.gloo.interface", Severity.FAIL, name, value,
+            f"gloo takes exact names and fails at start: there is no {', '.join(absent)}.{signs}",
+            (f"interfaces: {', '.join(sorted(known))}",), f"Name an interface that exists, or unset {name}.",
+        )  # fmt: skip
+
+
+def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+    name = "NCCL_IB_HCA"
+    value = environment.get(name)
+    facts = node.rdma()
+    if value is None or len(value) < 1 or node.snapshot is None:
+        return
+    ports = node.verbs_ports()
+    if not ports and node.efa_count():
+        yield _finding(
+            "env.hca.efa", Severity.INFO, name, value,
+            "it selects devices of NCCL's own IB transport; EFA is reached through aws-ofi-nccl: it does nothing.",
+            (f"{node.efa_count()} EFA devices, no HCA",), f"Unset {name}.",
+        )  # fmt: skip
+        return
+    wanted = NameList.parse(value)
+    listed = ", ".join(view.name for view in ports) or "none"
+    evidence = (f"RDMA ports: {listed}" + ("" if facts is None else f" ({facts.source})"),)
+    matched = [view for view in ports if wanted.takes(view.device.name, view.port.port)]
+    if not matched:
+        yield _finding(
+            "env.hca.absent", Severity.FAIL, name, value,
+            "no device of this host matches: NCCL prints 'NET/IB : No device found' and goes on over TCP.",
+            evidence, f"Name a device that exists, or unset {name} to use every ACTIVE one.",
+        )  # fmt: skip
+        return
+    yield from _entries(name, value, wanted, ports, evidence)
+    active = [view for view in matched if view.port.state in (None, "ACTIVE")]
+    down = [view for view in matched if view not in active]
+    if not active:
+        yield _finding(
+            "env.hca.down", Severity.FAIL, name, value,
+            "every port it selects is down: NCCL prints 'NET/IB : No device found' and goes on over TCP.",
+            tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up, or select another.",
+        )  # fmt: skip
+    elif down and not wanted.negated:
+        yield _finding(
+            "env.hca.down", Severity.WARN, name, value,
+            f"not ACTIVE: {', '.join(view.name for view in down)}; NCCL leaves it out without a message.",
+            tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up.",
+        )  # fmt: skip
+
+
+def _entries(
+    name: str, value: str, wanted: NameList, ports: tuple[PortView, ...], evidence: tuple[str, ...]
+) -> Iterator[Finding]:
+    named = {entry[0] for entry in wanted.entries}
+    for entry in wanted.entries:
+        caught = sorted({view.device.name for view in ports if wanted.hits(entry, view.device.name, view.port.port)})
+        more = [each for each in caught if each not in named]
+        if not caught and not wanted.negated:
+            yield _finding(
+                "env.hca.absent", Severity.WARN, name, value,
+                f"no device matches '{entry[0]}': NCCL leaves it out without a message.", evidence,
+                f"Correct or drop '{entry[0]}'.",
+            )  # fmt: skip
+        if not wanted.exact and entry[0] in caught and more:
+            verb = "leaves out" if wanted.negated else "takes"
+            sign = "^=" if wanted.negated else "="
+            yield _finding(
+                "env.hca.prefix", Severity.WARN, name, value,
+                f"names are prefixes: '{entry[0]}' also {verb} {', '.join(more)}.", evidence,
+                f"Write {name}={sign}{value.lstrip('^=')}.",
+            )  # fmt: skip
+
+
+def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+    if node.snapshot is None:
+        return
+    ports = node.taken_ports()
+    value = environment.get("NCCL_IB_DISABLE", "")
+    if strtoll(value)[0] != 0 and ports:
+        yield _finding(
+            "env.rdma.disabled", Severity.FAIL, "NCCL_IB_DISABLE", value,
+            f"this host has {len(ports)} ACTIVE RDMA ports, and NCCL will send everything between nodes over TCP.",
+            tuple(view.name for view in ports), "Unset NCCL_IB_DISABLE.",
+        )  # fmt: skip
+    net = environment.get("NCCL_NET", "")
+    if net.lower() == "socket" and (ports or node.efa_count()):
+        yield _finding(
+            "env.rdma.tcp", Severity.FAIL, "NCCL_NET", net,
+            "it forces TCP although this host has RDMA.",
+            tuple(view.name for view in ports) or (f"{node.efa_count()} EFA devices",), "Unset NCCL_NET.",
+        )  # fmt: skip
+    if net.lower() == "ib" and not ports:
+        efa = f"; {node.efa_count()} EFA devices need NCCL_NET='AWS Libfabric' or nothing" if node.efa_count() else ""
+        yield _finding(
+            "env.net.absent", Severity.FAIL, "NCCL_NET", net,
+            f"no RDMA port NCCL could use is on this host{efa}: NCCL ends with an error instead of using TCP.",
+            ("ACTIVE ports: none",), "Unset NCCL_NET.",
+        )  # fmt: skip
+    provider = environment.get("FI_PROVIDER", "")
+    if node.efa_count() and provider and "efa" not in provider.split(";")[0].split(","):
+        yield _finding(
+            "env.rdma.tcp", Severity.FAIL, "FI_PROVIDER", provider,
+            "libfabric is told to use another provider than efa: the plugin finds no network or TCP.",
+            (f"{node.efa_count()} EFA devices",), "Unset FI_PROVIDER.",
+        )  # fmt: skip
+
+
+def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+    facts = node.gpu()
+    gpus = facts.gpus if facts else ()
+    linked = [gpu.index for gpu in gpus if any(link.active for link in gpu.nvlinks)]
+    value = environment.get("NCCL_P2P_DISABLE", "")
+    if strtoll(value)[0] == 1 and len(linked) > 1:
+        yield _finding(
+            "env.p2p.nvlink", Severity.FAIL, "NCCL_P2P_DISABLE", value,
+            f"{len(linked)} GPUs of this host are joined by NVLink, and NCCL will send their data through host memory.",
+            tuple(f"GPU{index}: NVLink active" for index in linked[:8]), "Unset NCCL_P2P_DISABLE.",
+        )  # fmt: skip
+    level = environment.get("NCCL_P2P_LEVEL")
+    if level is not None and gpus:
+        yield _finding(
+            "env.p2p.level", Severity.INFO, "NCCL_P2P_LEVEL", level, p2p_level_effect(level, node),
+            (f"{len(gpus)} GPUs",), "Unset NCCL_P2P_LEVEL.",
+        )  # fmt: skip
+
+
+def _finding(
+    code: str, severity: Severity, name: str, value: str, message: str, evidence: tuple[str, ...], remedy: str
+) -> Finding:
+    return finding(code, severity, name, value, message, remedy, evidence)

@@ -1,0 +1,162 @@
+"""Settings against each other, and what an environment says of a job whose machine is not known.
+
+Specification: NCCL docs/userguide/source/env.rst, 2.32; src/misc/socket.cc (which interfaces are taken); libfabric
+fi_getinfo(3) (FI_PROVIDER).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from planner.lint.finding import finding
+from planner.lint.names import NameList
+from planner.lint.values import strtoll
+from planner.nccl_env.situation import NodeView
+from probes.api import Finding, Severity
+
+PAIR_CODES = ("env.pair.missing", "env.pair.shadowed", "env.pair.sockets")
+
+_NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
+JOB_SIZE = (*_NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Variables that say how large a job is; kept beside those that are judged."""
+
+# Acts only together with another: what must be set, and what it is without.
+_NEEDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("NCCL_OOB_NET_IFNAME", ("NCCL_OOB_NET_ENABLE",), "it is read only where NCCL_OOB_NET_ENABLE=1"),
+    ("NCCL_COLLNET_NODE_THRESHOLD", ("NCCL_COLLNET_ENABLE",), "it is read only where NCCL_COLLNET_ENABLE=1"),
+    ("NCCL_GDRCOPY_FIFO_ENABLE", ("NCCL_GDRCOPY_ENABLE",), "it is read only where NCCL_GDRCOPY_ENABLE=1"),
+    ("NCCL_GDRCOPY_SYNC_ENABLE", ("NCCL_GDRCOPY_ENABLE",), "it is read only where NCCL_GDRCOPY_ENABLE=1"),
+    ("NCCL_GDRCOPY_FLUSH_ENABLE", ("NCCL_GDRCOPY_ENABLE",), "it is read only where NCCL_GDRCOPY_ENABLE=1"),
+    ("NCCL_INSPECTOR_ENABLE", ("NCCL_PROFILER_PLUGIN",), "the inspector is loaded only as NCCL_PROFILER_PLUGIN"),
+    ("NCCL_TOPO_DUMP_FILE_RANK", ("NCCL_TOPO_DUMP_FILE",), "it names the rank that writes NCCL_TOPO_DUMP_FILE"),
+    ("NCCL_GRAPH_DUMP_FILE_RANK", ("NCCL_GRAPH_DUMP_FILE",), "it names the rank that writes NCCL_GRAPH_DUMP_FILE"),
+)
+_TCP_PROVIDERS = ("tcp", "sockets", "udp", "net")
+
+
+def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
+    """Settings that cancel each other, or that do nothing alone; `named` are all names set, values known or not."""
+    yield from _shadowed(environment)
+    yield from _sockets(environment)
+    yield from _missing(environment, named)
+
+
+def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
+    off = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] != 0
+    socket = environment.get("NCCL_NET", "").lower() == "socket"
+    index = environment.get("NCCL_IB_GID_INDEX")
+    fixed = index is not None and strtoll(index)[0] >= 0 and bool(index)
+    key = strtoll(environment.get("NCCL_IB_PKEY_VALUE", ""))[0] > 0
+    for name, cause, acts in (
+        ("NCCL_IB_HCA", "NCCL_IB_DISABLE", off),
+        ("NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", off),
+        ("NCCL_IB_TC", "NCCL_IB_DISABLE", off),
+        ("NCCL_IB_HCA", "NCCL_NET", socket and not off),
+        ("NCCL_IB_ROCE_VERSION_NUM", "NCCL_IB_GID_INDEX", fixed),
+        ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_GID_INDEX", fixed),
+        ("NCCL_IB_ADDR_RANGE", "NCCL_IB_GID_INDEX", fixed),
+        ("NCCL_IB_PKEY", "NCCL_IB_PKEY_VALUE", key),
+        ("NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE", strtoll(environment.get("NCCL_P2P_DISABLE", ""))[0] == 1),
+    ):
+        if acts and name in environment:
+            value = environment[name]
+            message = f"{cause}={environment[cause]} comes first: {name} has no effect."
+            yield finding("env.pair.shadowed", Severity.WARN, name, value, message, f"Unset {cause} or {name}.")
+
+
+def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
+    threads = strtoll(environment.get("NCCL_SOCKET_NTHREADS", ""))[0]
+    sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
+    if threads * sockets > 64:  # env.rst: the product cannot exceed 64
+        yield finding(
+            "env.pair.sockets", Severity.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
+            f"times NCCL_NSOCKS_PERTHREAD={sockets} is {threads * sockets} sockets a connection; NCCL caps it at 64.",
+            "Keep the product of both at 64 or less.",
+        )  # fmt: skip
+
+
+def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
+    for name, needs, why in _NEEDS:
+        if name in environment and environment[name] and not named & {*needs}:
+            yield finding(
+                "env.pair.missing", Severity.INFO, name, environment[name],
+                f"{why}, and that is not set here.", f"Set {needs[0]} too, or unset {name}.",
+            )  # fmt: skip
+    value = environment.get("NCCL_COLLNET_ENABLE", "")
+    helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
+    if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
+        yield finding(
+            "env.pair.missing", Severity.INFO, "NCCL_COLLNET_ENABLE", value,
+            "CollNet needs a plugin that offers it (nccl-rdma-sharp-plugins, with SHARP in the switches), and nothing "
+            "here names one: without it NCCL goes on without CollNet and says nothing.",
+            "Check that the image has libnccl-net.so of nccl-rdma-sharp-plugins, or unset NCCL_COLLNET_ENABLE.",
+        )  # fmt: skip
+
+
+def nodes_of(environment: Mapping[str, str]) -> int | None:
+    """How many nodes the job says it has; None where it does not say."""
+    for name in _NODES:
+        match = re.fullmatch(r"(?:\d+:)?(\d+)", environment.get(name, ""))
+        if match:
+            return int(match[1])
+    for world, local in (
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ):  # fmt: skip
+        ranks, here = environment.get(world, ""), environment.get(local, "")
+        if ranks.isdecimal() and here.isdecimal() and int(here):
+            return -(-int(ranks) // int(here))
+    return None
+
+
+def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
+    """What harms any job of several nodes, whatever its machines are; asked where no machine is given."""
+    yield from _unreachable(environment, nodes)
+    net = environment.get("NCCL_NET", "")
+    if net.lower() == "socket":
+        yield finding(
+            "env.rdma.tcp", Severity.WARN, "NCCL_NET", net,
+            "it forces TCP between nodes, also where they have RDMA.",
+            "Unset NCCL_NET, unless the nodes have no RDMA; judge it with --host.",
+        )  # fmt: skip
+    provider = environment.get("FI_PROVIDER", "")
+    first = re.split(r"[;,]", provider)[0].strip().lower()
+    if first in _TCP_PROVIDERS:
+        yield finding(
+            "env.rdma.tcp", Severity.WARN, "FI_PROVIDER", provider,
+            f"libfabric is told to use {first}: a libfabric plugin of NCCL (EFA, Slingshot) goes over TCP.",
+            "Unset FI_PROVIDER, or name the fabric's provider (efa, cxi).",
+        )  # fmt: skip
+
+
+def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
+    """An interface of which every node has its own, that no other node reaches."""
+    size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
+    many = size.isdecimal() and int(size) > 1
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = environment.get(name, "")
+        wanted = NameList.parse(value)
+        local = [
+            entry for entry, _port in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", entry)
+        ]
+        if wanted.negated or not local or len(local) < len(wanted.entries) or nodes == 1:
+            continue
+        severity = Severity.FAIL if nodes else Severity.WARN if many else Severity.INFO
+        known = (
+            f"the job has {nodes} nodes"
+            if nodes
+            else f"the job has {size} ranks"
+            if many
+            else "the job's size is not known"
+        )
+        yield finding(
+            "env.interface.unfit", severity, name, value,
+            f"only its own host reaches {', '.join(local)}: ranks of another node never connect ({known}).",
+            f"Unset {name}, unless the job stays on one node.",
+        )  # fmt: skip
+
+
+def check_alone(environment: Mapping[str, str], node: NodeView, nodes: int | None) -> Iterator[Finding]:
+    """The checks of a job without a machine, where none is given."""
+    if node.snapshot is None:
+        yield from check_job(environment, nodes if nodes is not None else nodes_of(environment))

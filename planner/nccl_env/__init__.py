@@ -1,0 +1,1 @@
+"""The NCCL environment: a rule per variable."""

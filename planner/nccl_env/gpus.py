@@ -1,0 +1,249 @@
+"""What concerns GPUs and their links: mostly things NCCL settles by itself, said so that nobody sets them.
+
+Specification: NCCL docs/userguide/source/env.rst, src/graph/{topo,paths}.cc, src/transport/nvls.cc, src/mnnvl.cc.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from planner.advice import Note, Reason, Setting
+from planner.forecast.machines import CATALOGUE
+from planner.nccl_env.situation import NodeView, Situation
+from topology.graph import PathClass
+
+_ENV_RST = "NCCL docs/userguide/source/env.rst"
+
+
+def unread(case: Situation) -> Note | None:
+    """GPUs that could not be read: the advice stands on less."""
+    failed = case.unread("gpu")
+    return Note(topic="GPU", text="Unknown: the GPUs could not be read.", evidence=failed) if failed else None
+
+
+def mnnvl(case: Situation) -> Note | None:
+    """NCCL_MNNVL_ENABLE: automatic, but it needs IMEX."""
+    if case.one_node:
+        return None
+    cliques: Counter[str] = Counter()
+    for node in case.nodes:
+        facts = node.gpu()
+        cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
+    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _tray(case)]
+    racks = [node.hostname for node in case.nodes if not node.snapshot and _of_a_rack(node)]
+    if not shared and not racks:
+        return None
+    text = (
+        "Set nothing: NVLink across hosts is on by default (2). It needs the IMEX service in state READY on every host "
+        "of the domain (nvidia-imex-ctl -N), in Kubernetes a ComputeDomain; without it NCCL falls back to the network."
+    )
+    evidence = f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)" if shared else f"{racks[0]}: catalogue"
+    return Note(topic="NCCL_MNNVL_ENABLE", text=text, evidence=evidence)
+
+
+def _of_a_rack(node: NodeView) -> bool:
+    """A machine of the catalogue whose NVLink domain spans several nodes."""
+    sku = node.topology.sku if node.topology else None
+    return any(row.name == sku and row.nvlink_nodes > 1 for row in CATALOGUE)
+
+
+def _tray(case: Situation) -> bool:
+    """A node of at most 4 GPUs with a clique is a tray of a larger NVLink domain (GB200 NVL72), not an HGX board."""
+    return all(0 < node.gpu_count() <= 4 for node in case.nodes)
+
+
+def nvls(case: Situation) -> Note | None:
+    """NCCL_NVLS_ENABLE: automatic where the switches can reduce."""
+    capable = [
+        node.hostname
+        for node, capability in _capabilities(case)
+        if capability >= (9, 0) and node.gpu_count() > 2 and _all_nvlink(node)
+    ]
+    if not capable:
+        return None
+    text = (
+        "Set nothing: NCCL uses NVLink SHARP by itself where switches and driver support it (2 = automatic); 1 only "
+        "turns a missing fabric manager into an error, 0 gives the speed away."
+    )
+    return Note(
+        topic="NCCL_NVLS_ENABLE", text=text, evidence=f"{capable[0]}: NVSwitch, compute capability 9.0 or later"
+    )
+
+
+def gdr_c2c(case: Situation) -> Note | None:
+    """NCCL_NET_GDR_C2C: on by default since 2.27; of a network's card, so nothing for one node."""
+    if case.one_node:
+        return None
+    facts = [(node, gpus) for node in case.nodes if (gpus := node.gpu()) is not None]
+    coherent = [node.hostname for node, gpus in facts if any(gpu.c2c_links for gpu in gpus.gpus)]
+    if not coherent:
+        return None
+    topic = "NCCL_NET_GDR_C2C"
+    if case.older_than((2, 26, 2)):
+        return Note(topic=topic, text="This NCCL does not know it; GPUDirect RDMA through C2C needs NCCL 2.27.")
+    if case.older_than((2, 27, 3)):
+        text = (
+            "NCCL 2.26 leaves GPUDirect RDMA through C2C off; 2.27 turns it on by itself: upgrade rather than set it."
+        )
+        return Note(topic=topic, text=text, evidence=f"{coherent[0]}: C2C links")
+    text = "Set nothing: since 2.27 NCCL uses GPUDirect RDMA through the CPU's C2C link by itself."
+    return Note(topic=topic, text=text, evidence=f"{coherent[0]}: C2C links")
+
+
+def gdrdma(case: Situation) -> Note | None:
+    """GPUDirect RDMA that a log shows to be off: no variable turns it on."""
+    if case.evidence is None or case.evidence.gdrdma not in ("off", "partial") or case.one_node:
+        return None
+    text = (
+        "Set nothing: no variable turns GPUDirect RDMA on. It needs nvidia_peermem or DMA-BUF (open kernel modules), a "
+        "NIC behind the same PCIe switch as the GPU (PXB or nearer), and ACS off on the bridges between."
+    )
+    state = f"an earlier run's channels: GPUDirect RDMA {case.evidence.gdrdma}"
+    return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=state)
+
+
+# Azure's HPC images carry one file per series in /opt/microsoft and name it in /etc/nccl.conf (github.com/Azure/
+# azhpc-images, components/customizations). GPUs of other series have other files, or none.
+_AZURE_TOPOLOGY = (
+    (r"A100.*PCIe", "ncv4"),
+    (r"A100", "ndv4"),
+    (r"H[12]00(?!.*(NVL|PCIe))", "ndv5"),
+    (r"V100", "ndv2"),
+)
+
+
+def topo_file(case: Situation) -> Setting | Note | None:
+    """NCCL_TOPO_FILE: a VM that hides its PCIe tree needs the provider's file."""
+    topic = "NCCL_TOPO_FILE"
+    for node in case.nodes:
+        why = (node.topology.virtual if node.topology else None) or _virtual_tree(node)
+        if why is None or node.gpu_count() < 2:
+            continue
+        info = node.hostinfo()
+        evidence = f"{node.hostname}: {why}"
+        named = (info.nccl_conf or {}).get(topic) if info else None
+        if named:
+            text = (
+                "Set nothing on the host: nccl.conf names the file. In a container mount the file and set the variable."
+            )
+            return Note(topic=topic, text=text, evidence=f"{evidence}; nccl.conf: {topic}={named}")
+        if case.efa:
+            text = "Set nothing: the aws-ofi-nccl plugin brings the topology file of this instance type."
+            return Note(topic=topic, text=text, evidence=evidence)
+        path = _azure_file(node)
+        if path is not None:
+            rule = (
+                "This VM hides its PCIe tree, so NCCL cannot tell which HCA is near which GPU; the provider's images "
+                "carry the file that says it. In a container mount it at the same path: where it is missing NCCL goes "
+                "on without it, and since 2.27 says so at INFO level only"
+            )
+            source = f"{_ENV_RST}; NCCL src/graph/xml.cc; Azure azhpc-images 8e9d055 (2026-07-29)"
+            reason = Reason(rule=rule, evidence=f"{evidence}; {path} is there", source=source)
+            return Setting(name=topic, value=path, reason=reason)
+        if nvidia := [path for path in _topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
+            text = "Set nothing: NCCL reads the hypervisor's topology file unasked."
+            return Note(topic=topic, text=text, evidence=f"{evidence}; {nvidia[0]}")
+        text = (
+            "Unknown: this VM hides its PCIe tree, so NCCL cannot tell which NIC is near which GPU, and none of the "
+            "topology files of its provider is on this disk. Where the provider has one, mount it and name it with "
+            "NCCL_TOPO_FILE; a wrong path is silent at NCCL_DEBUG=WARN since 2.27."
+        )
+        return Note(topic=topic, text=text, evidence=evidence)
+    return None
+
+
+def _topology_files(node: NodeView) -> tuple[str, ...]:
+    facts = node.pci()
+    return facts.topology_files if facts else ()
+
+
+def _azure_file(node: NodeView) -> str | None:
+    """The file of this VM's series, where it is on the disk."""
+    models = " ".join(node.gpu_names())
+    series = next((name for pattern, name in _AZURE_TOPOLOGY if re.search(pattern, models)), None)
+    wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
+    there = _topology_files(node)
+    return next((path for path in wanted if path in there), None)
+
+
+def _virtual_tree(node: NodeView) -> str | None:
+    facts = node.pci()
+    return facts.virtual_tree if facts else None
+
+
+def p2p_level(case: Situation) -> Note | None:
+    """NCCL_P2P_LEVEL: never advised; explained where the machine was given one."""
+    topic = "NCCL_P2P_LEVEL"
+    for node in case.nodes:
+        info = node.hostinfo()
+        level = {**(info.nccl_conf or {}), **(info.nccl_environment or {})}.get(topic) if info else None
+        if level is not None:
+            return Note(topic=topic, text=p2p_level_effect(level, node), evidence=f"{node.hostname}: {topic}={level}")
+    return None
+
+
+def p2p_level_effect(level: str, node: NodeView) -> str:
+    """What NCCL_P2P_LEVEL does on this node, in words."""
+    gpus = node.gpu_count()
+    if gpus == 1:
+        return (
+            "No effect: this node or pod has one GPU, so there is no peer to reach; everything goes over the network."
+        )
+    if level != "NVL":
+        return "It overrides NCCL's own limit (PXB); unset it unless a measurement speaks for it."
+    if gpus and _all_nvlink(node):
+        return (
+            "No effect here: it allows direct access between GPUs joined by NVLink, and all pairs of this node are. "
+            "It can go; between pods or nodes it never applies."
+        )
+    return (
+        "It limits direct access to GPU pairs joined by NVLink; pairs on PCIe only then go through host memory, which "
+        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement speaks for it."
+    )
+
+
+def _all_nvlink(node: NodeView) -> bool:
+    if node.topology is None:
+        return False
+    names = {gpu.name for gpu in node.topology.gpus if gpu.usable}
+    pairs = [pair for pair in node.topology.pairs if pair.a in names and pair.b in names]
+    return bool(pairs) and all(pair.path == PathClass.NVL for pair in pairs)
+
+
+def _capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]:
+    for node in case.nodes:
+        gpus = node.topology.gpus if node.topology else ()
+        known = [gpu.compute_capability for gpu in gpus if gpu.compute_capability]
+        facts = node.gpu()
+        if not known and facts:
+            known = [gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability]
+        if known:
+            yield node, min(known)
+
+
+def _two_on_amd(node: NodeView) -> bool:
+    """NCCL 2.23 and later allows peer access at any distance on AMD CPUs with at most two GPUs (ncclTopoCheckP2p)."""
+    info = node.hostinfo()
+    return info is not None and info.cpu_vendor == "AuthenticAMD" and node.gpu_count() <= 2
+
+
+def pcie_pairs(case: Situation) -> Note | None:
+    """PCIe-only GPUs: what NCCL does with them unasked."""
+    if case.backend != "nccl":
+        return None
+    for node in case.nodes:
+        if node.topology is None or node.gpu_count() < 2 or _all_nvlink(node) or _two_on_amd(node):
+            continue
+        far = [p for p in node.topology.pairs if p.a.startswith("GPU") and p.b.startswith("GPU") and p.path]
+        beyond = [pair for pair in far if pair.path and pair.path > PathClass.PXB]
+        if beyond:
+            text = (
+                "Set nothing: these GPUs meet at the CPU, where NCCL goes through host memory by itself. Raising "
+                "NCCL_P2P_LEVEL to PHB or SYS belongs to debugging: peer access across host bridges is often slower, "
+                "and hangs where the platform does not forward it."
+            )
+            pair = beyond[0]
+            return Note(topic="NCCL_P2P_LEVEL", text=text, evidence=f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
+    return None

@@ -1,0 +1,235 @@
+"""Which RDMA ports a job should use, and why the others are left out.
+
+Specification: NCCL src/transport/net_ib/init.cc (every ACTIVE port with link layer InfiniBand or Ethernet is taken).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from planner.nccl_env.situation import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortChoice:
+    """The ports to use on one node; `dropped` says of each other ACTIVE port why not."""
+
+    keep: tuple[PortView, ...]
+    dropped: dict[str, str] = field(default_factory=dict)  # "mlx5_4:1" -> why NCCL must be kept from it
+    far: dict[str, str] = field(default_factory=dict)  # the same for ports NCCL passes over by itself
+    secondary: dict[str, str] = field(default_factory=dict)  # device -> the pod's interface on it
+
+
+def choose_ports(node: NodeView) -> PortChoice:
+    """Start from what NCCL takes unasked and leave out what a job must not use."""
+    keep = node.taken_ports()
+    dropped: dict[str, str] = {}
+    secondary = _secondary_devices(node)
+    for rule in (_hardware, _of_this_pod(secondary), _one_link_layer, _one_subnet, _addressed):
+        keep = _without(keep, unfit := rule(keep))
+        dropped |= unfit
+    keep = _without(keep, far := _near_a_gpu(node)(keep))
+    for rule in (_not_management(node), _no_storage(node)):
+        keep = _without(keep, unfit := rule(keep))
+        dropped |= unfit
+    return PortChoice(keep=keep, dropped=dropped, far=far, secondary=secondary)
+
+
+def _without(ports: Sequence[PortView], unfit: dict[str, str]) -> tuple[PortView, ...]:
+    return tuple(view for view in ports if view.name not in unfit)
+
+
+def _secondary_devices(node: NodeView) -> dict[str, str]:
+    """RoCE devices behind the pod's own networks. InfiniBand needs no network of the pod: its GIDs are the port's."""
+    facts = node.interfaces()
+    roce = [view for view in node.taken_ports() if view.port.link_layer == "Ethernet"]
+    names = {view.device.name for view in roce}
+    found: dict[str, str] = {}
+    for interface in facts.interfaces if facts else ():
+        device = rdma_device_of(interface, roce) if interface.role == "secondary" else None
+        if device in names:
+            found.setdefault(device, interface.name)
+    return found
+
+
+Rule = Callable[[Sequence[PortView]], dict[str, str]]
+
+
+def _hardware(ports: Sequence[PortView]) -> dict[str, str]:
+    """Soft-RoCE and soft-iWARP run on the CPU: not beside a real HCA."""
+    if all(map(is_software, ports)):
+        return {}
+    return {view.name: "RDMA in software (rxe, siw)" for view in ports if is_software(view)}
+
+
+def _of_this_pod(secondary: dict[str, str]) -> Rule:
+    """RoCE needs a GID of this network namespace: only the devices behind the pod's own networks have one."""
+
+    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
+        if not any(view.device.name in secondary for view in ports):
+            return {}
+        return {
+            view.name: f"{view.port.link_layer}, and no network of this pod is on it"
+            for view in ports
+            if view.device.name not in secondary
+        }
+
+    return unfit
+
+
+def _one_link_layer(ports: Sequence[PortView]) -> dict[str, str]:
+    """An InfiniBand port cannot talk to an Ethernet port: keep the layer that carries more."""
+    rates: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for view in ports:
+        layer = view.port.link_layer or ""
+        rates[layer] += view.port.rate_bytes_per_second or 0.0
+        counts[layer] += 1
+    if len(counts) < 2 or (len(set(counts.values())) == 1 and len(set(rates.values())) == 1):
+        return {}  # one layer, or two fabrics of one size: `undecided`
+    main = max(counts, key=lambda layer: (rates[layer], counts[layer], layer == "InfiniBand"))
+    return {
+        view.name: f"{view.port.link_layer}, while the training fabric is {main}"
+        for view in ports
+        if view.port.link_layer != main
+    }
+
+
+def _one_subnet(ports: Sequence[PortView]) -> dict[str, str]:
+    """InfiniBand ports of another subnet prefix hang on another subnet manager: no packet goes from one to the other.
+
+    InfiniBand Architecture 4.1.1: the upper 64 bits of GID 0 are the subnet's prefix, fe80:: unless it was changed.
+    """
+    prefixes = {view.name: prefix for view in ports if (prefix := subnet_prefix(view))}
+    counts = Counter(prefixes.values())
+    if len(counts) < 2 or len(prefixes) < len(ports):
+        return {}
+    (main, most), (_, next_most) = counts.most_common(2)
+    if most == next_most:
+        return {}  # two fabrics of one size: which of them is for training, nothing here says
+    return {
+        name: f"InfiniBand subnet {prefix}, while {most} ports are in {main}"
+        for name, prefix in prefixes.items()
+        if prefix != main
+    }
+
+
+def subnet_prefix(view: PortView) -> str | None:
+    """The InfiniBand subnet a port is in, None for RoCE and where the table was not read."""
+    if view.port.link_layer != "InfiniBand" or not view.port.gids:
+        return None
+    first = gid_address(min(view.port.gids, key=lambda gid: gid.index))
+    return first.exploded[:19] if first is not None and first.version == 6 else None
+
+
+def undecided(ports: Sequence[PortView]) -> dict[str, list[str]]:
+    """Fabrics of one size that do not reach each other, each with its ports; empty where there is one fabric.
+
+    Ports that are each alone in their InfiniBand subnet are rails, as are RoCE ports each in an IP subnet of its own.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for view in ports:
+        layer, prefix = view.port.link_layer or "?", subnet_prefix(view)
+        found[f"{layer} subnet {prefix}" if prefix else layer].append(view.name)
+    layers = {view.port.link_layer for view in ports}
+    shared = any(len(names) > 1 for names in found.values())
+    return dict(found) if len(layers) > 1 or (len(found) > 1 and shared) else {}
+
+
+def _addressed(ports: Sequence[PortView]) -> dict[str, str]:
+    """A RoCE port with nothing but link-local GIDs reaches no other node, and NCCL takes it all the same."""
+    bare = [view for view in ports if is_unaddressed(view)]
+    if not bare or not any(gid_addresses(view) for view in ports):
+        return {}
+    return {view.name: "its GIDs are link-local only: its interface has no IP address" for view in bare}
+
+
+def is_unaddressed(view: PortView) -> bool:
+    """Whether a RoCE port's table was read and holds link-local entries alone."""
+    return view.port.link_layer == "Ethernet" and view.port.gids_known and not gid_addresses(view, None)
+
+
+def _not_management(node: NodeView) -> Rule:
+    """A slower port of another model, or the one the default route leaves by, serves storage or management."""
+    facts = node.interfaces()
+    default_route = facts.default_route if facts else None
+
+    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
+        rates = [view.port.rate_bytes_per_second or 0.0 for view in ports]
+        fastest = max(rates, default=0.0)
+        models = {view.device.model for view, rate in zip(ports, rates, strict=True) if rate == fastest}
+        found: dict[str, str] = {}
+        for view, rate in zip(ports, rates, strict=True):
+            if not 0.0 < rate < fastest:
+                continue
+            # A port of the same model that is slower has trained down: that is a fault to mend, not a port to hide.
+            other_model = view.device.model is not None and None not in models and view.device.model not in models
+            leads_out = view.port.netdev is not None and view.port.netdev == default_route
+            if other_model or leads_out:
+                text = f"{rate * 8 / 1e9:g} Gb/s against {fastest * 8 / 1e9:g} Gb/s of the others"
+                found[view.name] = f"{text}, {'carries the default route' if leads_out else view.device.model}"
+        return found
+
+    return unfit
+
+
+def _no_storage(node: NodeView) -> Rule:
+    """A port in the subnet of a mounted file system's server carries storage, where every GPU has another as near."""
+    info = node.hostinfo()
+    servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
+    near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
+
+    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for view in ports:
+            subnet = port_subnet(node, view) if servers else None
+            server = next((each for each in servers if subnet is not None and each in subnet), None)
+            if server is not None:
+                found[view.name] = f"storage: a file system is mounted from {server} in its subnet {subnet}"
+        left = {view.device.name for view in ports if view.name not in found}
+        spared = near and all(nics & left for nics in near if nics & {view.device.name for view in ports})
+        return found if found and spared else {}
+
+    return unfit
+
+
+def _near_a_gpu(node: NodeView) -> Rule:
+    """Where every GPU has a NIC near it, NCCL's search ends there and never reaches a NIC that is near none.
+
+    NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU by path type, nearest first.
+    """
+    topology = node.topology
+    nearest = topology.nearest_nic if topology else ()
+    decidable = bool(nearest) and all(entry.decidable and entry.local for entry in nearest)
+    names = {nic for entry in nearest for nic in entry.nics}
+
+    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
+        near = [view for view in ports if view.device.name in names]
+        if not decidable or not near:
+            return {}
+        fastest = max(view.port.rate_bytes_per_second or 0.0 for view in near)
+        return {
+            view.name: "nearest to no GPU: each has a nearer port"
+            for view in ports
+            if view.device.name not in names and (view.port.rate_bytes_per_second or 0.0) <= fastest
+        }
+
+    return unfit
+
+
+def is_software(view: PortView) -> bool:
+    """Whether the device is soft-RoCE or soft-iWARP: the CPU moves its data."""
+    return view.device.kind in ("rxe", "siw")
+
+
+def is_virtual_function(view: PortView) -> bool:
+    """Whether the device is an SR-IOV virtual function: its name is given in the order in which functions appear."""
+    return bool(view.device.is_vf) or (view.device.model or "").endswith(" VF")
+
+
+def missing_ports(node: NodeView) -> tuple[PortView, ...]:
+    """Ports NCCL passes over in silence because they are not ACTIVE."""
+    return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")

@@ -1,0 +1,222 @@
+"""The names NCCL reads, release by release, and the right name for a wrong one.
+
+Specification: `data/nccl_env_names.tsv`, from NCCL's source up to 2.30.7 and from the published libraries
+(bench/nccl_names.py); `data/plugin_env_names.tsv` for what plugins read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Literal
+
+Version = tuple[int, int, int]
+Status = Literal["current", "removed", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclName:
+    """One variable, who reads it and since when."""
+
+    name: str
+    status: Status
+    first: Version | None  # None: since 2.3.5 or earlier
+    last: Version | None  # None: still read by the newest
+    doc_class: str  # "system", "debugging", "internal"; "" where other software reads it
+    kind: str  # "integer" (strtoll, base 0), "text"; "" unknown
+    default: str
+    reader: str  # source file in NCCL, or the other software
+
+
+# Wrong names seen in the wild whose right name is not the nearest spelling; each takes the same kind of value.
+_KNOWN_WRONG: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "NCCL_IB_HBA": ("NCCL_IB_HCA",),
+        "NCCL_MIN_CHANNELS": ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"),
+        "NCCL_MAX_CHANNELS": ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"),
+        "NCCL_GDR_LEVEL": ("NCCL_NET_GDR_LEVEL",),
+        "NCCL_GDR_READ": ("NCCL_NET_GDR_READ",),
+        "NCCL_IFNAME": ("NCCL_SOCKET_IFNAME",),
+        "NCCL_INTERFACE": ("NCCL_SOCKET_IFNAME",),
+        "NCCL_DEBUG_LEVEL": ("NCCL_DEBUG",),
+        "NCCL_ALGORITHM": ("NCCL_ALGO",),
+        "NCCL_PROTOCOL": ("NCCL_PROTO",),
+    }
+)
+
+# What took the place of a removed name: NCCL docs/userguide/source/env.rst.
+_REPLACED_BY: Mapping[str, str] = MappingProxyType(
+    {
+        "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
+        "NCCL_IB_GDR_LEVEL": "NCCL_NET_GDR_LEVEL",
+        "NCCL_MNNVL": "NCCL_MNNVL_ENABLE",
+        "NCCL_WORK_FIFO_DEPTH": "NCCL_WORK_FIFO_BYTES",
+        "NCCL_NCCL_ALLOC_P2P_NET_LL_BUFFERS": "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
+        "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
+        "NCCL_LL_THRESHOLD": "NCCL_PROTO",
+        "NCCL_THREAD_THRESHOLD": "NCCL_THREAD_THRESHOLDS",
+    }
+)
+
+
+def parse_version(text: str) -> Version:
+    """A release as a tuple: "2.21.5+cuda12.4" is (2, 21, 5); missing parts are 0."""
+    parts = re.split(r"[+-]|\.post", text.strip().lstrip("v"))[0].split(".")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"NCCL version {text!r}: must look like 2.21.5") from None
+    if not 1 <= len(numbers) <= 4:
+        raise ValueError(f"NCCL version {text!r}: must look like 2.21.5")
+    padded = (*numbers, 0, 0)
+    return (padded[0], padded[1], padded[2])
+
+
+def version_text(version: Version | tuple[int, ...]) -> str:
+    """The release as NCCL prints it."""
+    return ".".join(str(part) for part in version)
+
+
+def _status(text: str) -> Status:
+    match text:
+        case "current" | "removed" | "other":
+            return text
+    raise ValueError(f"nccl_env_names.tsv: status {text!r} is not current, removed or other")
+
+
+@cache
+def torch_names() -> frozenset[str]:
+    """The TORCH_NCCL_ names PyTorch reads."""
+    lines = files("planner.nccl_env").joinpath("data/torch_nccl_names.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+@cache
+def names() -> Mapping[str, NcclName]:
+    """Every known name."""
+    table: dict[str, NcclName] = {}
+    text = files("planner.nccl_env").joinpath("data/nccl_env_names.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, status, first, last, doc_class, kind, default, reader = line.split("\t")
+        table[name] = NcclName(
+            name=name,
+            status=_status(status),
+            first=parse_version(first) if first else None,
+            last=parse_version(last) if last else None,
+            doc_class=doc_class,
+            kind=kind,
+            default=default,
+            reader=reader,
+        )
+    return MappingProxyType(table)
+
+
+@cache
+def _stamps() -> Mapping[str, str]:
+    """What the head of the table says of itself: `newest`, `read on`, `libraries`."""
+    text = files("planner.nccl_env").joinpath("data/nccl_env_names.tsv").read_text(encoding="utf-8")
+    found = (line.removeprefix("# ").partition(": ") for line in text.splitlines() if line.startswith("# "))
+    return MappingProxyType({key: value for key, colon, value in found if colon})
+
+
+@cache
+def newest_read() -> Version:
+    """The newest release the table was extracted from: a newer NCCL may read names that are not in it."""
+    return parse_version(_stamps()["newest"])
+
+
+def read_on() -> date:
+    """The day on which the table was extracted."""
+    return date.fromisoformat(_stamps()["read on"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginName:
+    """A variable, or with `prefix` a family of them, that a plugin or other software reads."""
+
+    plugin: str
+    name: str
+    prefix: bool
+    reader: str
+    source: str
+
+
+@cache
+def plugin_names() -> tuple[PluginName, ...]:
+    """The table by plugin; whole names before prefixes."""
+    text = files("planner.nccl_env").joinpath("data/plugin_env_names.tsv").read_text(encoding="utf-8")
+    rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
+    found = [
+        PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)
+        for plugin, name, reader, source in rows
+    ]
+    return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
+
+
+def plugin_of(name: str) -> PluginName | None:
+    """The plugin that reads a name, where one does."""
+    return next(
+        (each for each in plugin_names() if name == each.name or (each.prefix and name.startswith(each.name))), None
+    )
+
+
+def nearest(name: str) -> tuple[str, ...]:
+    """Names that differ by a slip of the pen, best first; empty where none is near.
+
+    Near are names of the same words where one word differs by a letter or two, or where only underscores differ:
+    another word (TIMEOUT for IFNAME) is another name, whatever the share of equal letters.
+    """
+    if name in _KNOWN_WRONG:
+        return _KNOWN_WRONG[name]
+    if f"TORCH_{name}" in torch_names():
+        return (f"TORCH_{name}",)
+    if name.startswith("TORCH_NCCL_"):
+        live: list[str] = sorted(torch_names())
+    else:
+        live = sorted(known for known, entry in names().items() if entry.status != "removed")
+    found = [(distance, known) for known in live if (distance := _slip(name, known)) is not None]
+    return tuple(known for _distance, known in sorted(found)[:2])
+
+
+def _slip(wrong: str, right: str) -> int | None:
+    """How many letters two names differ by, where that is a slip; None where they are different names."""
+    if wrong.replace("_", "") == right.replace("_", ""):
+        return 0
+    ours, theirs = wrong.split("_"), right.split("_")
+    if len(ours) != len(theirs):
+        return None
+    differing = [(one, other) for one, other in zip(ours, theirs, strict=True) if one != other]
+    if len(differing) != 1:
+        return None
+    one, other = differing[0]
+    if max(len(one), len(other)) <= 2:  # TC and SL: another word
+        return None
+    distance = _letters(one, other)
+    return distance if distance <= (1 if max(len(one), len(other)) < 6 else 2) else None
+
+
+def _letters(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours (optimal string alignment)."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for row, letter in enumerate(one, start=1):
+        now = [row]
+        for column, wanted in enumerate(other, start=1):
+            cost = min(last[column] + 1, now[column - 1] + 1, last[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and letter == other[column - 2] and one[row - 2] == wanted:
+                cost = min(cost, before[column - 2] + 1)
+            now.append(cost)
+        before, last = last, now
+    return last[-1]
+
+
+def replacement(name: str) -> str | None:
+    """What took a removed name's place."""
+    return _REPLACED_BY.get(name)

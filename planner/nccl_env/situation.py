@@ -1,0 +1,366 @@
+"""What the rules of the NCCL environment ask: the probed facts of every node, joined with the topology.
+
+Nothing is decided here; a fact that no probe read is None or empty, and the rule says so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from collectives.nccl_log.transport import Evidence
+from planner.nccl_env.names import Version, parse_version
+from probes.api import Failed, Snapshot
+from probes.gpu.probe import GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.limits.probe import LimitsFacts
+from probes.pci.ends import amd_gpus, is_cassini
+from probes.pci.probe import PciFacts
+from probes.rdma.probe import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from topology.graph import ClusterTopology, NodeTopology
+
+# Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
+# ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.
+VERBS_KINDS = ("hca", "rxe", "siw", "other")
+_HSN = re.compile(r"hsn\d+")  # how HPE's host software names Slingshot's interfaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortView:
+    """A port together with the device it belongs to."""
+
+    device: RdmaDevice
+    port: RdmaPort
+
+    @property
+    def name(self) -> str:
+        """As NCCL prints it: "mlx5_0:1"."""
+        return f"{self.device.name}:{self.port.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node: what was probed and what follows from it."""
+
+    hostname: str
+    snapshot: Snapshot | None
+    topology: NodeTopology | None
+
+    def gpu(self) -> GpuFacts | None:
+        """NVML's facts."""
+        return self.snapshot.facts(GpuFacts) if self.snapshot else None
+
+    def rdma(self) -> RdmaFacts | None:
+        """RDMA devices."""
+        return self.snapshot.facts(RdmaFacts) if self.snapshot else None
+
+    def interfaces(self) -> InterfacesFacts | None:
+        """Network interfaces."""
+        return self.snapshot.facts(InterfacesFacts) if self.snapshot else None
+
+    def hostinfo(self) -> HostinfoFacts | None:
+        """The machine itself."""
+        return self.snapshot.facts(HostinfoFacts) if self.snapshot else None
+
+    def limits(self) -> LimitsFacts | None:
+        """Limits of the process that read them."""
+        return self.snapshot.facts(LimitsFacts) if self.snapshot else None
+
+    def pci(self) -> PciFacts | None:
+        """The PCIe tree."""
+        return self.snapshot.facts(PciFacts) if self.snapshot else None
+
+    def gpu_count(self) -> int:
+        """GPUs of the node."""
+        facts = self.gpu()
+        if facts is not None:
+            return len(facts.gpus)
+        return len(self.topology.gpus) if self.topology else 0
+
+    def gpu_names(self) -> tuple[str, ...]:
+        """Models of the node's GPUs, as far as they are known."""
+        facts = self.gpu()
+        if facts is not None:
+            return tuple(gpu.name for gpu in facts.gpus if gpu.name)
+        return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
+
+    def amd_gpus(self) -> tuple[str, ...]:
+        """Bus ids of AMD's GPUs, by PCI class and vendor; a display of the CPU's own beside NVIDIA's is none to use."""
+        facts = self.pci()
+        if facts is None:
+            return tuple(gpu.name for gpu in self.topology.gpus if "MI3" in (gpu.model or "")) if self.topology else ()
+        return tuple(device.bus_id for device in amd_gpus(facts))
+
+    def cxi(self) -> tuple[str, ...]:
+        """HPE Slingshot's Cassini NICs by interface or bus id: no verbs device, reached through libfabric's cxi."""
+        facts, links = self.pci(), self.interfaces()
+        known = links.interfaces if links else ()
+        on_bus = {device.bus_id for device in facts.devices if is_cassini(device)} if facts else set()
+        named = {each.bus_id: each.name for each in known if each.bus_id in on_bus}
+        found = [named.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
+        by_driver = [each.name for each in known if (each.driver or "").startswith("cxi") and each.name not in found]
+        if not found and not by_driver and not self.verbs_ports():
+            # Slingshot 10 has the same names on ConnectX cards, which are verbs devices; without one it is 11.
+            by_driver = [each.name for each in known if _HSN.fullmatch(each.name) and not each.driver]
+        return tuple(found + by_driver)
+
+    def efa_count(self) -> int:
+        """EFA devices of the node."""
+        facts = self.rdma()
+        if facts is not None:
+            return sum(device.kind == "efa" for device in facts.devices)
+        return sum(nic.kind == "efa" for nic in self.topology.nics) if self.topology else 0
+
+    def verbs_ports(self) -> tuple[PortView, ...]:
+        """Every port of a device that NCCL's IB transport could open, up or down."""
+        facts = self.rdma()
+        devices = facts.devices if facts else ()
+        return tuple(
+            PortView(device=device, port=port)
+            for device in devices
+            if device.kind in VERBS_KINDS
+            for port in device.ports
+        )
+
+    def taken_ports(self) -> tuple[PortView, ...]:
+        """The ports NCCL takes with NCCL_IB_HCA unset: ACTIVE, InfiniBand or Ethernet."""
+        return tuple(
+            view
+            for view in self.verbs_ports()
+            if view.port.state == "ACTIVE" and view.port.link_layer in ("InfiniBand", "Ethernet")
+        )
+
+    def interface_of(self, name: str) -> Interface | None:
+        """The interface of that name."""
+        facts = self.interfaces()
+        return next((each for each in facts.interfaces if each.name == name), None) if facts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """All that one advice rests on."""
+
+    nodes: tuple[NodeView, ...]
+    cluster: ClusterTopology
+    nccl_version: Version | None
+    multi_node: bool | None  # None: not said and not to be seen; the job may come to span nodes
+    evidence: Evidence | None
+    ranks_per_node: int | None = None  # None: one per GPU, or two without any
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return max(sum(node.gpu_count() for node in self.nodes), self.cluster.world_size)
+
+    @property
+    def amd(self) -> bool:
+        """Whether the GPUs are AMD's, which RCCL serves."""
+        return not any(node.gpu_count() for node in self.nodes if node.snapshot) and any(
+            node.amd_gpus() for node in self.nodes
+        )
+
+    @property
+    def cxi(self) -> bool:
+        """Whether any node has NICs of HPE Slingshot."""
+        return any(node.cxi() for node in self.nodes)
+
+    @property
+    def backend(self) -> str:
+        """What carries the collectives: "nccl", "rccl" (not judged), or "gloo" where there is no GPU."""
+        if self.amd:
+            return "rccl"
+        return "nccl" if self.gpus or self.unread("gpu") else "gloo"
+
+    def unread_nodes(self, wanted: Callable[[NodeView], object | None]) -> tuple[str, ...]:
+        """The nodes of which these facts are not known, for whatever reason."""
+        return tuple(node.hostname for node in self.nodes if wanted(node) is None)
+
+    def unread(self, probe: str) -> str:
+        """Why a probe could not finish on some node; empty where it answered or found nothing to read."""
+        for node in self.nodes:
+            outcome = node.snapshot.outcomes.get(probe) if node.snapshot else None
+            if isinstance(outcome, Failed):
+                return f"{node.hostname}: {probe} probe failed: {outcome.error}"
+        return ""
+
+    @property
+    def efa(self) -> bool:
+        """Whether any node has EFA."""
+        return any(node.efa_count() for node in self.nodes)
+
+    @property
+    def rdma_ports(self) -> bool:
+        """Whether any node has a port that NCCL's IB transport would take."""
+        return any(node.taken_ports() for node in self.nodes)
+
+    def ranks_on(self, node: NodeView) -> int:
+        """Ranks of the job on this node; two without GPUs, the least that makes a collective."""
+        return self.ranks_per_node or node.gpu_count() or len(node.amd_gpus()) or 2
+
+    @property
+    def one_node(self) -> bool:
+        """Whether the job certainly stays on one node."""
+        return self.multi_node is False
+
+    def older_than(self, release: Version) -> bool | None:
+        """Whether the NCCL in use is older; None where its version is unknown."""
+        return None if self.nccl_version is None else self.nccl_version < release
+
+
+def situation(
+    snapshots: Sequence[Snapshot],
+    cluster: ClusterTopology,
+    *,
+    nccl_version: tuple[int, ...] | None = None,
+    multi_node: bool | None = None,
+    evidence: Evidence | None = None,
+    ranks_per_node: int | None = None,
+) -> Situation:
+    """Join snapshots and topology by host name; several nodes are multi-node unless it is denied."""
+    nodes = tuple(_nodes(snapshots, cluster))
+    if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
+        multi_node = True
+    version = _version(nccl_version, evidence)
+    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence,
+                     ranks_per_node=ranks_per_node)  # fmt: skip
+
+
+def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
+    if given is not None:
+        padded = (*given, 0, 0, 0)
+        return (padded[0], padded[1], padded[2])
+    if evidence is not None and evidence.nccl_version:
+        try:
+            return parse_version(evidence.nccl_version)
+        except ValueError:
+            return None  # RCCL and vendor builds print other things; unknown is what it is
+    return None
+
+
+def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
+    """Every probed node, and of the nodes that were not probed one of each kind: the others would answer the same.
+
+    Nodes are of one kind where they share their parts; what was probed of one of a kind stands for all of it.
+    """
+    topologies = {node.hostname: node for node in cluster.nodes}
+    probed = {snapshot.hostname for snapshot in snapshots}
+    if len(snapshots) == 1 and topologies and not probed & set(topologies):
+        # One host planned several times over, under made-up names.
+        yield NodeView(hostname=snapshots[0].hostname, snapshot=snapshots[0], topology=cluster.nodes[0])
+        return
+    for snapshot in snapshots:
+        yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=topologies.get(snapshot.hostname))
+    asked = {(id(node.gpus), id(node.nics)) for node in cluster.nodes if node.hostname in probed}
+    left = [node for node in cluster.nodes if (id(node.gpus), id(node.nics)) not in asked]
+    kinds = {(id(node.gpus), id(node.nics)): node for node in reversed(left)}
+    for node in reversed(kinds.values()):
+        yield NodeView(hostname=node.hostname, snapshot=None, topology=node)
+
+
+def by_host(texts: Iterable[tuple[str, str]]) -> str:
+    """(host, text) pairs as one text, hosts that say the same named together."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in texts:
+        hosts.setdefault(text, []).append(host)
+    return "; ".join(f"{some(names)}: {text}" for text, names in hosts.items())
+
+
+def together(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """One entry per host, its texts joined."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in pairs:
+        hosts.setdefault(host, []).append(text)
+    return [(host, ", ".join(texts)) for host, texts in hosts.items()]
+
+
+_NAMED_HOSTS = 3  # of a group: enough to find one, short enough to read
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of the names, and how many more there are."""
+    more = len(names) - _NAMED_HOSTS
+    return ", ".join(names[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def gid_address(gid: Gid) -> Address | None:
+    """The IP address of a GID, IPv4 where it is mapped; None where the text is no GID."""
+    try:
+        address = ipaddress.IPv6Address(gid.gid)
+    except ValueError:
+        return None
+    return address.ipv4_mapped or address
+
+
+def gid_addresses(view: PortView, kind: str | None = "RoCE v2") -> tuple[Address, ...]:
+    """The addresses of a port's GIDs of one type, None of any: IPv6's link-local ones (fe80::) left out.
+
+    IPv4 first, each in the table's order, as NCCL looks for them (src/transport/net_ib/connect.cc, ncclIbGetGidIndex;
+    validGid there takes no fe80:: entry; 169.254.0.0/16 it takes, by which directly joined hosts reach each other).
+    """
+    entries = (gid_address(gid) for gid in view.port.gids if kind is None or gid.type == kind)
+    found = [a for a in entries if a is not None and not (a.version == 6 and a.is_link_local)]
+    return tuple(sorted(found, key=lambda address: address.version))
+
+
+def port_subnet(node: NodeView, view: PortView) -> Network | None:
+    """The IP subnet that a RoCE port's traffic is in: that of its GID's address, else of its interface.
+
+    The address may be on a VLAN or a macvlan on the port's interface, or on the bond that the interface is a part of.
+    """
+    facts = node.interfaces()
+    if facts is None:
+        return None
+    subnets = [subnet for each in facts.interfaces for subnet in networks(each)]
+    for address in gid_addresses(view):
+        if (found := next((subnet for subnet in subnets if address in subnet), None)) is not None:
+            return found
+    by_name = {each.name: each for each in facts.interfaces}
+    own = [each for name in (view.port.netdev, view.device.bond) if name and (each := by_name.get(name))]
+    own += [each for below in tuple(own) if below.master and (each := by_name.get(below.master))]
+    names = {each.name for each in own}
+    own += [each for each in facts.interfaces if each.parent in names or each.rdma_device == view.device.name]
+    return next((subnet for each in own for subnet in networks(each)), None)
+
+
+def networks(interface: Interface) -> tuple[Network, ...]:
+    """The subnets an interface has an address in, link-local ones left out."""
+    found = []
+    for text in interface.addresses:
+        try:
+            parsed = ipaddress.ip_interface(text)
+        except ValueError:
+            continue
+        if not parsed.ip.is_link_local:
+            found.append(parsed.network)
+    return tuple(found)
+
+
+def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | None:
+    """The RDMA device behind an interface.
+
+    Inside a pod a macvlan's parent is out of sight; the GID table then tells, as it holds the interface's address.
+    """
+    if interface.rdma_device:
+        return interface.rdma_device
+    addresses = {ipaddress.ip_interface(text).ip for text in interface.addresses if _is_address(text)}
+    for view in ports:
+        if view.port.netdev and view.port.netdev in (interface.name, interface.parent):
+            return view.device.name
+        for gid in view.port.gids:
+            if gid.netdev == interface.name or gid_address(gid) in addresses:
+                return view.device.name
+    return None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return not ipaddress.ip_interface(text).ip.is_link_local
+    except ValueError:
+        return False

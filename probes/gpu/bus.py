@@ -1,0 +1,177 @@
+"""GPUs of the PCI bus beside those that NVML lists: which one is missing, and which was never given to this process.
+
+sysfs shows every GPU of the machine, in a container too; NVML lists those whose device node this process may open. So a
+GPU that NVML leaves out is a fault only where its node can be opened, or where nothing keeps this process from it. In a
+container that asked for all GPUs a missing node proves nothing: the toolkit makes nodes only for GPUs that NVML listed.
+
+Sources: NVML API reference, nvmlDeviceGetCount_v2; NVIDIA driver README, "Device Minor" in
+/proc/driver/nvidia/gpus/*/information; NVIDIA Container Toolkit (device nodes, and in its legacy mode the folders of
+/proc/driver/nvidia/gpus, of the GPUs given only); Linux fs/namei.c, inode_permission: access(2) asks the device cgroup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from probes.api import Finding, Severity
+from probes.host import sysfs
+from probes.host.protocol import Host
+from probes.hostinfo.container import container
+from probes.pci.ends import NVIDIA, is_passed_through
+
+PCI = "/sys/bus/pci/devices"
+PROC = "/proc/driver/nvidia/gpus"
+NODES_MAX = 64  # as many GPUs as the probe asks about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusGpu:
+    """One NVIDIA GPU of the bus that this host's own driver could hold."""
+
+    bus_id: str
+    driver: str | None = None
+    minor: int | None = None  # N of /dev/nvidiaN; None where the driver's /proc does not tell
+    node_exists: bool | None = None  # None where the minor is unknown
+    node_usable: bool | None = None  # this process may open it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBus:
+    """The GPUs of the bus, and what decides which of them this process was given."""
+
+    gpus: tuple[BusGpu, ...]
+    container: str | None = None  # "kubernetes", "docker", ...
+    nodes: int = 0  # /dev/nvidia0, /dev/nvidia1, ... that this process may open
+    requested: int | None = None  # GPUs that NVIDIA_VISIBLE_DEVICES names; None where it names none, all, or MIG slices
+    all_requested: bool = False  # NVIDIA_VISIBLE_DEVICES=all; images set it too, so it proves no request
+
+
+def read_bus(host: Host) -> GpuBus | None:
+    """The bus as sysfs shows it; None without sysfs."""
+    try:
+        addresses = [name for name in host.list_dir(PCI) if sysfs.BUS_ID.fullmatch(name)]
+    except OSError:
+        return None
+    found = tuple(gpu for address in addresses if (gpu := _gpu(host, address)) is not None)[:NODES_MAX]
+    nodes = sum(host.exists(f"/dev/nvidia{n}") and _usable(host, n) for n in range(len(found)))
+    visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
+    return GpuBus(
+        gpus=found, container=container(host) if found else None, nodes=nodes,
+        requested=_requested(visible), all_requested=visible == "all",
+    )  # fmt: skip
+
+
+def _requested(visible: str) -> int | None:
+    """How many GPUs the variable names, by index or UUID; "void" and "none" leave it to a device list (CDI) or none."""
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if not names or names[0] in ("all", "void", "none") or any("MIG" in name or ":" in name for name in names):
+        return None
+    return len(set(names))
+
+
+def _gpu(host: Host, address: str) -> BusGpu | None:
+    folder = f"{PCI}/{address}"
+    if sysfs.number(host, f"{folder}/vendor") != NVIDIA or (sysfs.number(host, f"{folder}/class") or 0) >> 16 != 0x03:
+        return None
+    driver = sysfs.target_name(host, f"{folder}/driver")
+    if is_passed_through(driver) or sysfs.target_name(host, f"{folder}/physfn") is not None:
+        return None
+    told = re.search(r"^Device Minor:\s*(\d{1,3})\s*$", sysfs.text(host, f"{PROC}/{address}/information") or "", re.M)
+    minor = int(told[1]) if told else None
+    there = None if minor is None else host.exists(f"/dev/nvidia{minor}")
+    usable = _usable(host, minor) if minor is not None and there else None
+    return BusGpu(bus_id=address, driver=driver, minor=minor, node_exists=there, node_usable=usable)
+
+
+def _usable(host: Host, minor: int) -> bool:
+    try:
+        return host.usable(f"/dev/nvidia{minor}")
+    except OSError:
+        return False
+
+
+def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Finding]:
+    """GPUs of the bus under NVIDIA's driver that NVML does not list; `listed` are its addresses, `count` its number.
+
+    Where NVML gives fewer addresses than GPUs (a lost one, a virtual machine that hides them) only the number counts.
+    """
+    if bus is None:
+        return
+    bound = [gpu for gpu in bus.gpus if gpu.driver == "nvidia"]
+    absent = [gpu for gpu in bound if gpu.bus_id not in listed]
+    unplaced = max(0, count - len(listed))
+    if not absent or len(absent) <= unplaced:
+        return
+    given = {gpu: _is_given(gpu, bus, count) for gpu in absent}
+    missing = [gpu for gpu in absent if given[gpu]]
+    if len(missing) > unplaced:
+        yield _missing(missing, bound, count, unplaced)
+    if others := [gpu for gpu in absent if not given[gpu]]:
+        yield _not_given(others, bound, count, bus, doubtful=None in (given[gpu] for gpu in others))
+
+
+def _is_given(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
+    """Whether this process was to see the GPU; None where that cannot be told.
+
+    What a container or a device cgroup keeps from this process is none of its own.
+    """
+    if gpu.node_exists:
+        return bool(gpu.node_usable)  # a device cgroup (Slurm, a container engine) refuses the node
+    if bus.container is None and bus.requested is None and not bus.all_requested:
+        return True  # on the host itself nothing is given away
+    if bus.requested is not None:
+        return bus.requested > count
+    # A container has no node of it, or the toolkit hides it in /proc: it was given to others, unless there are nodes
+    # that NVML does not use, or all were asked for.
+    return True if bus.nodes > count else None if bus.all_requested else False
+
+
+def _missing(given: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
+    names = ", ".join(gpu.bus_id for gpu in given)
+    which = names if not unplaced else f"{len(given) - unplaced} of {names}"
+    return Finding(
+        code="gpu.device.missing",
+        severity=Severity.FAIL,
+        subject=", ".join(gpu.bus_id for gpu in given[:8]),
+        message=f"NVML lists {count} of the {len(bound)} GPUs that the nvidia driver holds on the PCI bus: "
+        f"{which} {'is' if len(given) == 1 else 'are'} missing; no job can use {'it' if len(given) == 1 else 'them'}",
+        evidence=(
+            f"nvmlDeviceGetCount = {count}",
+            *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in given[:8]),
+        ),
+        remedy="Read the kernel log for NVRM and Xid lines of this address, then reset the GPU or reboot the host; "
+        "drain the node until then.",
+    )
+
+
+def _not_given(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
+    names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    place = f"this {bus.container} container" if bus.container else "this process"
+    # where none was given nothing was read: then the machine's GPUs are unknown, not fine
+    known = bool(count) and not doubtful
+    why = (
+        ". NVIDIA_VISIBLE_DEVICES=all asks for them: whether the driver lost them or others have them is unknown"
+        if doubtful
+        else ""
+    )
+    return Finding(
+        code="gpu.device.not_given",
+        severity=Severity.INFO if known else Severity.UNKNOWN,
+        subject=", ".join(gpu.bus_id for gpu in others[:8]),
+        message=f"{len(others)} of the {len(bound)} GPUs on the PCI bus are not visible to {place} and were not judged"
+        f": {names}{why}",
+        evidence=tuple(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in others[:8]),
+        remedy=""
+        if known
+        else "Scan on the host, or in the job's own container and say how many GPUs it has: --expect gpus=N.",
+    )
+
+
+def _node(gpu: BusGpu) -> str:
+    if gpu.minor is None:
+        return f"{PROC}/{gpu.bus_id}: not there"
+    if not gpu.node_exists:
+        return f"/dev/nvidia{gpu.minor}: not there"
+    return f"/dev/nvidia{gpu.minor}: {'can be opened' if gpu.node_usable else 'may not be opened'}"

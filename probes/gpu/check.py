@@ -1,0 +1,397 @@
+"""What is wrong with the GPUs of one host; see `probes.gpu.probe`.
+
+Every figure stands beside its source. What was not read is not judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+from probes.api import Finding, Severity
+from probes.gpu import health as gpu_health
+from probes.gpu import unread as gpu_unread
+from probes.gpu.bus import check_bus
+from probes.gpu.health import BUSY_RATIO, finding, subject_of
+from probes.gpu.read import SLOW_SECONDS_PER_CALL
+from probes.gpu.types import Gpu, GpuFacts, GpuPair
+from probes.host.nvml import CRASHED, HUNG, NOT_ASKED
+from probes.pci import check as pci_check
+
+# Boards that exist only with NVLink in use: no link at all is a fault, not a choice. Names as NVML prints them.
+_SOLDERED_LINKS = re.compile(r"SXM|H100 80GB HBM3|\b(?:H200|H20|H800)$|\bB[23]00|\bGB\d00")
+
+CODES = (
+    "gpu.driver.unusable", "gpu.driver.slow", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
+    "gpu.device.missing", "gpu.device.not_given",
+    "gpu.device.recovery", "gpu.device.mixed", "gpu.device.mode", "gpu.pcie.width", "gpu.pcie.generation",
+    "gpu.nvlink.missing", "gpu.nvlink.none", "gpu.nvlink.errors", "gpu.c2c.off", "gpu.fabric.incomplete",
+    "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.fabric.split", "gpu.p2p.refused", "gpu.ecc.uncorrected",
+    "gpu.ecc.sram", "gpu.ecc.lifetime", "gpu.ecc.off", "gpu.memory.remap_failed", "gpu.memory.remap_pending",
+    "gpu.memory.remap_exhausted", "gpu.memory.retired", "gpu.memory.held", "gpu.thermal.hot", "gpu.thermal.throttling",
+    "gpu.clocks.slowdown", "gpu.clocks.low", "gpu.power.brake", "gpu.power.capped", "gpu.power.limit",
+    "gpu.mig.enabled", "gpu.bar1.small", "gpu.persistence.off", "gpu.process.running", "gpu.xid.hardware",
+    "gpu.xid.driver", "gpu.xid.application", "gpu.xid.new", "gpu.counters.rising",
+)  # fmt: skip
+
+
+def check(facts: GpuFacts) -> Iterator[Finding]:
+    """All findings, host-wide ones first."""
+    if facts.driver_error:
+        yield _driver(facts)
+        return
+    yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus))
+    answering = [gpu for gpu in facts.gpus if gpu.error is None]
+    for gpu in facts.gpus:
+        if gpu.error is not None:
+            yield _refused(gpu)
+    if facts.seconds_per_call is not None or _not_asked(facts):
+        yield _slow(facts)
+    yield from _mixed(answering)
+    yield from _split(answering)
+    yield from _nvlink_counts(answering)
+    yield from _p2p(facts)
+    for gpu in answering:
+        for rule in (*_PER_GPU, *gpu_health.RULES):
+            yield from rule(gpu)
+    yield from _notes(answering)
+    yield from gpu_unread.findings(facts)
+
+
+# What NVML's start says of the driver itself; any other error leaves open what is wrong with it.
+_NO_DRIVER = ("DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "GPU_IS_LOST", "RESET_REQUIRED")
+
+
+def _driver(facts: GpuFacts) -> Finding:
+    error, symbol = facts.driver_error, facts.driver_error_symbol or "nvmlInit"
+    if error == "LIBRARY_NOT_FOUND":
+        remedy = (
+            "Give this container the NVIDIA driver libraries (runtimeClassName nvidia, "
+            "NVIDIA_DRIVER_CAPABILITIES=utility)."
+        )
+    elif error == "NO_PERMISSION":
+        remedy = "Give this process /dev/nvidiactl and the GPUs' device files, or scan on the host."
+    elif error in _NO_DRIVER:
+        remedy = "Load or reinstall the NVIDIA driver (modprobe nvidia; look at dmesg), and reboot after an upgrade."
+    else:
+        remedy = "Run nvidia-smi on the host, and look for NVRM lines in dmesg."
+    return finding(
+        "gpu.driver.unusable",
+        Severity.FAIL if error in _NO_DRIVER else Severity.UNKNOWN,
+        "",
+        f"the PCI bus has {facts.pci_gpus or 'an unknown number of'} NVIDIA GPU(s), but NVML cannot be used: {error}",
+        f"{symbol} = {error}",
+        remedy,
+    )
+
+
+_BROKEN = {  # nvml.h, nvmlReturn_t and nvmlDeviceGetHandleByIndex -> what the driver says, what mends it
+    "GPU_IS_LOST": (
+        "the driver cannot reach this GPU",
+        "Drain the node, look for Xid 79 in dmesg, and reset or power-cycle the host."
+    ),
+    "RESET_REQUIRED": (
+        "this GPU must be reset before it can be used", "Drain the node and reset the GPU: nvidia-smi --gpu-reset."
+    ),
+    "INSUFFICIENT_POWER": (
+        "an external power cable of this GPU is not attached properly",
+        "Check the power cables of the GPU and its riser."
+    ),
+    "IRQ_ISSUE": (
+        "the kernel has an interrupt problem with this GPU",
+        "Look for NVRM and IRQ lines in dmesg, and reboot the host."
+    ),
+    "CORRUPTED_INFOROM": ("the InfoROM of this GPU is corrupted", "Have the InfoROM repaired, or replace the GPU."),
+}  # fmt: skip
+
+
+def _refused(gpu: Gpu) -> Finding:
+    """A GPU that NVML counts and does not give: broken, or refused for a reason that says nothing of it."""
+    where = f" at {gpu.bus_id}" if gpu.bus_id else ""
+    xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
+    evidence = f"nvml {gpu.error}{xids}"
+    if gpu.broken:
+        says, remedy = _BROKEN[gpu.refusal or ""]
+        return finding(
+            "gpu.device.lost", Severity.FAIL, subject_of(gpu), f"{says}{where}: {gpu.error}", evidence, remedy
+        )
+    if gpu.refusal == "NO_PERMISSION":
+        return finding(
+            "gpu.device.denied", Severity.UNKNOWN, subject_of(gpu),
+            f"this process may not use this GPU{where}, so nothing of it was judged", evidence,
+            "Scan outside of the job or container that limits its devices, or ask for this GPU too.",
+        )  # fmt: skip
+    if gpu.refusal in (HUNG, CRASHED):
+        does = "hangs" if gpu.refusal == HUNG else "crashes"
+        return finding(
+            "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
+            f"the driver {does} when it is asked about this GPU{where}, so nothing of it was judged",
+            f"nvml: {gpu.refusal}{xids}",
+            "Drain the node, look for NVRM lines and Xids in dmesg, and reboot it.",
+        )  # fmt: skip
+    return finding(
+        "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
+        f"the driver did not give this GPU{where}, so nothing of it was judged: {gpu.error}", evidence,
+        "Scan again, and look for NVRM lines in dmesg if it stays so.",
+    )  # fmt: skip
+
+
+def _not_asked(facts: GpuFacts) -> int:
+    left = (*(gpu.unread for gpu in facts.gpus), *(pair.unread for pair in facts.pairs))
+    refused = sum(gpu.refusal == NOT_ASKED for gpu in facts.gpus)
+    return refused + sum(question.endswith(f"= {NOT_ASKED}") for questions in left for question in questions)
+
+
+def _slow(facts: GpuFacts) -> Finding:
+    left, pace = _not_asked(facts), facts.seconds_per_call
+    takes = f"takes {pace * 1e3:.0f} ms for an answer" if pace else "did not answer everything in time"
+    return finding(
+        "gpu.driver.slow", Severity.WARN, "",
+        f"the NVIDIA driver {takes}" + (f"; {left} questions were left unasked: unknown" * bool(left)),
+        f"NVML: {takes}, over {SLOW_SECONDS_PER_CALL * 1e3:.0f} ms is slow; {left} questions not asked",
+        "Look for NVRM lines in dmesg and for monitors that ask the driver all the time; turn persistence mode on.",
+    )  # fmt: skip
+
+
+def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
+    names = Counter(gpu.name for gpu in gpus if gpu.name)
+    if len(names) > 1:
+        what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
+        # Between generations dense rates differ by two and more, within one by little (planner/forecast/hardware.py).
+        generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
+        yield finding(
+            "gpu.device.mixed", Severity.FAIL if len(generations) > 1 else Severity.WARN, "",
+            f"GPUs of different models: {what}; the slowest sets the pace",
+            f"nvmlDeviceGetName: {what}", "Choose GPUs of one model with CUDA_VISIBLE_DEVICES.",
+        )  # fmt: skip
+
+
+def _split(gpus: list[Gpu]) -> Iterator[Finding]:
+    """GPUs of one host that the fabric put into different NVLink domains, or left out of the one the others are in."""
+    cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
+    if len(cliques) > 1:
+        what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
+        yield finding(
+            "gpu.fabric.split", Severity.FAIL, "",
+            f"the GPUs of this host are not in one NVLink clique: {what}; NCCL joins only GPUs of one clique by NVLink",
+            f"nvmlDeviceGetGpuFabricInfoV, cluster UUID and clique: {what}",
+            "Look at the partitions of the fabric manager or of NMX-C, and take the GPUs into one.",
+        )  # fmt: skip
+
+
+def active_links(gpu: Gpu) -> int:
+    """NVLinks with a partner."""
+    return sum(link.active is True for link in gpu.nvlinks)
+
+
+def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
+    """A GPU is compared with its twins on the same host: how many links a board has differs by product."""
+    by_name: dict[str | None, list[Gpu]] = defaultdict(list)
+    for gpu in gpus:
+        if gpu.nvlinks_known and not gpu.mig_enabled:  # MIG turns NVLink off
+            by_name[gpu.name].append(gpu)
+    for name, twins in by_name.items():
+        most = max(active_links(gpu) for gpu in twins)
+        if most == 0 and len(twins) > 1 and name and _SOLDERED_LINKS.search(name):
+            yield finding(
+                "gpu.nvlink.none", Severity.FAIL, subject_of(twins),
+                f"no NVLink is active on {name}, a board that is built with them; all traffic goes over PCIe",
+                "nvmlDeviceGetNvLinkState = 0 or not supported on every link",
+                "Check that the fabric manager runs (systemctl status nvidia-fabricmanager) and matches the driver.",
+            )  # fmt: skip
+        for gpu in twins:
+            unread = sum(link.active is None for link in gpu.nvlinks)
+            if active_links(gpu) + unread < most:
+                yield _short_of_links(gpu, most)
+
+
+def _short_of_links(gpu: Gpu, most: int) -> Finding:
+    down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
+    if gpu.nvlinks:
+        says, evidence = (
+            f"{active_links(gpu)} of {most} NVLinks are active",
+            f"nvmlDeviceGetNvLinkState = 0 on links {down}",
+        )
+    else:
+        says, evidence = "the driver says that this GPU has no NVLink", "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
+    return finding(
+        "gpu.nvlink.missing", Severity.FAIL, subject_of(gpu), f"{says}; its twins have {most}", evidence,
+        "Reset the GPU and restart the fabric manager; if the links stay down, have the board checked.",
+    )  # fmt: skip
+
+
+_P2P_REMEDIES = {
+    "disabled_by_regkey": "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords).",
+}
+
+
+def _p2p(facts: GpuFacts) -> Iterator[Finding]:
+    """One finding per reason, not per pair. What a board has not by design is a note: GeForce, a mesh of NVLinks."""
+    by_index = {gpu.index: gpu for gpu in facts.gpus}
+    refused: dict[tuple[str, bool, bool], list[str]] = defaultdict(list)
+    for pair in facts.pairs:
+        if pair.p2p_read not in (None, "ok", "unknown"):
+            ends = by_index.get(pair.a), by_index.get(pair.b)
+            beside = _beside_a_mesh(pair, *ends) if pair.p2p_read != "disabled_by_regkey" else False
+            near = pair.ancestor in ("INTERNAL", "PIX", "PXB") or pair.p2p_nvlink == "ok"
+            refused[str(pair.p2p_read), beside, near].append(f"GPU{pair.a}-GPU{pair.b}")
+    for (reason, beside, near), pairs in refused.items():
+        by_design = beside or reason == "gpu_not_supported"
+        way = "NCCL goes through GPUs that have one" if beside else "NCCL goes through host memory there"
+        yield finding(
+            # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair
+            # whose way leads through the CPU anyway loses less.
+            "gpu.p2p.refused", Severity.INFO if by_design else Severity.FAIL if near else Severity.WARN, "",
+            f"no P2P ({reason.replace('_', ' ')}) between {', '.join(pairs[:4])}"
+            + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
+            + (", which the board's mesh does not join by an NVLink" if beside else "") + f"; {way}",
+            f"nvmlDeviceGetP2PStatus(read) = {reason} for {len(pairs)} pairs",
+            "" if by_design
+            else _P2P_REMEDIES.get(reason, "Look for IOMMU, ACS and the NVreg P2P settings of the driver."),
+        )  # fmt: skip
+
+
+def _beside_a_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
+    """Whether both GPUs have direct NVLinks to others and none to each other: DGX-1 joins 16 of its 28 pairs."""
+    if a is None or b is None or pair.p2p_nvlink in ("ok", None):
+        return False
+    ends = [{link.remote_bus_id for link in gpu.nvlinks if link.active and link.remote_kind == "gpu"} for gpu in (a, b)]
+    return all(ends) and b.bus_id not in ends[0] and a.bus_id not in ends[1]
+
+
+def _pcie(gpu: Gpu) -> Iterator[Finding]:
+    width, most = gpu.pcie_width, gpu.pcie_width_max
+    # Where sysfs shows the link, the pci probe judges the same width, with the slot's side of it.
+    if width and most and width < most and not gpu.link_in_sysfs:
+        yield finding(
+            "gpu.pcie.width", pci_check.NARROW_GPU, subject_of(gpu),
+            f"runs with {width} PCIe lanes where GPU and slot have {most}: {width / most:.0%} of the bandwidth",
+            f"nvmlDeviceGetCurrPcieLinkWidth = {width}, nvmlDeviceGetMaxPcieLinkWidth = {most}",
+            "Reseat the card or riser; check the slot's bifurcation in the firmware setup.",
+        )  # fmt: skip
+    now, best = gpu.pcie_generation, gpu.pcie_generation_max
+    # A GPU that is not busy trains its link down: no finding.
+    if now and best and now < best and (gpu.utilization_ratio or 0.0) >= BUSY_RATIO:
+        yield finding(
+            "gpu.pcie.generation", Severity.FAIL, subject_of(gpu),
+            f"the PCIe link runs at generation {now} of {best} although the GPU is {gpu.utilization_ratio:.0%} busy",
+            f"nvmlDeviceGetCurrPcieLinkGeneration = {now} at {gpu.utilization_ratio:.0%} utilisation",
+            "Look for PCIe errors (AER) in dmesg, reseat the card, and check the slot's speed in the firmware setup.",
+        )  # fmt: skip
+
+
+def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
+    """Corrected errors happen on healthy links: a note, the rate is for the metric to show."""
+    bad = {link.link: {k: n for k, n in link.errors.items() if n} for link in gpu.nvlinks if link.errors}
+    bad = {link: errors for link, errors in bad.items() if errors}
+    if bad:
+        what = "; ".join(f"link {n}: " + ", ".join(f"{k} {v}" for k, v in e.items()) for n, e in bad.items())
+        yield finding(
+            "gpu.nvlink.errors", Severity.INFO, subject_of(gpu),
+            f"NVLink errors since the driver was loaded on {len(bad)} link(s); watch their rate",
+            f"NVML's error counters of the links: {what}",
+        )  # fmt: skip
+
+
+# What each field of the fabric's health means; those that are not here are a wrong configuration, by its name.
+_FABRIC_WORDS = {
+    "route_recovery": "the recovery of NVLink routes is in progress",
+    "route_unhealthy": "an NVLink route of this GPU is unhealthy",
+    "access_timeout_recovery": "the recovery from a timed-out access over NVLink is in progress",
+    "partition_not_assigned": "this GPU is assigned to no partition",
+    "fabric_manager_disconnected": "the global fabric manager is disconnected",
+}
+
+
+def _fabric(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.fabric_state in ("not_started", "in_progress") or gpu.fabric_status:
+        status = f", status {gpu.fabric_status}" if gpu.fabric_status else ""
+        yield finding(
+            "gpu.fabric.incomplete", Severity.FAIL, subject_of(gpu),
+            f"the NVSwitch fabric has not taken this GPU in ({gpu.fabric_state}{status}); CUDA will not start on it",
+            f"nvmlDeviceGetGpuFabricInfoV: state {gpu.fabric_state}{status}",
+            "Start the fabric manager of the driver's own release (and IMEX on NVL72), then reset the GPU.",
+        )  # fmt: skip
+    yield from _fabric_health(gpu)
+    if gpu.fabric_degraded:
+        yield finding(
+            "gpu.fabric.degraded", Severity.FAIL, subject_of(gpu), "the NVSwitch fabric reports degraded bandwidth",
+            "nvmlDeviceGetGpuFabricInfoV: healthMask says degraded", "Look at the fabric manager's log on this rack.",
+        )  # fmt: skip
+
+
+def _fabric_health(gpu: Gpu) -> Iterator[Finding]:
+    faults = list(gpu.fabric_faults or ())
+    words = [_FABRIC_WORDS.get(fault, f"its configuration is wrong ({fault.replace('_', ' ')})") for fault in faults]
+    if gpu.fabric_summary == "limited_capacity" or (gpu.fabric_summary == "unhealthy" and not gpu.fabric_degraded):
+        faults.append(f"summary {gpu.fabric_summary}")
+        words = words or [f"NVML sums its health up as {gpu.fabric_summary.replace('_', ' ')}"]
+    if faults:
+        # Routes that were learnt stay without the manager, and less capacity is no fault of this GPU's links alone.
+        mild = set(faults) <= {"fabric_manager_disconnected", "summary limited_capacity"}
+        yield finding(
+            "gpu.fabric.unhealthy", Severity.WARN if mild else Severity.FAIL, subject_of(gpu),
+            f"the NVSwitch fabric is not well: {'; '.join(words)}",
+            f"nvmlDeviceGetGpuFabricInfoV: healthMask says {', '.join(faults)}",
+            "Read the fabric manager's log (on NVL72 NMX-C's); a recovery must end before a job starts here.",
+        )  # fmt: skip
+
+
+def _c2c(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.c2c_enabled is False and _ON_GRACE.search(gpu.name or ""):
+        yield finding(
+            "gpu.c2c.off", Severity.WARN, subject_of(gpu),
+            "the C2C link between this GPU and its Grace CPU is off: both talk over PCIe",
+            "nvmlDeviceGetC2cModeInfoV: isC2cEnabled 0",
+            "Look for Xid 121 and C2C lines in dmesg, and for the C2C setting in the firmware setup.",
+        )  # fmt: skip
+
+
+_ON_GRACE = re.compile(r"\bG[BH]\d00")
+
+
+def _modes(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.mig_enabled:
+        yield finding(
+            "gpu.mig.enabled", Severity.FAIL, subject_of(gpu), "MIG is on: no NVLink and no P2P between its slices",
+            "nvmlDeviceGetMigMode: enabled", "Turn MIG off for multi-GPU training: nvidia-smi -mig 0.",
+        )  # fmt: skip
+    if gpu.compute_mode in ("prohibited", "exclusive_process", "exclusive_thread"):
+        never = gpu.compute_mode == "prohibited"
+        yield finding(
+            "gpu.device.mode", Severity.FAIL if never else Severity.INFO, subject_of(gpu),
+            f"compute mode {gpu.compute_mode}: " + ("no process may use CUDA" if never else "one process at a time"),
+            f"nvmlDeviceGetComputeMode = {gpu.compute_mode}",
+            f"nvidia-smi -i {gpu.index} -c DEFAULT" if never else "",
+        )  # fmt: skip
+
+
+def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
+    """What is worth knowing once, for all GPUs it holds for."""
+    small = [gpu for gpu in gpus if gpu.bar1_bytes and gpu.memory_bytes and gpu.bar1_bytes < gpu.memory_bytes]
+    if small:
+        yield finding(
+            "gpu.bar1.small", Severity.INFO, subject_of(small),
+            f"BAR1 is {(small[0].bar1_bytes or 0) >> 20} MiB, less than the memory: GPUDirect RDMA can map only that",
+            f"nvmlDeviceGetBAR1MemoryInfo: bar1Total {small[0].bar1_bytes}",
+        )  # fmt: skip
+    if off := [gpu for gpu in gpus if gpu.persistence_mode is False]:
+        yield finding(
+            "gpu.persistence.off", Severity.INFO, subject_of(off),
+            "persistence mode is off: the first CUDA call after a pause initialises the GPU again",
+            "nvmlDeviceGetPersistenceMode = 0", "nvidia-smi -pm 1, or run nvidia-persistenced.",
+        )  # fmt: skip
+    for gpu in gpus:
+        if gpu.processes:
+            pids = ", ".join(str(process.pid) for process in gpu.processes[:8])
+            yield finding(
+                "gpu.process.running", Severity.INFO, subject_of(gpu),
+                f"{len(gpu.processes)} compute process(es) are on this GPU: measurements share it",
+                f"nvmlDeviceGetComputeRunningProcesses: pid {pids}",
+            )  # fmt: skip
+
+
+_PER_GPU: tuple[Callable[[Gpu], Iterator[Finding]], ...] = (
+    _pcie, _nvlink_errors, _c2c, _fabric, _modes,
+)  # fmt: skip

@@ -1,0 +1,138 @@
+"""Errors of GPUs that rise between two scans: a counter's value alone counts since the driver was loaded.
+
+Sources: nvml.h, nvmlNvLinkErrorCounter_t (a replay is a packet sent again, a recovery a link trained again: either one
+within a scan's interval is worth a warning); NVIDIA DCGM, dcgmlib/src/DcgmGpuHardwareLimits.h (more than 8 PCIe replays
+a minute, 100 or more CRC errors a second); NVIDIA's Xid catalogue.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from probes.api import Finding, Severity
+from probes.gpu import xid
+from probes.gpu.health import subject_of, xids_of
+from probes.gpu.types import Gpu, GpuFacts
+
+NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
+"""Of each link: any rise is one too many. From Blackwell on packets received with errors, and links that were lost."""
+
+PER_SECOND = {
+    "crc_flit": 100.0,
+    "crc_data": 100.0,
+    # From Blackwell on, errors that the link's code left. A link carries 4e11 bits a second each way (NVLink 5), and a
+    # bit error rate over 1e-12 is no healthy link (ibdiagnet, default of --ber_thresh).
+    "effective": 0.4,
+    "symbol": 0.4,
+}
+"""Errors a second from which a counter of each link is worth a warning."""
+
+REPLAYS_PER_MINUTE = 8.0
+
+
+def rising(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator[Finding]:
+    """Findings about what rose between two scans of one host, `seconds` apart, under one driver."""
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds}: the second scan must be later than the first")
+    if before.driver_version != after.driver_version:
+        return
+    earlier = {_name(gpu): gpu for gpu in before.gpus if _name(gpu)}
+    for gpu in after.gpus:
+        past = earlier.get(_name(gpu))
+        if past is not None:
+            yield from _xids(past, gpu, seconds)
+            yield from _counters(past, gpu, seconds)
+            yield from _nvlinks(past, gpu, seconds)
+
+
+def _name(gpu: Gpu) -> str | None:
+    """A GPU that was lost between the scans no longer tells its UUID, but may be known by its place."""
+    return gpu.bus_id or gpu.uuid
+
+
+def _rise(start: int | None, end: int | None) -> int:
+    """How far a counter rose; one that fell was reset in between, so its rise is unknown and counts as none."""
+    return end - start if start is not None and end is not None and end > start else 0
+
+
+_CAUSES = {  # of an Xid -> severity, what follows the numbers, remedy
+    "gpu": (
+        Severity.FAIL, ": the GPU, its memory or its links.",
+        "Drain the node and look the number up in NVIDIA's Xid catalogue.",
+    ),
+    "driver": (
+        Severity.WARN, ": an engine, the firmware or the driver; the cause is open.",
+        "Look the number up in NVIDIA's Xid catalogue, and drain the node if it comes back.",
+    ),
+    "program": (Severity.INFO, ", usually an error of the program.", ""),
+}  # fmt: skip
+
+
+def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
+    earlier, now = xids_of(before), xids_of(after)
+    if earlier is None or now is None:
+        return
+    new = tuple((Counter(now) - Counter(earlier)).elements())
+    for cause in xid.CAUSES:
+        what = xid.named(new, cause)
+        if what:
+            severity, words, remedy = _CAUSES[cause]
+            yield Finding(
+                code="gpu.xid.new",
+                severity=severity,
+                subject=subject_of(after),
+                message=f"The driver reported {what} within {seconds:.0f} s{words}",
+                evidence=(f"kernel log or NVML events: {what} more than in the scan before",),
+                remedy=remedy,
+            )
+
+
+def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
+    replays = _rise(before.pcie_replays, after.pcie_replays)
+    # A short interval is held to the whole minute's count: one burst is no rate.
+    if replays > REPLAYS_PER_MINUTE * max(seconds / 60.0, 1.0):
+        yield Finding(
+            code="gpu.counters.rising",
+            severity=Severity.WARN,
+            subject=subject_of(after),
+            message=f"{replays} PCIe packets were sent again in {seconds:.0f} s: the link to the GPU is marginal.",
+            evidence=(f"nvmlDeviceGetPcieReplayCounter: {before.pcie_replays}, then {after.pcie_replays}",),
+            remedy="Look for AER lines in dmesg, and reseat the card or riser.",
+        )
+    errors = _rise(before.ecc_uncorrected, after.ecc_uncorrected)
+    if errors:
+        yield Finding(
+            code="gpu.counters.rising",
+            severity=Severity.FAIL,
+            subject=subject_of(after),
+            message=f"{errors} uncorrectable memory error(s) in {seconds:.0f} s: its results are not to be trusted.",
+            evidence=(
+                f"nvmlDeviceGetTotalEccErrors(uncorrected, volatile): {before.ecc_uncorrected}, then "
+                f"{after.ecc_uncorrected}",
+            ),
+            remedy="Drain the node and reset the GPU; have it checked if it happens again.",
+        )
+
+
+def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
+    risen = tuple(_risen_links(before, after, seconds))
+    if risen:
+        yield Finding(
+            code="gpu.nvlink.errors",
+            severity=Severity.WARN,
+            subject=subject_of(after),
+            message=f"NVLink errors rose within {seconds:.0f} s: packets were spoilt or sent again, links retrained.",
+            evidence=risen,
+            remedy="If they go on rising, drain the node and have the link checked (nvidia-smi nvlink -e).",
+        )
+
+
+def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
+    earlier = {link.link: link.errors or {} for link in before.nvlinks}
+    for link in after.nvlinks:
+        for name in (*NVLINK_COUNTERS, *PER_SECOND):
+            start, end = earlier.get(link.link, {}).get(name), (link.errors or {}).get(name)
+            rise = _rise(start, end)
+            if rise and rise >= PER_SECOND.get(name, 0.0) * seconds:
+                yield f"link {link.link} {name}: {start}, then {end}"

@@ -1,0 +1,309 @@
+"""Health of one GPU: memory, heat, power and what the driver logged; part of `probes.gpu.check`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from probes.api import Finding, Severity, by_loss
+from probes.gpu import xid
+from probes.gpu.types import Gpu, GpuFacts
+
+HOT_CELSIUS = (
+    84.0  # clocks begin to fall between 84 and 90 C: stas00/ml-engineering, compute/accelerator, "Temperature"
+)
+REMAPPED_ROWS_MAX = 512  # of one GPU: NVIDIA GPU Memory Error Management, "Row-remapping", RMA criteria
+THERMAL = {"sw_thermal", "hw_thermal"}
+
+BUSY_RATIO = 0.5
+"""Utilisation from which a GPU counts as busy: below, its clocks and its PCIe link may rest between two kernels."""
+
+# A busy GPU without any reason to slow down stays near its highest clock: it gives up a step of some 15 MHz for a few
+# degrees. A quarter less is no such step; compute then takes a third longer. The power limit may hold a healthy board
+# at six or seven tenths (H100 at 700 W in large GEMMs), not at less than half.
+LOW_CLOCK_RATIO = 0.75
+LOW_CLOCK_RATIO_CAPPED = 0.5
+
+# What a driver keeps for itself: some 600 MiB on an H100, about as much for each 40 GiB of larger boards.
+RESERVED_BYTES = 1 << 30
+RESERVED_RATIO = 0.015
+HELD_RATIO = 0.1  # of the memory, by others: a forecast of a layout is off by more than its own margin
+FULL_RATIO = 0.9  # what is left holds no model that was meant for the board
+
+
+def finding(code: str, severity: Severity, subject: str, message: str, evidence: str, remedy: str = "") -> Finding:
+    """A finding with one piece of evidence."""
+    return Finding(code=code, severity=severity, subject=subject, message=message, evidence=(evidence,), remedy=remedy)
+
+
+def subject_of(gpus: Gpu | Iterable[Gpu]) -> str:
+    """ "GPU3", or "GPU0, GPU1"."""
+    return f"GPU{gpus.index}" if isinstance(gpus, Gpu) else ", ".join(f"GPU{gpu.index}" for gpu in gpus)
+
+
+def _memory(gpu: Gpu) -> Iterator[Finding]:
+    subject = subject_of(gpu)
+    if gpu.ecc_uncorrected:
+        yield finding(
+            "gpu.ecc.uncorrected", Severity.FAIL, subject,
+            f"{gpu.ecc_uncorrected} uncorrectable memory error(s) since the driver was loaded",
+            f"nvmlDeviceGetTotalEccErrors(uncorrected, volatile) = {gpu.ecc_uncorrected}",
+            "Drain the node and reset the GPU; run the vendor's field diagnostic if it happens again.",
+        )  # fmt: skip
+    if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX:
+        yield finding(
+            "gpu.memory.remap_failed", Severity.FAIL, subject, "bad memory rows can no longer be remapped",
+            f"nvmlDeviceGetRemappedRows: failed {gpu.remapping_failed}, rows {gpu.remapped_rows_uncorrectable}",
+            "Replace the GPU.",
+        )  # fmt: skip
+    if gpu.remapping_pending:
+        yield finding(
+            "gpu.memory.remap_pending", Severity.WARN, subject, "a bad memory row waits for a reset to be remapped",
+            "nvmlDeviceGetRemappedRows: pending", "Drain the node and reset the GPU.",
+        )  # fmt: skip
+    if gpu.remap_banks_exhausted:
+        yield finding(
+            "gpu.memory.remap_exhausted", Severity.WARN, subject,
+            f"{gpu.remap_banks_exhausted} memory bank(s) have no spare row left: the next bad row there stays bad",
+            f"nvmlDeviceGetRowRemapperHistogram or bank remapper: {gpu.remap_banks_exhausted} with none left",
+            "Plan the replacement of the GPU.",
+        )  # fmt: skip
+    if gpu.retired_pages:
+        yield finding(
+            "gpu.memory.retired", Severity.INFO, subject, f"{gpu.retired_pages} memory page(s) are retired",
+            f"nvmlDeviceGetRetiredPages = {gpu.retired_pages}",
+        )  # fmt: skip
+
+
+def _ecc(gpu: Gpu) -> Iterator[Finding]:
+    subject = subject_of(gpu)
+    if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
+        over = gpu.sram_threshold_exceeded
+        yield finding(
+            "gpu.ecc.sram", Severity.FAIL, subject,
+            "more uncorrectable errors in on-chip memory (SRAM) than the field diagnostic allows" if over
+            else f"{gpu.sram_uncorrected} uncorrectable error(s) in on-chip memory (SRAM) since the driver was loaded",
+            f"nvmlDeviceGetSramEccErrorStatus: threshold exceeded {over}, volatile {gpu.sram_uncorrected}, "
+            f"aggregate {gpu.sram_uncorrected_lifetime}",
+            "Replace the GPU." if over else "Drain the node and reset the GPU; have it checked if it happens again.",
+        )  # fmt: skip
+    if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
+        yield finding(
+            "gpu.ecc.lifetime", Severity.INFO, subject,
+            f"uncorrectable memory errors in the board's life: {_said(gpu.ecc_uncorrected_lifetime)}, of these in "
+            f"on-chip memory (SRAM) {_said(gpu.sram_uncorrected_lifetime)}",
+            f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {_said(gpu.ecc_uncorrected_lifetime)}",
+        )  # fmt: skip
+    if gpu.ecc_enabled is False:
+        delivered_off = gpu.ecc_default is False
+        yield finding(
+            "gpu.ecc.off", Severity.INFO if delivered_off else Severity.WARN, subject,
+            "ECC is switched off: errors in memory go unnoticed into the results"
+            + ("; the board is delivered so" if delivered_off else "")
+            + (", until the next reset" if gpu.ecc_pending else ""),
+            f"nvmlDeviceGetEccMode: now off, after a reset {'on' if gpu.ecc_pending else 'off'}",
+            "" if delivered_off else f"nvidia-smi -i {gpu.index} -e 1, then reset the GPU.",
+        )  # fmt: skip
+    elif gpu.ecc_enabled and gpu.ecc_pending is False:
+        yield finding(
+            "gpu.ecc.off", Severity.INFO, subject, "ECC will be off after the next reset of this GPU",
+            "nvmlDeviceGetEccMode: now on, after a reset off",
+        )  # fmt: skip
+
+
+def _said(number: int | None) -> str:
+    return "unknown" if number is None else str(number)
+
+
+def _recovery(gpu: Gpu) -> Iterator[Finding]:
+    action = gpu.recovery_action
+    if action not in (None, "none"):
+        yield finding(
+            "gpu.device.recovery", Severity.FAIL, subject_of(gpu),
+            f"the driver wants this GPU recovered: {action.replace('_', ' ')}",
+            f"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: {action}", _RECOVERIES.get(action, "Drain the node."),
+        )  # fmt: skip
+
+
+_RECOVERIES = {
+    "gpu_reset": "Drain the node and reset the GPU: nvidia-smi --gpu-reset.",
+    "node_reboot": "Drain the node and reboot it.",
+    "system_reboot": "Drain the node and reboot it.",
+    "drain_p2p": "End the jobs that use P2P with this GPU.",
+    "drain_and_reset": "End the jobs that use P2P with this GPU, then reset it: nvidia-smi --gpu-reset.",
+    "recover_imex_domain": "Restart the IMEX domain of the rack (nvidia-imex on all its nodes).",
+    "bus_reset": "Drain the node and reset the GPU's PCIe bus, or reboot the node.",
+}
+
+
+def held_bytes(gpu: Gpu) -> int | None:
+    """Memory that others hold: used, without what a driver keeps for itself. None where NVML does not tell."""
+    if not gpu.memory_bytes or gpu.memory_used_bytes is None:
+        return None
+    reserved = max(RESERVED_BYTES, int(RESERVED_RATIO * gpu.memory_bytes))
+    return max(0, min(gpu.memory_used_bytes, gpu.memory_bytes) - reserved)
+
+
+def _held(gpu: Gpu) -> Iterator[Finding]:
+    """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way."""
+    held, size = held_bytes(gpu), gpu.memory_bytes or 0
+    if held is None or held < HELD_RATIO * size:
+        return
+    used = gpu.memory_used_bytes or 0
+    severity = Severity.FAIL if used >= FULL_RATIO * size else Severity.WARN
+    if gpu.utilization_ratio is None:
+        severity = Severity.WARN
+    elif gpu.utilization_ratio > 0:
+        severity = Severity.INFO
+    whose = ", ".join(
+        f"pid {p.pid}" + (f" ({p.memory_bytes / 2**30:.1f} GiB)" if p.memory_bytes else "")
+        for p in (gpu.processes or ())[:8]
+    )
+    yield finding(
+        "gpu.memory.held", severity, subject_of(gpu),
+        f"{used / 2**30:.1f} of {size / 2**30:.1f} GiB of memory are in use ({used / size:.0%}), "
+        f"{'while the GPU is at rest' if gpu.utilization_ratio == 0 else 'by other processes'}: a job gets the rest",
+        f"nvmlDeviceGetMemoryInfo: used {used} of {size}; compute processes: {whose or 'none to be seen'}",
+        "" if severity is Severity.INFO else "End the processes that hold it (fuser -v /dev/nvidia*), or wait.",
+    )  # fmt: skip
+
+
+HW_SLOWDOWN_LOSS = 0.5
+"""Of the clock, at least: nvml.h, the reasons HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown."""
+
+
+def _clock_loss(gpu: Gpu) -> float:
+    """The share of its highest clock that heat takes from a GPU; 0 where that cannot be told, as on a GPU at rest."""
+    if "hw_thermal" in (gpu.throttle_reasons or ()):
+        return HW_SLOWDOWN_LOSS
+    if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
+        return 0.0
+    return 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
+
+
+def _heat(gpu: Gpu) -> Iterator[Finding]:
+    subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
+    now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
+    limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
+    if now is not None and now >= limit:
+        yield finding(
+            "gpu.thermal.hot", Severity.WARN, subject,
+            f"{now:.0f} C: clocks fall from about {limit:.0f} C on"
+            + (f", and are cut at {slowdown:.0f} C" if slowdown else ""),
+            f"nvmlDeviceGetTemperature = {now:.0f}", "Check fans, air flow and inlet temperature.",
+        )  # fmt: skip
+    clock = f" at {gpu.sm_clock_hertz / 1e6:.0f} MHz" if gpu.sm_clock_hertz else ""
+    if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
+        # nvml.h: core clocks reduced by a factor of two or more, for heat, the power brake or too fast a rise of power.
+        yield finding(
+            "gpu.clocks.slowdown", by_loss(HW_SLOWDOWN_LOSS), subject,
+            f"the hardware slows the clocks down{clock} to half or less (hw_slowdown); the driver does not say whether "
+            "for heat, the power brake or a peak of power",
+            f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}",
+            "Check temperature and air flow, the power cables and supplies; compare with the neighbours in the rack.",
+        )  # fmt: skip
+    if reasons & THERMAL:
+        yield finding(
+            "gpu.thermal.throttling", by_loss(_clock_loss(gpu)), subject,
+            f"clocks are held down{clock} by {', '.join(sorted(reasons & THERMAL))}; every rank waits for this GPU",
+            f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}",
+            "Check fans, air flow and inlet temperature; compare with the neighbours in the rack.",
+        )  # fmt: skip
+
+
+_NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has a finding of its own
+
+
+def _clocks(gpu: Gpu) -> Iterator[Finding]:
+    """A busy GPU far below its highest clock, which nothing else explains."""
+    now, most, busy = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, gpu.utilization_ratio
+    reasons = set(gpu.throttle_reasons or ())
+    if not now or not most or busy is None or busy < BUSY_RATIO or gpu.throttle_reasons is None:
+        return
+    if reasons & _NAMED_ELSEWHERE:
+        return
+    if now >= (LOW_CLOCK_RATIO_CAPPED if "sw_power_cap" in reasons else LOW_CLOCK_RATIO) * most:
+        return
+    why = f"the driver names {', '.join(sorted(reasons))}" if reasons else "the driver names no reason"
+    yield finding(
+        "gpu.clocks.low", Severity.FAIL, subject_of(gpu),
+        f"runs at {now / 1e6:.0f} of {most / 1e6:.0f} MHz while it is {busy:.0%} busy, and {why}; all ranks wait",
+        f"nvmlDeviceGetClockInfo(SM) = {now / 1e6:.0f}, nvmlDeviceGetMaxClockInfo(SM) = {most / 1e6:.0f}, "
+        f"utilisation {busy:.0%}",
+        f"Free the clocks (nvidia-smi -i {gpu.index} -rgc, then -rac), and reset the GPU if it stays so.",
+    )  # fmt: skip
+
+
+def _power(gpu: Gpu) -> Iterator[Finding]:
+    subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
+    if "hw_power_brake" in reasons:
+        yield finding(
+            "gpu.power.brake", by_loss(HW_SLOWDOWN_LOSS), subject,
+            "the power brake is pulled: the supply asks for slower clocks",
+            "nvmlDeviceGetCurrentClocksThrottleReasons: hw_power_brake",
+            "Check the power supplies, their redundancy and the rack's power budget.",
+        )  # fmt: skip
+    if "sw_power_cap" in reasons:
+        yield finding(
+            "gpu.power.capped", Severity.INFO, subject,
+            f"clocks are held down by the power limit ({gpu.power_limit_watts or 0:.0f} W): usual under full load",
+            "nvmlDeviceGetCurrentClocksThrottleReasons: sw_power_cap",
+        )  # fmt: skip
+    limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
+    if limit and default and limit < default - 0.5:  # half a watt: both are rounded to milliwatts by the driver
+        yield finding(
+            "gpu.power.limit", by_loss(1.0 - (limit / default) ** (1 / 3)), subject,
+            f"the power limit is {limit:.0f} W, below the board's {default:.0f} W",
+            f"nvmlDeviceGetEnforcedPowerLimit = {limit:.0f} W",
+            f"If nobody chose this limit, restore it: nvidia-smi -i {gpu.index} -pl {default:.0f}.",
+        )  # fmt: skip
+
+
+def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
+    """Every Xid that is known, in the kernel's log and as NVML's events, where most of them stand in both."""
+    if gpu.xids is None or gpu.xid_events is None:
+        return gpu.xids if gpu.xid_events is None else gpu.xid_events
+    return tuple((Counter(gpu.xids) | Counter(gpu.xid_events)).elements())
+
+
+_XID_RULES = {  # cause -> code, severity, what follows the numbers, remedy
+    "gpu": (
+        "gpu.xid.hardware", Severity.WARN, "",
+        "Look the numbers up in NVIDIA's Xid catalogue; reset the GPU, and have it checked if they come back.",
+    ),
+    "driver": ("gpu.xid.driver", Severity.INFO, ": of an engine, the firmware or the driver, the cause is open", ""),
+    "program": ("gpu.xid.application", Severity.INFO, ": usually an error of the program that ran", ""),
+}  # fmt: skip
+
+
+def _xids(gpu: Gpu) -> Iterator[Finding]:
+    known = xids_of(gpu) or ()
+    sources = [name for name, found in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if found]
+    for cause in xid.CAUSES:
+        what = xid.named(known, cause)
+        if what:
+            code, severity, words, remedy = _XID_RULES[cause]
+            yield finding(
+                code, severity, subject_of(gpu), f"the driver has reported {what}{words}",
+                f"{' and '.join(sources)}: {what}", remedy,
+            )  # fmt: skip
+
+
+_LOG_UNREAD = (
+    "the kernel's log is not readable here, and NVML tells only of Xids that come from the first scan on: whether one "
+    "came before is not known"
+)
+
+
+def unjudged(facts: GpuFacts) -> dict[str, str]:
+    """Code -> reason of the checks of Xids that nothing was raised by, where the kernel's log was not read."""
+    answering = [gpu for gpu in facts.gpus if gpu.error is None]
+    if all(gpu.xids is not None for gpu in answering):
+        return {}
+    raised = {found.code for gpu in answering for found in _xids(gpu)}
+    return {code: _LOG_UNREAD for code, *_ in _XID_RULES.values() if code not in raised}
+
+
+RULES: tuple[Callable[[Gpu], Iterator[Finding]], ...] = (
+    _recovery, _memory, _ecc, _held, _heat, _clocks, _power, _xids,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a probe may ask of a machine: live, recorded, recording."""

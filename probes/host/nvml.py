@@ -1,0 +1,350 @@
+"""NVML through pynvml, one call at a time, answers made plain (numbers, strings, lists, dicts).
+
+Specification: NVML API reference (nvml.h); pynvml is NVIDIA's own binding. Nothing here knows what a call means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from probes.host.protocol import GpuHandle, Json, NvmlError
+
+ERROR_NAMES = {
+    1: "UNINITIALIZED", 2: "INVALID_ARGUMENT", 3: "NOT_SUPPORTED", 4: "NO_PERMISSION", 5: "ALREADY_INITIALIZED",
+    6: "NOT_FOUND", 7: "INSUFFICIENT_SIZE", 8: "INSUFFICIENT_POWER", 9: "DRIVER_NOT_LOADED", 10: "TIMEOUT",
+    11: "IRQ_ISSUE", 12: "LIBRARY_NOT_FOUND", 13: "FUNCTION_NOT_FOUND", 14: "CORRUPTED_INFOROM", 15: "GPU_IS_LOST",
+    16: "RESET_REQUIRED", 17: "OPERATING_SYSTEM", 18: "LIB_RM_VERSION_MISMATCH", 19: "IN_USE", 20: "MEMORY",
+    21: "NO_DATA", 22: "VGPU_ECC_NOT_SUPPORTED", 23: "INSUFFICIENT_RESOURCES", 24: "FREQ_NOT_SUPPORTED",
+    25: "ARGUMENT_VERSION_MISMATCH", 26: "DEPRECATED", 27: "NOT_READY", 28: "GPU_NOT_FOUND", 29: "INVALID_STATE",
+    30: "RESET_TYPE_NOT_SUPPORTED", 999: "UNKNOWN",
+}  # fmt: skip
+"""nvmlReturn_t, NVML_ERROR_ left out."""
+
+ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
+
+NOT_ASKED, HUNG, CRASHED = "NOT_ASKED", "HUNG", "CRASHED"
+"""Not the driver's words but ours: the time for its questions was over before this one (`Nvml.give_seconds`), or it did
+not survive this one before (`Nvml.leave_out`)."""
+
+INIT = "nvmlInit"
+HANDLE = "nvmlDeviceGetHandleByIndex"
+XIDS = "nvmlEventSetWait"
+
+_STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
+_DRIVER_CHANGED = {1, 9, 12, 15, 16, 18}  # a GPU or the driver went: what comes back need not be the same
+_LINK_STATE = "nvmlDeviceGetNvLinkState"
+_FIXED = {  # of a GPU, a link that is up, or a place on the board; the driver cannot be unloaded while it is open
+    "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability",
+    "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNvLinkVersion", "nvmlDeviceGetNvLinkRemoteDeviceType",
+    "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxClockInfo",
+    "nvmlDeviceGetPowerManagementDefaultLimit", "nvmlDeviceGetDefaultEccMode",
+}  # fmt: skip
+_XID_EVENT = 8  # nvmlEventTypeXidCriticalError
+_NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field, NOT_SUPPORTED of the board
+_EVENTS_MAX = 1024  # kept of one driver's life, newest last
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
+
+
+def failure(symbol: str, name: str) -> NvmlError:
+    """The error NVML gives by that name."""
+    return NvmlError(symbol, ERROR_CODES.get(name, 999), name)
+
+
+class Slot:
+    """Memory that two processes share, with the question in it that the driver is asked."""
+
+    BYTES = 128
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor` is of a file of that size, and is not needed any more afterwards."""
+        self._memory = mmap.mmap(descriptor, self.BYTES)
+
+    def write(self, question: str) -> None:
+        """Replace what is in it; empty where nothing is asked."""
+        self._memory[:] = question.encode()[: self.BYTES].ljust(self.BYTES, b"\0")
+
+    def read(self) -> str:
+        """What is in it."""
+        return self._memory[:].rstrip(b"\0").decode(errors="replace")
+
+
+class Nvml:
+    """A loaded and initialised NVML; handles and what cannot change are kept between calls."""
+
+    def __init__(self) -> None:
+        self._pynvml: Any = None
+        self._handles: dict[int, Any] = {}
+        self._functions: dict[str, Callable[..., Json]] = {}
+        self._fixed: dict[tuple[Any, ...], Json] = {}  # only answers: an error may pass
+        self._no_links: set[tuple[Any, ...]] = set()  # questions for NVLinks beyond those of the board
+        self._events = _Events()
+        self._deadline: float | None = None  # of time.monotonic
+        self._left_out: dict[str, str] = {}
+        self._slot: Slot | None = None
+
+    def show_questions(self, slot: Slot) -> None:
+        """Write each question into `slot` while the driver is asked: who finds this process dead reads it there."""
+        self._slot = slot
+
+    def leave_out(self, questions: dict[str, str]) -> None:
+        """Raise HUNG or CRASHED in place of these: "nvmlDeviceGetName gpu1", "nvmlDeviceGetName" or "gpu1"."""
+        self._left_out = questions
+
+    def give_seconds(self, seconds: float | None) -> None:
+        """From now on answer for so long, then raise NOT_ASKED in place of a call; None lifts the limit.
+
+        A driver that takes long for each answer is so read in part, in the order in which it is asked.
+        """
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+
+    def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle.
+
+        Raises NvmlError, whose symbol is the function that failed: this one, or on the way to it nvmlInit or the
+        look-up of the handle.
+        """
+        fixed = (symbol, *arguments) if symbol in _FIXED else None
+        if fixed in self._fixed:
+            return self._fixed[fixed]
+        if symbol == _LINK_STATE and (symbol, *arguments) in self._no_links:
+            raise failure(symbol, "INVALID_ARGUMENT")
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            raise NvmlError(symbol, -1, NOT_ASKED)
+        place = next((f"gpu{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
+        for left_out in (f"{symbol} {place}", symbol, place) if self._left_out else ():
+            if left_out in self._left_out:
+                raise NvmlError(HANDLE if left_out == place else symbol, -1, self._left_out[left_out])
+        if self._slot is not None:
+            self._slot.write(f"{symbol} {place}")
+        try:
+            return self._ask(symbol, arguments, fixed)
+        finally:
+            if self._slot is not None:
+                self._slot.write("")
+
+    def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], fixed: tuple[Any, ...] | None) -> Json:
+        pynvml, failing = self._library(), HANDLE
+        function = self._functions.get(symbol) or self._function(symbol)
+        try:
+            places = [self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
+            failing = symbol
+            answer = self._events.xids(pynvml, self._watched, int(places[0])) if symbol == XIDS else function(*places)
+            answer = answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
+        except pynvml.NVMLError as error:
+            self._learn(error.value, symbol, arguments)
+            raise NvmlError(failing, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
+        except pynvml.NVMLLibraryMismatchError:
+            raise failure(failing, "FUNCTION_NOT_FOUND") from None
+        except UnicodeDecodeError:
+            raise NvmlError(failing, 999, "GARBLED_TEXT") from None
+        if fixed is not None:
+            self._fixed[fixed] = answer
+        return answer
+
+    def _watched(self, index: int) -> Any:
+        """The handle of a GPU whose events are to be had."""
+        if f"gpu{index}" in self._left_out or f"{XIDS} gpu{index}" in self._left_out:
+            raise self._pynvml.NVMLError(ERROR_CODES["UNKNOWN"])
+        if self._slot is not None:
+            self._slot.write(f"{XIDS} gpu{index}")
+        return self._handle(index)
+
+    def _learn(self, code: int, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> None:
+        """What an error says of the answers and handles that were kept."""
+        if code in _DRIVER_CHANGED:
+            self._fixed.clear()
+            self._no_links.clear()
+        if code == ERROR_CODES["INVALID_ARGUMENT"] and symbol == _LINK_STATE and arguments[1:] > (0,):
+            self._no_links.add((symbol, *arguments))
+        elif code in _STALE_HANDLE:
+            self._handles.clear()
+        if code == ERROR_CODES["UNINITIALIZED"]:
+            self._pynvml, self._events = None, _Events()  # the next call begins anew
+
+    def _function(self, symbol: str) -> Callable[..., Json]:
+        library = self._library()
+        function = _SPECIAL.get(symbol) or getattr(library, symbol, None)
+        if function is None or not symbol.startswith("nvml"):
+            raise failure(symbol, "FUNCTION_NOT_FOUND")
+        self._functions[symbol] = function
+        return function
+
+    def _library(self) -> Any:
+        if self._pynvml is None:
+            import pynvml
+
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as error:
+                raise NvmlError(INIT, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
+            self._pynvml = pynvml
+        return self._pynvml
+
+    def _handle(self, index: int) -> Any:
+        if index not in self._handles:
+            self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
+        return self._handles[index]
+
+
+class _Events:
+    """The Xids that the driver reported since it was first asked for them.
+
+    Specification: NVML API reference, event handling. An event set holds what comes after a GPU was registered with it;
+    a wait of no time takes one event out of it, or answers TIMEOUT.
+    """
+
+    def __init__(self) -> None:
+        self._set: Any = None
+        self._watched: dict[int, Any] = {}  # GPU -> its handle
+        self._refused: dict[int, str] = {}  # GPU -> why its events cannot be had
+        self._xids: list[list[int]] = []  # [GPU, Xid], oldest first
+
+    def xids(self, pynvml: Any, handle: Callable[[int], Any], count: int) -> Json:
+        """{"watched": GPUs below `count` whose events come, "xids": [[GPU, Xid], ...] since they are watched}."""
+        if self._set is None:
+            self._set = pynvml.nvmlEventSetCreate()
+        for index in range(count):
+            if index not in self._watched and index not in self._refused:
+                self._register(pynvml, handle, index)
+        self._drain(pynvml)
+        return {"watched": sorted(self._watched), "xids": list(self._xids)}
+
+    def _register(self, pynvml: Any, handle: Callable[[int], Any], index: int) -> None:
+        try:
+            device = handle(index)
+            if pynvml.nvmlDeviceGetSupportedEventTypes(device) & _XID_EVENT:
+                pynvml.nvmlDeviceRegisterEvents(device, _XID_EVENT, self._set)
+                self._watched[index] = device
+        except pynvml.NVMLError as error:
+            self._refused[index] = ERROR_NAMES.get(error.value, f"CODE_{error.value}")
+
+    def _drain(self, pynvml: Any) -> None:
+        names = {ctypes.cast(device, ctypes.c_void_p).value: index for index, device in self._watched.items()}
+        for _ in range(_EVENTS_MAX if self._watched else 0):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._set, 0)
+            except pynvml.NVMLError as error:
+                if error.value == ERROR_CODES["TIMEOUT"]:
+                    break
+                raise
+            index = names.get(ctypes.cast(event.device, ctypes.c_void_p).value)
+            if event.eventType == _XID_EVENT and index is not None:
+                self._xids = [*self._xids, [index, int(event.eventData)]][-_EVENTS_MAX:]
+
+
+def plain(value: Any) -> Json:
+    """A number, a text, a ctypes structure or array, or one of pynvml's friendly objects, as plain data."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, ctypes.Structure):
+        return {name: plain(getattr(value, name)) for name, *_ in value._fields_}
+    if isinstance(value, ctypes.Array | list | tuple):
+        return [plain(item) for item in value]
+    return {name: plain(item) for name, item in vars(value).items()}
+
+
+def sysfs_bus_id(nvml: str) -> str | None:
+    """NVML's "00000000:1B:00.0" as sysfs spells it; None for an empty or hidden ("FFFFFFFF:...") one."""
+    found = re.fullmatch(r"([0-9A-F]{4,8}):([0-9A-F]{2}):([0-9A-F]{2})\.([0-7])", nvml.strip().upper())
+    if found is None or found[1].strip("F") == "":
+        return None
+    return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}".lower()
+
+
+def nvml_bus_id(sysfs_: str | None) -> str:
+    """The bus id as NVML and dcgm-exporter spell it: "00000000:1B:00.0"; empty where unknown."""
+    if not sysfs_:
+        return ""
+    domain, _, rest = sysfs_.partition(":")
+    return f"{int(domain, 16):08X}:{rest.upper()}"
+
+
+def _field_values(handle: Any, *fields: int | str) -> list[Json]:
+    """nvmlDeviceGetFieldValues; a field is a number, or "number:scope" (scope is a link, for example).
+
+    One value per field in the same order. Each has a return code of its own: None where the GPU, or its driver, has no
+    such field, else the error's name.
+    """
+    import pynvml
+
+    wanted = [tuple(map(int, field.split(":"))) if isinstance(field, str) else field for field in fields]
+    # The fields' own descriptors: pynvml's attribute access looks for text in every one and costs ten times as much.
+    fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
+    return [
+        (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else None)
+        if (code := fail(answer)) == 0
+        else None
+        if code in _NO_FIELD
+        else ERROR_NAMES.get(code, f"CODE_{code}")
+        for answer in pynvml.nvmlDeviceGetFieldValues(handle, wanted)
+    ]
+
+
+def _pci_info(handle: Any) -> Json:
+    """nvmlDeviceGetPciInfo: the bus id says all that the other fields say."""
+    import pynvml
+
+    return {"busId": plain(pynvml.nvmlDeviceGetPciInfo(handle).busId)}
+
+
+def _remote_pci_info(handle: Any, link: int) -> Json:
+    """nvmlDeviceGetNvLinkRemotePciInfo, asked of every link: the bus id only."""
+    import pynvml
+
+    return {"busId": plain(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)}
+
+
+def _fabric_info(handle: Any) -> Json:
+    """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version; the second lacks the summary."""
+    import pynvml
+
+    info = pynvml.c_nvmlGpuFabricInfo_v3_t()
+    try:
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    except pynvml.NVMLError as error:
+        if error.value != ERROR_CODES["ARGUMENT_VERSION_MISMATCH"]:
+            raise
+        info = pynvml.c_nvmlGpuFabricInfo_v2_t()
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    return plain(info)
+
+
+def _fabric_info_v1(handle: Any) -> Json:
+    """nvmlDeviceGetGpuFabricInfo, the form of drivers before 535."""
+    import pynvml
+
+    info = pynvml.c_nvmlGpuFabricInfo_t()
+    pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    return plain(info)
+
+
+def _sram_status(handle: Any) -> Json:
+    """nvmlDeviceGetSramEccErrorStatus."""
+    import pynvml
+
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(status))
+    return plain(status)
+
+
+def _events(*_arguments: Any) -> Json:
+    """In the table of functions only: `_Events` answers."""
+    raise NotImplementedError
+
+
+_SPECIAL: dict[str, Callable[..., Json]] = {
+    XIDS: _events,
+    "nvmlDeviceGetSramEccErrorStatus": _sram_status,
+    "nvmlDeviceGetPciInfo": _pci_info,
+    "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,
+    "nvmlDeviceGetFieldValues": _field_values,
+    "nvmlDeviceGetGpuFabricInfoV": _fabric_info,
+    "nvmlDeviceGetGpuFabricInfo": _fabric_info_v1,
+}

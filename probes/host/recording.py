@@ -1,0 +1,317 @@
+"""A host's answers in a file: captured on a customer's machine, replayed anywhere without the hardware.
+
+The file is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
+source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},
+{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. What was never asked replays as "not there", so that a newer probe
+reads an older recording.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from contracts import bounded
+from contracts.plain import PlainError
+from contracts.plain import loads as plain
+from probes.api import SCHEMA_VERSION
+from probes.host.nvml import ERROR_CODES, failure
+from probes.host.protocol import GpuHandle, Host, Json, NvmlError
+
+KIND = "topoflight-recording"
+SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
+
+_SECRET_PAIR = re.compile(
+    r"""([\w.-]{0,64}(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\\"']*\s*[=:]\s*)"""
+    r"""(?:(\\*["'])[^"'\\]*|[^\s,;"'\\]+)""",
+    re.IGNORECASE,
+)
+_METHODS = (
+    "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
+    "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
+)  # fmt: skip
+
+
+class RecordingError(ValueError):
+    """A file is not a recording that can be read here."""
+
+
+def question(*arguments: GpuHandle | int | str) -> str:
+    """The key of a question in the file: its arguments, a GPU as "gpu3"."""
+    return ",".join(f"gpu{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments)
+
+
+class RecordingHost:
+    """Passes every question on and keeps the answer, errors included, secrets left out."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.answers: dict[str, dict[str, Json]] = {}
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Every question of `Host` is passed on in the same way."""
+        if method not in _METHODS:
+            raise AttributeError(method)
+
+        def ask(*arguments: GpuHandle | int | str) -> Any:
+            try:
+                answer = getattr(self.host, method)(*arguments)
+            except (OSError, NvmlError, ImportError) as error:
+                self._keep(method, arguments, _error_answer(error, arguments))
+                raise
+            self._keep(method, arguments, _pack(answer) if isinstance(answer, bytes) else _without_secrets(answer))
+            return answer
+
+        return ask
+
+    def _keep(self, method: str, arguments: tuple[GpuHandle | int | str, ...], answer: Json) -> None:
+        """NVML answers stand below their symbol, the others below their method."""
+        if method == "nvml":
+            symbols = self.answers.setdefault("nvml", {})
+            symbols.setdefault(str(arguments[0]), {})[question(*arguments[1:])] = answer
+        else:
+            self.answers.setdefault(method, {})[question(*arguments)] = answer
+
+    def archive(self, source: str = "") -> dict[str, Json]:
+        """The recording so far."""
+        identity = self.answers.get("identity", {}).get("") or self.identity()
+        return archive(identity, self.answers, source)
+
+
+def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+    """The content of a recording file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": KIND,
+        "hostname": identity["hostname"],
+        "captured_at": identity["time"],
+        "source": source,
+        "answers": {method: dict(sorted(answers[method].items())) for method in _METHODS if method in answers},
+    }
+
+
+class RecordedHost:
+    """Answers from a recording; what is not in it is "not there"."""
+
+    def __init__(self, content: dict[str, Json]) -> None:
+        self.content = content
+        self._answers: dict[str, dict[str, Json]] = content["answers"]
+
+    def _answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
+        answers, key = self._answers.get(method, {}), question(*arguments)
+        if key not in answers:
+            raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
+        return _raised(answers[key], key)
+
+    def read_text(self, path: str) -> str:
+        """Content of a small file."""
+        return str(self._answer("read_text", path))
+
+    def read_bytes(self, path: str, limit: int) -> bytes:
+        """First bytes of a file."""
+        return _unpack(self._answer("read_bytes", path, limit), limit)
+
+    def list_dir(self, path: str) -> tuple[str, ...]:
+        """Names in a folder."""
+        return tuple(self._answer("list_dir", path))
+
+    def exists(self, path: str) -> bool:
+        """Whether the path exists; a path that answered another question does."""
+        known = self._answers.get("exists", {})
+        if path in known:
+            return bool(known[path])
+        others = (self._answers.get(m, {}).get(path) for m in ("read_text", "list_dir", "resolve"))
+        return any(answer is not None and not _is_error(answer) for answer in others)
+
+    def resolve(self, path: str) -> str:
+        """The path with links followed."""
+        return str(self._answer("resolve", path))
+
+    def usable(self, path: str) -> bool:
+        """Whether the recorder could open the path."""
+        return bool(self._answer("usable", path))
+
+    def statvfs(self, path: str) -> tuple[int, int]:
+        """(size, available) in bytes."""
+        size, available = _numbers(self._answer("statvfs", path), path)
+        return size or 0, available or 0
+
+    def limit(self, name: str) -> tuple[int | None, int | None]:
+        """(soft, hard) of the process that recorded."""
+        return _numbers(self._answer("limit", name), name)
+
+    def environment(self) -> dict[str, str]:
+        """The recorder's environment; empty where it was not recorded."""
+        return dict(self._answers.get("environment", {}).get("", {}))
+
+    def identity(self) -> dict[str, Json]:
+        """The recorded identity; at least hostname and time, from the file's own header."""
+        header = {"hostname": self.content["hostname"], "time": self.content["captured_at"]}
+        return {**header, **self._answers.get("identity", {}).get("", {})}
+
+    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
+        """One recorded NVML call."""
+        symbols = self._answers.get("nvml")
+        if not symbols:
+            raise failure(symbol, "LIBRARY_NOT_FOUND")
+        answers, key = symbols.get(symbol, {}), question(*arguments)
+        return _raised(answers[key], symbol) if key in answers else _raised({"$nvml": "NOT_SUPPORTED"}, symbol)
+
+    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """Recorded links, addresses or routes."""
+        return tuple(self._answer("netlink", what))
+
+    def port_link(self, netdev: str) -> dict[str, Json]:
+        """What the recorded driver said of its port."""
+        return dict(self._answer("port_link", netdev))
+
+    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
+        """Recorded devices, ports or system."""
+        return tuple(self._answer("rdma_netlink", what))
+
+    def verbs(self, what: str, *arguments: int | str) -> Json:
+        """One recorded question to libibverbs."""
+        return self._answer("verbs", what, *arguments)
+
+    def kernel_log(self, word: str) -> tuple[str, ...]:
+        """Recorded lines with the word."""
+        return tuple(self._answer("kernel_log", word))
+
+    def cpu(self) -> dict[str, Json]:
+        """Recorded psutil numbers; empty where they were not recorded."""
+        return dict(self._answers.get("cpu", {}).get("", {}))
+
+
+def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
+    if isinstance(error, NvmlError):
+        answer: dict[str, Json] = {"$nvml": error.name}
+        if error.code != ERROR_CODES.get(error.name):
+            answer["code"] = error.code
+        if arguments and error.symbol != arguments[0]:  # nvmlInit, or the look-up of the handle
+            answer["symbol"] = error.symbol
+        return answer
+    if isinstance(error, ImportError):
+        return {"$import": str(error)}
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    name = errno.errorcode.get(number, str(number))
+    path = str(arguments[0]) if arguments else ""
+    plain = str(error) == str(OSError(number, os.strerror(number), path))
+    return (
+        {"$errno": name}
+        if plain
+        else {"$errno": name, "text": _without_secrets(getattr(error, "strerror", None) or str(error))}
+    )
+
+
+def _pack(content: bytes) -> str:
+    """PCI configuration space is mostly zeros."""
+    return base64.b64encode(zlib.compress(content, 9)).decode()
+
+
+def _unpack(text: str, limit: int) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(base64.b64decode(text), limit)
+    except (ValueError, zlib.error) as error:
+        raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
+
+
+def _numbers(answer: Json, asked: str) -> tuple[int | None, int | None]:
+    """Two whole numbers, or None for each; a recording may hold anything."""
+    if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
+        raise OSError(errno.EIO, "the recording holds no two numbers", asked)
+    return answer[0], answer[1]
+
+
+def _is_error(answer: Json) -> bool:
+    return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
+
+
+def _raised(answer: Json, asked: str) -> Json:
+    """The answer, or the error that it stands for."""
+    if not _is_error(answer):
+        return answer
+    if "$nvml" in answer:
+        code = answer.get("code", ERROR_CODES.get(answer["$nvml"], 999))
+        raise NvmlError(str(answer.get("symbol", asked)), code, answer["$nvml"])
+    if "$import" in answer:
+        raise ImportError(answer["$import"])
+    name = answer["$errno"]
+    numbered = isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 6
+    number = getattr(errno, name) if name in errno.errorcode.values() else int(name) if numbered else errno.EIO
+    raise OSError(number, answer.get("text", os.strerror(number)), asked)
+
+
+def _without_secrets(answer: Json) -> Json:
+    """The answer with the value of every name=value or name: value pair that looks like a secret left out."""
+    if isinstance(answer, str):
+        return _SECRET_PAIR.sub(r"\1\2(left out)", answer)
+    if isinstance(answer, dict):
+        return {k: _without_secrets(v) for k, v in answer.items()}
+    if isinstance(answer, list | tuple):
+        return [_without_secrets(item) for item in answer]
+    return answer
+
+
+def load(path: str | Path) -> RecordedHost:
+    """Read a recording, plain or gzip. Raises RecordingError that names the file and what is allowed."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+            content = bounded.rest(file, SIZE_LIMIT_BYTES)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RecordingError(f"{path}: not a whole gzip file ({error})") from None
+    except bounded.TooLargeError as error:
+        raise RecordingError(f"{path}: {error} unpacked, which no recording is") from None
+    try:
+        data = plain(content)
+    except PlainError as error:
+        raise RecordingError(f"{path}: {error}") from None
+    return RecordedHost(_checked(data, path))
+
+
+def _checked(data: Json, path: Path) -> dict[str, Json]:
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise RecordingError(f'{path}: not a recording: "kind" must be "{KIND}" (topoflight capture writes one)')
+    version = data.get("schema_version")
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+        raise RecordingError(f"{path}: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}")
+    answers = data.get("answers")
+    if not isinstance(answers, dict) or not all(isinstance(a, dict) for a in answers.values()):
+        raise RecordingError(f'{path}: "answers" must be an object of objects')
+    if not isinstance(data.get("hostname"), str) or not isinstance(data.get("captured_at"), int | float):
+        raise RecordingError(f'{path}: "hostname" must be text and "captured_at" a number')
+    if not all(isinstance(a, dict) for a in answers.get("nvml", {}).values()):
+        raise RecordingError(f'{path}: "answers.nvml" must hold an object per symbol')
+    identity = answers.get("identity", {}).get("", {})
+    if not isinstance(identity, dict):
+        raise RecordingError(f'{path}: "answers.identity" must hold an object')
+    if not isinstance(identity.get("hostname", ""), str) or not isinstance(identity.get("time", 0), int | float):
+        raise RecordingError(f'{path}: "answers.identity": "hostname" must be text and "time" a number')
+    return data
+
+
+def dumps(content: dict[str, Json]) -> str:
+    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
+    head = {k: v for k, v in content.items() if k != "answers"}
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
+    sections = [f"  {json.dumps(m)}: {_section(a, nested=m == 'nvml')}" for m, a in content["answers"].items()]
+    return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
+
+
+def _section(answers: dict[str, Json], *, nested: bool) -> str:
+    rows = [f"   {json.dumps(k)}: {_symbol(v) if nested else json.dumps(v)}" for k, v in answers.items()]
+    return "{\n" + ",\n".join(rows) + "\n  }"
+
+
+def _symbol(answers: dict[str, Json]) -> str:
+    return json.dumps(answers)

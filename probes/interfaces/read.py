@@ -1,0 +1,262 @@
+"""Reads links, addresses and routes through rtnetlink, or what /sys/class/net and /proc/net tell without it.
+
+Specification: rtnetlink(7); Linux Documentation/ABI/testing/sysfs-class-net; NetworkAttachmentDefinition de facto
+standard 1.3 (the network-status annotation).
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import Any
+
+from probes.api import UnavailableError
+from probes.host import sysfs
+from probes.host.protocol import Host, Json
+from probes.hostinfo.container import container
+from probes.interfaces import lldp
+from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.roles import nccl_choice, role_of
+from probes.interfaces.status import NetworkStatus, read_network_status
+from probes.rdma.gids import ipv4_of, read_gids
+
+NET = "/sys/class/net"
+LINKS_MAX = 4096
+IFF_UP, IFF_RUNNING = 0x1, 0x40
+ERRORS = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "rx_missed_errors")
+# Their ethtool speed is a constant of the driver (veth says 10000) or that of nothing: no evidence of a wire.
+SPEEDLESS = {"veth", "bridge", "dummy", "tun", "vxlan", "geneve", "ifb", "wireguard", "ipip", "gre", "sit", "netkit"}
+
+
+def read(host: Host) -> InterfacesFacts:
+    """All interfaces with their roles; absent where neither netlink nor sysfs tells."""
+    try:
+        links, source = [_link(entry) for entry in host.netlink("links")], "netlink"
+        addresses = _addresses(host, links)
+        default = _default_route_of_proc(host)
+        if default not in {link["name"] for link in links}:  # none, or /proc of another namespace
+            default = _default_route(host, links)
+    except OSError:
+        links, source = _links_of_sysfs(host), "sysfs"
+        addresses, default = {}, _default_route_of_proc(host)
+    if not links:
+        raise UnavailableError("neither rtnetlink nor /sys/class/net lists an interface")
+    status = read_network_status(host)
+    names = {link["index"]: link["name"] for link in links}
+    rdma = _rdma_map(host)
+    facts = {link["name"]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    wired = lldp.neighbours(
+        host, {link["index"]: link["name"] for link in links if link["name"] in facts and facts[link["name"]].bus_id}
+    )
+    in_pod = status is not None or container(host) == "kubernetes"
+    finished = tuple(
+        replace(
+            _finish(interface, facts, status, default=default, rdma=rdma, in_pod=in_pod),
+            neighbour=wired.get(interface.name),
+        )
+        for interface in facts.values()
+    )
+    return InterfacesFacts(
+        interfaces=finished,
+        default_route=default,
+        nccl_choice=nccl_choice(finished) if source == "netlink" else None,
+        socket_ifname=host.environment().get("NCCL_SOCKET_IFNAME") or None,
+        network_status_source=status.source if status else None,
+        network_status_error=status.error if status else None,
+        source=source,
+    )
+
+
+# One link ------------------------------------------------------------------------------------------------------
+
+
+def _link(entry: dict[str, Json]) -> dict[str, Any]:
+    """What is needed of a netlink message; a parent in another namespace is none of this one's indices."""
+    info = entry.get("IFLA_LINKINFO")
+    info = info if isinstance(info, dict) else {}
+    data = info.get("IFLA_INFO_DATA")
+    lower = entry.get("IFLA_LINK")
+    if lower is None and isinstance(data, dict):
+        lower = data.get("IFLA_VXLAN_LINK")
+    foreign = entry.get("IFLA_LINK_NETNSID") is not None
+    flags = entry.get("flags")
+    return {
+        "index": entry.get("index"),
+        "name": str(entry.get("IFLA_IFNAME") or f"index{entry.get('index')}"),
+        "kind": info.get("IFLA_INFO_KIND"),
+        "flags": flags if isinstance(flags, int) else None,
+        "mtu": entry.get("IFLA_MTU"),
+        "mac": entry.get("IFLA_ADDRESS"),
+        "lower": None if foreign else lower,
+        "foreign": foreign,
+        "master": entry.get("IFLA_MASTER"),
+    }
+
+
+def _links_of_sysfs(host: Host) -> list[dict[str, Any]]:
+    found = []
+    for name in sysfs.names(host, NET):
+        if host.exists(f"{NET}/{name}/ifindex") or sysfs.text(host, f"{NET}/{name}/flags"):
+            index, lower = sysfs.number(host, f"{NET}/{name}/ifindex"), sysfs.number(host, f"{NET}/{name}/iflink")
+            uevent = sysfs.fields(sysfs.text(host, f"{NET}/{name}/uevent"), "=")
+            found.append(
+                {
+                    "index": index,
+                    "name": name,
+                    "kind": uevent.get("DEVTYPE") or ("bond" if host.exists(f"{NET}/{name}/bonding") else None),
+                    "flags": sysfs.number(host, f"{NET}/{name}/flags"),
+                    "mtu": sysfs.number(host, f"{NET}/{name}/mtu"),
+                    "mac": sysfs.text(host, f"{NET}/{name}/address"),
+                    "lower": lower if lower != index else None,
+                    "foreign": False,
+                    "master": sysfs.number(host, f"{NET}/{name}/master/ifindex"),
+                }
+            )
+    return sorted(found, key=lambda link: link["index"] or 0)
+
+
+def _interface(
+    host: Host, link: dict[str, Any], names: dict[Any, str], addresses: dict[Any, tuple[str, ...]]
+) -> Interface:
+    name, kind, flags = link["name"], link["kind"], link["flags"]
+    folder = f"{NET}/{name}"
+    readable = sysfs.NAME.fullmatch(name) is not None
+    bus_id = sysfs.bus_id(sysfs.target(host, f"{folder}/device")) if readable else None
+    node = sysfs.number(host, f"/sys/bus/pci/devices/{bus_id}/numa_node") if bus_id else None
+    speed = sysfs.number(host, f"{folder}/speed") if readable and kind not in SPEEDLESS and name != "lo" else None
+    # The other end of a veth is its IFLA_LINK, not what it stands on.
+    parent = names.get(link["lower"]) if kind not in ("veth", "netkit") else None
+    errors = {c: v for c in ERRORS if readable and (v := sysfs.number(host, f"{folder}/statistics/{c}")) is not None}
+    return Interface(
+        name=name,
+        role="unknown",
+        kind=kind,
+        up=bool(flags & IFF_UP) if flags is not None else None,
+        running=_running(host, folder, flags, readable),
+        addresses=addresses.get(link["index"], ()),
+        mtu_bytes=link["mtu"] if isinstance(link["mtu"], int) else None,
+        speed_bytes_per_second=speed * 1e6 / 8 if speed is not None and 0 < speed < 1 << 31 else None,
+        driver=sysfs.target_name(host, f"{folder}/device/driver") if readable else None,
+        parent=parent if parent != name else None,
+        parent_elsewhere=link["foreign"],
+        master=names.get(link["master"]),
+        bus_id=bus_id,
+        numa_node=node if node is not None and node >= 0 else None,
+        mac=link["mac"],
+        is_vf=host.exists(f"{folder}/device/physfn") if bus_id else None,
+        errors=errors or None,
+    )
+
+
+def _running(host: Host, folder: str, flags: int | None, readable: bool) -> bool | None:
+    """Netlink computes IFF_RUNNING; the flags file of sysfs does not, operstate does."""
+    if flags is None:
+        return None
+    if flags & IFF_RUNNING:
+        return True
+    state = sysfs.text(host, f"{folder}/operstate") if readable else None
+    return state in ("up", "unknown") and bool(flags & IFF_UP) if state else False
+
+
+def _finish(
+    interface: Interface,
+    all_: dict[str, Interface],
+    status: NetworkStatus | None,
+    *,
+    default: str | None,
+    rdma: dict[str, str],
+    in_pod: bool,
+) -> Interface:
+    """Add what takes the other interfaces to know: role, network and RDMA device."""
+    entry = status.by_interface.get(interface.name) if status else None
+    return replace(
+        interface,
+        role=role_of(interface, entry, default=default, in_pod=in_pod),
+        multus_network=entry.network if entry else None,
+        multus_mtu_bytes=entry.mtu_bytes if entry else None,
+        rdma_device=(entry.rdma_device if entry else None) or _rdma_device(interface, all_, rdma),
+    )
+
+
+# Addresses and routes ------------------------------------------------------------------------------------------
+
+
+def _addresses(host: Host, links: list[dict[str, Any]]) -> dict[Any, tuple[str, ...]]:
+    found: dict[Any, list[str]] = {link["index"]: [] for link in links}
+    for entry in host.netlink("addresses"):
+        # IFA_ADDRESS is the peer's on point-to-point links, IFA_LOCAL the own; IPv6 has only the former.
+        address = entry.get("IFA_LOCAL") or entry.get("IFA_ADDRESS")
+        if address:
+            found.setdefault(entry.get("index"), []).append(f"{address}/{entry.get('prefixlen')}")
+    return {index: tuple(list_) for index, list_ in found.items()}
+
+
+def _default_route(host: Host, links: list[dict[str, Any]]) -> str | None:
+    """The interface of the default route in the main table, the one of lowest metric, IPv4 before IPv6."""
+    names = {link["index"]: link["name"] for link in links}
+    candidates = []
+    for entry in host.netlink("routes"):
+        main = entry.get("RTA_TABLE", entry.get("table")) == 254  # RT_TABLE_MAIN
+        unicast = entry.get("type", 1) == 1
+        if main and unicast and not entry.get("dst_len") and not entry.get("RTA_DST"):
+            metric, index = entry.get("RTA_PRIORITY") or 0, entry.get("RTA_OIF")
+            if index is None and isinstance(hops := entry.get("RTA_MULTIPATH"), list) and hops:
+                index = hops[0].get("oif") if isinstance(hops[0], dict) else None
+            if index in names and isinstance(metric, int):
+                candidates.append((entry.get("family") != socket.AF_INET, metric, names[index]))
+    return min(candidates)[2] if candidates else None
+
+
+def _default_route_of_proc(host: Host) -> str | None:
+    """/proc/net/route, the main table: Iface Destination Gateway Flags RefCnt Use Metric Mask, in hexadecimal.
+
+    A tenth of the work of a dump through netlink, which every scan would pay.
+    """
+    candidates = []
+    for line in (sysfs.text(host, "/proc/net/route") or "").splitlines()[1:]:
+        words = line.split()
+        if len(words) >= 8 and words[1] == "00000000" and words[7] == "00000000" and words[6].isdigit():
+            candidates.append((int(words[6]), words[0]))
+    return min(candidates)[1] if candidates else None
+
+
+# RDMA ----------------------------------------------------------------------------------------------------------
+
+
+def _rdma_map(host: Host) -> dict[str, str]:
+    """Netdev name, PCI address and IPv4 address -> RDMA device.
+
+    A pod with a macvlan on an RDMA port does not see the port's netdev; but the port's GID table holds the macvlan's
+    address, and that address is the pod's own.
+    """
+    found: dict[str, str] = {}
+    for device in sysfs.names(host, "/sys/class/infiniband"):
+        folder = f"/sys/class/infiniband/{device}"
+        address = sysfs.bus_id(sysfs.target(host, f"{folder}/device"))
+        parent = sysfs.text(host, f"{folder}/parent")
+        netdevs = sysfs.names(host, f"{folder}/device/net")
+        for key in (*netdevs, *([parent] if parent else []), *([address] if address else [])):
+            found.setdefault(key, device)
+        for port in sysfs.names(host, f"{folder}/ports"):
+            for gid in read_gids(host, f"{folder}/ports/{port}")[0]:
+                if ipv4 := ipv4_of(gid):
+                    found.setdefault(ipv4, device)
+    return found
+
+
+def _rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[str, str]) -> str | None:
+    """By its own address, name or PCI function, then by those of what it stands on, or of its bond's members."""
+    for address in interface.addresses:
+        if device := rdma.get(address.partition("/")[0]):
+            return device
+    seen: set[str] = set()
+    current: Interface | None = interface
+    while current is not None and current.name not in seen:
+        seen.add(current.name)
+        if device := rdma.get(current.name) or rdma.get(current.bus_id or ""):
+            return device
+        if current.kind == "bond":
+            members = [rdma.get(i.name) or rdma.get(i.bus_id or "") for i in all_.values() if i.master == current.name]
+            return next((device for device in members if device), None)
+        current = all_.get(current.parent or "") if current.kind in ("macvlan", "ipvlan", "vlan", "macvtap") else None
+    return None

@@ -1,0 +1,79 @@
+"""What an interface is for, and which one NCCL takes by itself.
+
+Sources: NCCL user guide, NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running interfaces only);
+getifaddrs(3) lists IPv4 addresses before IPv6 ones, in the order of the interfaces' indices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from probes.interfaces.probe import Interface
+from probes.interfaces.status import Entry
+
+# Kinds that stand for another interface's wire, and kinds that end in software.
+ON_A_WIRE = {"macvlan", "ipvlan", "vlan", "bond", "ipoib", "team", "macvtap"}
+POD_KINDS = {"veth", "netkit", "ipvlan", "macvlan"}
+
+_DOCKER = re.compile(r"docker\d*$|docker_gwbridge$|br-[0-9a-f]{12}$|virbr\d|podman\d|lxcbr\d|lxdbr\d|cni-podman")
+_MULTUS_DEFAULT_NAME = re.compile(r"net\d+$")  # Multus names interfaces net1, net2, ... where nothing else is asked
+
+_LAST = ("docker", "lo", "virbr")  # NCCL takes these last, in this order; virbr since 2.28
+
+
+def role_of(interface: Interface, entry: Entry | None, *, default: str | None, in_pod: bool) -> str:
+    """ "loopback", "pod-default", "secondary", "host", "docker", "bridge" or "virtual"."""
+    if interface.name == "lo":
+        return "loopback"
+    if entry is not None:
+        return "pod-default" if entry.default else "secondary"
+    if _DOCKER.match(interface.name):
+        return "docker"
+    if interface.kind in ("bridge", "openvswitch"):
+        return "bridge"
+    # In a host's own namespace the default route goes out of a card or a bond; through a veth it leaves a container.
+    if interface.name == default and interface.kind in POD_KINDS:
+        return "pod-default"
+    in_container = in_pod or interface.parent_elsewhere
+    if in_container and (_MULTUS_DEFAULT_NAME.match(interface.name) or interface.kind in ("macvlan", "ipvlan")):
+        return "secondary"
+    if in_pod and interface.is_vf and interface.name != default:
+        return "secondary"
+    if in_pod and interface.name == "eth0" and interface.kind in POD_KINDS:
+        return "pod-default"
+    if interface.bus_id or interface.driver or interface.kind in ON_A_WIRE:
+        return "host"
+    return "virtual" if interface.kind else "unknown"
+
+
+def usable_by_nccl(interface: Interface) -> bool:
+    """Up, running and with an address."""
+    return bool(interface.up and interface.running and interface.addresses)
+
+
+def matches(name: str, setting: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME takes an interface: prefixes, "=" for exact names, "^" for all but these.
+
+    Both marks stand at the very start and hold for the whole list.
+    """
+    exclude = setting.startswith("^")
+    rest = setting.removeprefix("^")
+    exact = rest.startswith("=")
+    wanted = [item.partition(":")[0] for item in rest.removeprefix("=").split(",") if item]
+    found = any(name == item if exact else name.startswith(item) for item in wanted)
+    return found is not exclude
+
+
+def nccl_choice(interfaces: Iterable[Interface], setting: str | None = None) -> str | None:
+    """The first interface of NCCL's search with this NCCL_SOCKET_IFNAME, and with NCCL_COMM_ID unset."""
+    usable = [interface for interface in interfaces if usable_by_nccl(interface)]
+    usable.sort(key=lambda i: all(":" in address for address in i.addresses))  # stable: IPv4 first, then by index
+    if setting and len(setting) > 1:  # NCCL ignores a single character
+        return next((i.name for i in usable if matches(i.name, setting)), None)
+    steps = [
+        [i for i in usable if i.name.startswith("ib")],
+        [i for i in usable if not i.name.startswith(_LAST)],
+        *([i for i in usable if i.name.startswith(prefix)] for prefix in _LAST),
+    ]
+    return next((step[0].name for step in steps if step), None)

@@ -1,0 +1,1 @@
+"""Limits that break RDMA and shared memory."""

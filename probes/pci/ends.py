@@ -1,0 +1,99 @@
+"""Which devices of the PCI bus are GPUs and HCAs that this host itself is to use: what a scan must have read.
+
+Sources: PCI Code and ID Assignment Specification (class codes); pci.ids (vendors, virtual functions); Linux
+Documentation/driver-api/vfio.rst (a device that a VFIO driver holds belongs to a virtual machine).
+"""
+
+from __future__ import annotations
+
+from probes.pci.probe import PciDevice, PciFacts, is_gpu, is_network
+
+NVIDIA = 0x10DE
+AMD = 0x1002
+CRAY = 0x17DB
+MELLANOX = 0x15B3
+INFINIBAND_CLASS = 0x0207
+EFA = {(0x1D0F, device) for device in (0xEFA0, 0xEFA1, 0xEFA2, 0xEFA3)}  # pci.ids: Elastic Fabric Adapter
+# pci.ids, vendor 15b3: a virtual function seen in a guest has no link to its physical one, and may be Ethernet only
+MELLANOX_VFS = {0x1004, 0x1012, 0x1014, 0x1016, 0x1018, 0x101A, 0x101C, 0x101E, 0xA2D3}
+_VGA = 0x0300
+_DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
+_STUBS = {"pci-stub", "pciback", "xen-pciback"}
+
+
+def is_passed_through(driver: str | None) -> bool:
+    """Whether a driver holds the device for a virtual machine: vfio-pci, nvgrace-gpu-vfio-pci, xen-pciback, ..."""
+    return driver is not None and ("vfio" in driver or driver in _STUBS)
+
+
+def gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """NVIDIA GPUs of this host: none that a virtual machine holds, and no virtual function of one."""
+    return tuple(d for d in _nvidia(facts) if not is_passed_through(d.driver) and d.physical_function is None)
+
+
+def passed_through(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """NVIDIA GPUs that a virtual machine holds, or may hold: nothing of them can be read here."""
+    return tuple(d for d in _nvidia(facts) if is_passed_through(d.driver) and d.physical_function is None)
+
+
+def _nvidia(facts: PciFacts) -> list[PciDevice]:
+    # A display adapter of a management controller is class 03 00 too: only NVIDIA's count as GPUs here.
+    return [d for d in facts.devices if is_gpu(d.class_code) and d.vendor_id == NVIDIA]
+
+
+def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """Accelerators of other vendors: processing accelerators, and AMD's display controllers without VGA (Instinct).
+
+    A VGA controller of another vendor is a screen (a management controller, the CPU's own graphics) and is left out.
+    """
+    return tuple(
+        d
+        for d in facts.devices
+        if d.vendor_id != NVIDIA
+        and d.physical_function is None
+        and not is_passed_through(d.driver)
+        and (d.class_code >> 8 == _ACCELERATOR or (d.class_code >> 8 == _DISPLAY and d.vendor_id == AMD))
+    )
+
+
+def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """Network functions made for RDMA, or that do it: InfiniBand, EFA, ConnectX and BlueField, whatever has a device.
+
+    A virtual function that does no RDMA here may be Ethernet only or another pod's, and is left out.
+    """
+    return tuple(
+        d
+        for d in facts.devices
+        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _made_for_rdma(d))
+    )
+
+
+def _made_for_rdma(device: PciDevice) -> bool:
+    if device.physical_function is not None:
+        return False
+    if device.class_code >> 8 == INFINIBAND_CLASS or (device.vendor_id, device.device_id) in EFA:
+        return True
+    return device.vendor_id == MELLANOX and device.device_id not in MELLANOX_VFS
+
+
+def amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """AMD's GPUs by class and vendor: accelerators (12 00), 3D and other display controllers (03 02, 03 80).
+
+    A VGA controller (03 00) counts only where no NVIDIA GPU is there: beside one it is the CPU's own display.
+    """
+    nvidia = bool(_nvidia(facts))
+    return tuple(
+        device
+        for device in facts.devices
+        if is_gpu(device.class_code)
+        and device.vendor_id == AMD
+        and not is_passed_through(device.driver)
+        and (device.class_code >> 8 != _VGA or (not nvidia and device.driver == "amdgpu"))
+    )
+
+
+def is_cassini(device: PciDevice) -> bool:
+    """A NIC of HPE Slingshot 11: Cray's vendor id, or the cxi driver."""
+    if not is_network(device.class_code):
+        return False
+    return device.vendor_id == CRAY or (device.driver or "").startswith("cxi")

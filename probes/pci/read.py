@@ -1,0 +1,199 @@
+"""Reads /sys/bus/pci and the host-wide switches of GPUDirect RDMA.
+
+Specification: Linux Documentation/ABI/testing/sysfs-bus-pci, sysfs-kernel-iommu_groups; NCCL user guide,
+Troubleshooting ("GPU Direct"); NCCL src/graph/topo.cc for the place of a virtual topology file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from probes.api import UnavailableError
+from probes.host import sysfs
+from probes.host.protocol import Host
+from probes.hostinfo import read as hostinfo_read
+from probes.hostinfo.container import container
+from probes.pci.config import CONFIG_BYTES, parse_config
+from probes.pci.probe import PciDevice, PciFacts, is_bridge, is_gpu, is_network
+
+DEVICES = "/sys/bus/pci/devices"
+GROUPS = "/sys/kernel/iommu_groups"
+DEVICES_MAX = 4096
+NVIDIA = 0x10DE
+NVSWITCH = 0x0680
+PEERMEM = (
+    "/sys/module/nvidia_peermem",
+    "/sys/kernel/mm/memory_peers/nv_mem",
+    "/sys/kernel/mm/memory_peers/nv_mem_nc",
+    "/sys/module/efa_nv_peermem",  # the EFA installer's
+)
+DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
+TOPOLOGY_FOLDERS = (
+    "/var/run/nvidia-topologyd",  # NCCL's own default: virtualTopology.xml
+    "/opt/microsoft",  # Azure HPC images: ndv4-topo.xml, ndv5-topo.xml, and links to them by series:
+    "/opt/microsoft/ndv2",
+    "/opt/microsoft/ndv4",
+    "/opt/microsoft/ndv5",
+    "/opt/microsoft/ncv4",
+    "/opt/amazon/ofi-nccl/share/aws-ofi-nccl/xml",  # EFA installer; its plugin sets NCCL_TOPO_FILE itself
+    "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml",
+)
+_ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
+
+
+def read(host: Host) -> PciFacts:
+    """Read the tree and the switches."""
+    try:
+        found = host.list_dir(DEVICES)
+    except FileNotFoundError as error:
+        # Where sysfs is not mounted, or a recording never asked, what is on the bus is unknown, not absent. A recording
+        # older than the question for /sys/bus shows by its network interfaces that sysfs was there.
+        if not host.exists("/sys/bus") and not sysfs.names(host, "/sys/class/net"):
+            raise
+        raise UnavailableError(f"this machine has no PCI bus ({DEVICES}: {error.strerror or error})") from error
+    addresses = [name for name in found if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
+    devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
+    version = sysfs.text(host, "/proc/driver/nvidia/version")
+    opened = None if version is None else "Open Kernel Module" in version
+    hypervisor = hostinfo_read.virtual_machine(host)
+    return PciFacts(
+        devices=devices,
+        iommu_mode=_iommu_mode(host, devices),
+        peermem_version=next((v for path in PEERMEM if (v := sysfs.text(host, f"{path}/version"))), None),
+        peermem_loaded=any(host.exists(path) for path in PEERMEM) if host.exists("/sys/module") else None,
+        nvidia_open_module=opened,
+        dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
+        virtual_tree=virtual_tree(devices, hypervisor),
+        hypervisor=hypervisor,
+        container=container(host),
+        topology_files=_topology_files(host),
+    )
+
+
+def read_device(host: Host, address: str) -> PciDevice | None:
+    """One device; None where its class is none of ours."""
+    folder = f"{DEVICES}/{address}"
+    code = sysfs.number(host, f"{folder}/class")
+    if code is None or not (is_bridge(code) or is_gpu(code) or is_network(code)):
+        return None
+    vendor, device = sysfs.number(host, f"{folder}/vendor"), sysfs.number(host, f"{folder}/device")
+    if vendor is None or device is None:
+        return None
+    if code >> 8 == NVSWITCH and vendor != NVIDIA:
+        return None  # "other bridge" of a chipset
+    path = (sysfs.target(host, folder) or "").split("/")
+    ancestors = [part for part in path[:-1] if sysfs.BUS_ID.fullmatch(part)]
+    roots = [part for part in path if _ROOT.fullmatch(part)]
+    node = sysfs.number(host, f"{folder}/numa_node")
+    group = sysfs.target_name(host, f"{folder}/iommu_group")
+    return PciDevice(
+        bus_id=address,
+        class_code=code,
+        vendor_id=vendor,
+        device_id=device,
+        parent=ancestors[-1] if ancestors else None,
+        root=roots[-1] if roots else None,
+        numa_node=node if node is not None and node >= 0 else None,
+        driver=sysfs.target_name(host, f"{folder}/driver"),
+        link_transfers_per_second=_transfers(sysfs.text(host, f"{folder}/current_link_speed")),
+        link_transfers_per_second_max=_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
+        link_width=_width(sysfs.number(host, f"{folder}/current_link_width")),
+        link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
+        iommu_group=sysfs.parse_number(group),
+        physical_function=None if is_bridge(code) else sysfs.target_name(host, f"{folder}/physfn"),
+        sriov_vfs=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_numvfs"),
+        sriov_vfs_max=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_totalvfs"),
+        rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
+    )
+
+
+def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
+    """Configuration space of GPUs, NICs and the bridges above them: a read goes to the device, microseconds a word."""
+    parents = {device.bus_id: device.parent for device in devices}
+    wanted = {device.bus_id for device in devices if not is_bridge(device.class_code)}
+    for bus_id in tuple(wanted):
+        above = parents.get(bus_id)
+        while above is not None and above not in wanted:
+            wanted.add(above)
+            above = parents.get(above)
+    return tuple(_configured(host, device) if device.bus_id in wanted else device for device in devices)
+
+
+def _configured(host: Host, device: PciDevice) -> PciDevice:
+    try:
+        config = parse_config(host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES))
+    except OSError:
+        return device
+    return replace(
+        device,
+        acs_source_validation=config.acs_source_validation,
+        relaxed_ordering=config.relaxed_ordering,
+        resizable_bar=config.resizable_bar,
+        bar_sizes_offered=config.bar_sizes_offered,
+        lost=config.lost,
+    )
+
+
+def _transfers(value: str | None) -> float | None:
+    """ "16.0 GT/s PCIe" is 16e9; "Unknown" is None."""
+    found = re.match(r"(\d{1,4}(?:\.\d{1,3})?) GT/s", value or "", re.ASCII)
+    return float(found[1]) * 1e9 if found else None
+
+
+def _width(value: int | None) -> int | None:
+    """Lanes; the kernel prints 0 or 255 where there is no link."""
+    return value if value is not None and 1 <= value <= 32 else None
+
+
+def _dmabuf(opened: bool | None, kernel: str) -> bool | None:
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", kernel, re.ASCII)
+    if opened is None or version is None:
+        return None
+    return opened and (int(version[1]), int(version[2])) >= DMABUF_KERNEL
+
+
+def _iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
+    """By the domain type of the groups that hold GPUs and NICs, else by the kernel's command line."""
+    ends = [d for d in devices if not is_bridge(d.class_code)]
+    groups = sorted({d.iommu_group for d in ends if d.iommu_group is not None})
+    types = {kind for group in groups if (kind := sysfs.text(host, f"{GROUPS}/{group}/type"))}
+    if any(kind.startswith("DMA") for kind in types):
+        return "translated"
+    if "identity" in types:
+        return "passthrough"
+    if not groups and not sysfs.names(host, "/sys/class/iommu"):
+        return "off" if host.exists("/sys/class") else None
+    options = (sysfs.text(host, "/proc/cmdline") or "").split()
+    if {"iommu=off", "intel_iommu=off", "amd_iommu=off"} & set(options):
+        return "off"
+    return "passthrough" if {"iommu=pt", "iommu.passthrough=1"} & set(options) else None
+
+
+def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str | None:
+    """Why the tree says nothing of nearness: a hypervisor gave every GPU and NIC a place of its own, or one for all."""
+    ends = [d for d in devices if is_gpu(d.class_code) or is_network(d.class_code)]
+    if hypervisor is None or len(ends) < 2 or any(d.root is None for d in ends):
+        return None
+    parents = {d.bus_id: d.parent for d in devices}
+    roots, deepest = {d.root for d in ends}, max(_depth(d, parents) for d in ends)
+    if len(roots) == 1 and deepest == 0:
+        return f"every device sits on the same root bus ({hypervisor})"
+    if len(roots) == 1 and deepest == 1 and len({d.parent for d in ends}) == len(ends):
+        return f"every device sits behind its own virtual root port ({hypervisor})"
+    if len(roots) == len(ends) and deepest <= 1:
+        return f"every device sits on its own root ({hypervisor})"
+    return None
+
+
+def _depth(device: PciDevice, parents: dict[str, str | None]) -> int:
+    depth, above = 0, device.parent
+    while above is not None and depth < 64:
+        depth, above = depth + 1, parents.get(above)
+    return depth
+
+
+def _topology_files(host: Host) -> tuple[str, ...]:
+    return tuple(
+        f"{folder}/{name}" for folder in TOPOLOGY_FOLDERS for name in sysfs.names(host, folder) if name.endswith(".xml")
+    )

@@ -1,0 +1,304 @@
+"""Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA where that is not mounted.
+
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu); names of
+models by PCI id: pci.ids.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from probes.api import UnavailableError
+from probes.host import sysfs
+from probes.host.protocol import Host, Json
+from probes.rdma.gids import read_gids
+from probes.rdma.memlock import prove_memlock
+from probes.rdma.netlink import from_netlink, natural, netns_mode
+from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
+
+DEVICES = "/sys/class/infiniband"
+VERBS = "/sys/class/infiniband_verbs"
+NODES = "/dev/infiniband"
+DEVICES_MAX = 1024
+COUNTERS_MAX = 512
+
+# "MT4129" is the decimal PCI device id 0x1021: names from pci.ids, vendor 15b3.
+MODELS = {
+    "MT4115": "ConnectX-4",
+    "MT4117": "ConnectX-4 Lx",
+    "MT4119": "ConnectX-5",
+    "MT4121": "ConnectX-5 Ex",
+    "MT4123": "ConnectX-6",
+    "MT4125": "ConnectX-6 Dx",
+    "MT4127": "ConnectX-6 Lx",
+    "MT4129": "ConnectX-7",
+    "MT4116": "ConnectX-4 VF",
+    "MT4118": "ConnectX-4 Lx VF",
+    "MT4120": "ConnectX-5 VF",
+    "MT4122": "ConnectX-5 Ex VF",
+    "MT4124": "ConnectX-6 VF",
+    "MT4126": "ConnectX VF",
+    "MT4131": "ConnectX-8",
+    "MT41682": "BlueField",
+    "MT41686": "BlueField-2",
+    "MT41692": "BlueField-3",
+}
+# iboe_get_mtu: the largest InfiniBand MTU that fits the Ethernet MTU less its headers (GRH 40, UDP 8, BTH 12, XRC 4,
+# atomic 28, ICRC 4 bytes).
+ROCE_HEADER_BYTES = 96
+IB_MTUS = (4096, 2048, 1024, 512, 256)
+
+
+def read(host: Host) -> RdmaFacts:
+    """Every device this process can see; absent where there is none."""
+    devices, source = _from_sysfs(host), "sysfs"
+    if not devices:
+        devices, source = from_netlink(host), "netlink"
+    if not devices:
+        raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
+    version, usable = _pyverbs(host)
+    if usable:
+        devices = tuple(_with_verbs(host, device) for device in devices)
+    candidates = [device for device in devices if device.uverbs_usable]
+    return RdmaFacts(
+        devices=devices,
+        source=source,
+        netns_mode=netns_mode(host),
+        pyverbs=version,
+        memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
+    )
+
+
+def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
+    nodes = _uverbs(host)
+    found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
+    return tuple(_device(host, name, nodes) for name in found)
+
+
+def _uverbs(host: Host) -> dict[str, str]:
+    """RDMA device -> its node's name."""
+    found = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
+    return {device: node for device, node in found if device}
+
+
+def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
+    folder = f"{DEVICES}/{name}"
+    ports = tuple(
+        read_port(host, folder, number)
+        for number in sorted(int(p) for p in sysfs.names(host, f"{folder}/ports") if re.fullmatch(r"\d{1,3}", p))
+    )
+    address = sysfs.bus_id(sysfs.target(host, f"{folder}/device"))
+    node = sysfs.number(host, f"{folder}/device/numa_node")
+    driver = sysfs.target_name(host, f"{folder}/device/driver")
+    hca_type = sysfs.text(host, f"{folder}/hca_type")
+    uverbs = f"{NODES}/{nodes[name]}" if name in nodes and host.exists(f"{NODES}/{nodes[name]}") else None
+    return RdmaDevice(
+        name=name,
+        kind=_kind(
+            name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None or hca_type in MODELS
+        ),
+        bus_id=address,
+        numa_node=node if node is not None and node >= 0 else None,
+        board=sysfs.text(host, f"{folder}/board_id"),
+        model=MODELS.get(hca_type or "", hca_type),
+        firmware=sysfs.text(host, f"{folder}/fw_ver"),
+        node_guid=sysfs.text(host, f"{folder}/node_guid"),
+        is_vf=host.exists(f"{folder}/device/physfn") if address else None,
+        bond=_bond(host, name, ports),
+        uverbs=uverbs,
+        uverbs_usable=_usable(host, uverbs) if uverbs else None,
+        driver=driver,
+        ports=ports,
+    )
+
+
+def _usable(host: Host, path: str) -> bool | None:
+    try:
+        return host.usable(path)
+    except OSError:
+        return None
+
+
+def _kind(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:
+    if driver == "efa" or re.match(r"efa_\d", name):
+        return "efa"
+    if not physical:
+        for kind in ("rxe", "siw"):
+            if name.startswith(kind) or description == kind:
+                return kind
+        return "other"
+    return "hca"
+
+
+def _bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
+    """The bond whose traffic the device carries: RoCE LAG puts one device (mlx5_bond_0) in the place of two."""
+    for netdev in {p.netdev for p in ports if p.netdev} | {g.netdev for p in ports for g in p.gids if g.netdev}:
+        if not sysfs.NAME.fullmatch(netdev):
+            continue
+        if host.exists(f"/sys/class/net/{netdev}/bonding"):
+            return netdev
+        master = sysfs.target_name(host, f"/sys/class/net/{netdev}/master")
+        if "bond" in name and master:
+            return master
+    return None
+
+
+def _with_verbs(host: Host, device: RdmaDevice) -> RdmaDevice:
+    """InfiniBand's MTU is the subnet manager's choice: no file has it, libibverbs has. RoCE follows from the netdev."""
+    if not device.uverbs_usable or all(port.link_layer != "InfiniBand" for port in device.ports):
+        return device
+    return replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
+
+
+def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
+    try:
+        answer = host.verbs("port", name, port.port) if port.link_layer == "InfiniBand" else None
+    except (OSError, ImportError):
+        return port
+    if not isinstance(answer, dict):
+        return port
+    return replace(
+        port, active_mtu_bytes=mtu_bytes(answer.get("active_mtu")), max_mtu_bytes=mtu_bytes(answer.get("max_mtu"))
+    )
+
+
+def mtu_bytes(code: object) -> int | None:
+    """enum ibv_mtu: 1 is 256 bytes, 5 is 4096."""
+    return 128 << code if type(code) is int and 1 <= code <= 5 else None
+
+
+def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
+    """One port; every attribute is optional."""
+    folder = f"{device_folder}/ports/{number}"
+    gids, known = read_gids(host, folder)
+    netdev = _netdev(host, device_folder, number) or next((g.netdev for g in gids if g.netdev), None)
+    mtu = sysfs.number(host, f"/sys/class/net/{netdev}/mtu") if netdev and sysfs.NAME.fullmatch(netdev) else None
+    link_layer = sysfs.text(host, f"{folder}/link_layer")
+    rate_text = sysfs.text(host, f"{folder}/rate")
+    counters = _counters(host, folder)
+    said = _port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
+    fastest, pfc = said.get("speed_max_megabits"), said.get("pfc_mask")
+    return RdmaPort(
+        port=number,
+        state=_after_colon(sysfs.text(host, f"{folder}/state")),
+        physical_state=_after_colon(sysfs.text(host, f"{folder}/phys_state")),
+        link_layer=link_layer,
+        rate_bytes_per_second=parse_rate(rate_text),
+        rate_text=rate_text,
+        netdev=netdev,
+        active_mtu_bytes=roce_mtu(mtu) if link_layer == "Ethernet" else None,
+        netdev_mtu_bytes=mtu,
+        gids=gids,
+        gids_known=known,
+        counters=counters,
+        pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
+        trust=_trust(host, device_folder, netdev, said),
+        dscp_priorities=_dscp_priorities(said),
+        rate_max_bytes_per_second=fastest * 1e6 / 8 if isinstance(fastest, int) and fastest > 0 else None,
+        ecn=_ecn(host, netdev, counters),
+        traffic_class=_traffic_class(host, device_folder, number),
+    )
+
+
+def _port_link(host: Host, netdev: str) -> dict[str, Json]:
+    try:
+        return host.port_link(netdev)
+    except OSError:
+        return {}
+
+
+def _trust(host: Host, device_folder: str, netdev: str | None, said: dict[str, Json]) -> str | None:
+    """MLNX_OFED's file where it is; else what DCB says: a table with DSCP entries is what switches mlx5 to DSCP.
+
+    Linux drivers/net/ethernet/mellanox/mlx5/core/en_dcbnl.c, mlx5e_dcbnl_ieee_setapp: the first DSCP entry sets the
+    trust state to DSCP, and the last one that is deleted sets it back to PCP.
+    """
+    if netdev is None or not sysfs.NAME.fullmatch(netdev):
+        return None
+    written = sysfs.text(host, f"/sys/class/net/{netdev}/qos/trust")
+    if written in ("dscp", "pcp"):
+        return written
+    if "app_dscp" not in said:
+        return None
+    mellanox = sysfs.target_name(host, f"{device_folder}/device/driver") == "mlx5_core"
+    return "dscp" if said["app_dscp"] else "pcp" if mellanox else None
+
+
+def _dscp_priorities(said: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
+    listed = said.get("app_dscp")
+    if not isinstance(listed, list | tuple):
+        return None
+    pairs = (divmod(entry, 8) for entry in listed if type(entry) is int and 0 <= entry < 512)
+    return tuple(sorted(pairs))
+
+
+def parse_rate(value: str | None) -> float | None:
+    """ "400 Gb/sec (4X NDR)" in bytes per second."""
+    found = re.match(r"(\d{1,6}(?:\.\d{1,3})?) Gb/sec", value or "", re.ASCII)
+    return float(found[1]) * 1e9 / 8 if found else None
+
+
+def roce_mtu(netdev_mtu_bytes: int | None) -> int | None:
+    """The MTU a RoCE port uses over a netdev of this MTU: 1500 gives 1024, 4200 and more give 4096."""
+    if netdev_mtu_bytes is None:
+        return None
+    return next((mtu for mtu in IB_MTUS if mtu <= netdev_mtu_bytes - ROCE_HEADER_BYTES), None)
+
+
+def _after_colon(value: str | None) -> str | None:
+    """ "4: ACTIVE" is "ACTIVE"."""
+    return value.partition(":")[2].strip() or value if value else None
+
+
+def _netdev(host: Host, device_folder: str, number: int) -> str | None:
+    """The port's own netdev: by dev_port below the PCI function, or the parent of a software device."""
+    candidates = sysfs.names(host, f"{device_folder}/device/net")
+    by_port = {sysfs.number(host, f"{device_folder}/device/net/{name}/dev_port"): name for name in candidates}
+    if len(candidates) == 1:
+        return candidates[0]
+    return by_port.get(number - 1) or sysfs.text(host, f"{device_folder}/parent")
+
+
+def _counters(host: Host, folder: str) -> dict[str, int] | None:
+    found: dict[str, int] = {}
+    for group in ("counters", "hw_counters"):
+        for name in sysfs.names(host, f"{folder}/{group}")[:COUNTERS_MAX]:
+            value = sysfs.number(host, f"{folder}/{group}/{name}")
+            if value is not None and name != "lifespan":  # the refresh period of the others, in milliseconds
+                found[name] = value
+    return found or None
+
+
+def _ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
+    """A marked packet that arrived proves it; else MLNX_OFED's switches, one file a priority, where they are."""
+    if any((counters or {}).get(name) for name in ("np_ecn_marked_roce_packets", "rp_cnp_handled")):
+        return True
+    if netdev is None or not sysfs.NAME.fullmatch(netdev):
+        return None
+    folder = f"/sys/class/net/{netdev}/ecn/roce_np/enable"
+    values = [sysfs.number(host, f"{folder}/{priority}") for priority in range(8)]
+    known = [value for value in values if value is not None]
+    return any(known) if known else None
+
+
+def _traffic_class(host: Host, device_folder: str, number: int) -> int | None:
+    """ "Global tclass=106" of MLNX_OFED, else rdma_cm's default for the port."""
+    found = re.search(
+        r"tclass=(\d{1,3})\b", sysfs.text(host, f"{device_folder}/tc/{number}/traffic_class") or "", re.ASCII
+    )
+    if found:
+        return int(found[1])
+    name = device_folder.rpartition("/")[2]
+    return sysfs.number(host, f"/sys/kernel/config/rdma_cm/{name}/ports/{number}/default_roce_tos")
+
+
+def _pyverbs(host: Host) -> tuple[str, bool]:
+    """Its version, or why it cannot be used."""
+    try:
+        version = str(host.verbs("version"))
+        return f"installed, version {version}", True
+    except ImportError as error:
+        return f"not installed: {error}", False
+    except OSError as error:
+        return f"not usable: {error}", False
