@@ -1,6 +1,6 @@
 """Which transport NCCL's channels really take: as its own log has them, whatever was set.
 
-Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.nccl_log.evidence (docs/evidence.md).
+Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.nccl_log (docs/evidence.md).
 Only channel lines prove; what the log does not show is unknown: told, and neither a pass nor a reason to stop.
 """
 
