@@ -296,11 +296,10 @@ def nccl_log(data: bytes) -> object:
 def topo_text(data: bytes) -> object:
     """`nvidia-smi topo -m`, drawn again."""
     from topology.formats.text import parse, render
-    from topology.render import dot, json_document
+    from topology.render import json_document
 
     node = parse(data.decode("utf-8", errors="replace"))
     render(node)
-    dot(node)
     return json.dumps(json_document(node), allow_nan=False)
 
 
@@ -423,7 +422,7 @@ def kubeconfig(data: bytes) -> object:
 
 
 def node_graph(data: bytes) -> object:
-    """A node's graph as it comes from the cluster or a peer, joined with others and shown."""
+    """A node's graph as it comes from the cluster, joined with others and shown."""
     import base64
     import zlib
 
@@ -449,30 +448,6 @@ def _good() -> str:
     packed = pack(node_from_json(_graph()))
     assert packed is not None  # noqa: S101 - a small machine
     return packed
-
-
-def peer(data: bytes) -> object:
-    """Another agent's /nodes."""
-    from agent.cluster.nodes import Fleet, from_row, row
-    from agent.http.cluster import nodes_document, topology_document
-
-    whole = {"nodes": [row(_peer_record(), 9e9, graph=True)]}
-    found = json.loads(_json(lambda: whole, data))
-    if not isinstance(found, dict) or not isinstance(found.get("nodes"), list):
-        raise ValueError("no rows")
-    fleet = Fleet()
-    fleet.set(from_row(made) for made in found["nodes"])
-    return json.dumps([nodes_document(fleet, "peers"), topology_document(fleet)], allow_nan=False)
-
-
-@cache
-def _peer_record() -> Any:
-    from agent.cluster.nodes import NodeRecord
-
-    return NodeRecord(
-        name="p", host="p", verdict="warn", scanned_at_seconds=9e9, agent_version="1", gpus=2, graph=_good(),
-        findings=({"code": "x.y", "severity": "warn", "subject": "s", "message": "m"},),
-    )  # fmt: skip
 
 
 @cache
@@ -657,7 +632,6 @@ def targets() -> Mapping[str, Target]:
         "baseline": Target(run=baseline, errors=gates, seeds=_with_steps(b'{"checks": []}')),
         "kubeconfig": Target(run=kubeconfig, errors=kube, seeds=_with_steps(dumped(KUBECONFIG).encode(), BOMB)),
         "node_graph": Target(run=node_graph, errors=(), seeds=_with_steps(b"{}")),
-        "peer": Target(run=peer, errors=(ValueError,), seeds=_with_steps(b'{"nodes": []}')),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(
             run=calibration,

@@ -1,20 +1,18 @@
-"""A topology in the forms people want it: JSON document, Graphviz DOT, SVG, NCCL XML, matrix text."""
+"""A topology in the forms people want it: JSON document, SVG, NCCL XML, matrix text."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from topology.derive import Pairs
 from topology.formats.matrix import columns
 from topology.formats.matrix import render as matrix
 from topology.formats.xml import write as xml
 from topology.graph import ClusterTopology, Expectation, NearestNic, NodeTopology, Pair
-from topology.labels import nvlinks
 from topology.reference import candidates, departures
-from topology.svg import COLOURS, colour, svg
+from topology.svg import COLOURS, svg
 
-__all__ = ["COLOURS", "cluster_document", "dot", "json_document", "matrix", "svg", "xml"]
+__all__ = ["COLOURS", "cluster_document", "json_document", "matrix", "svg", "xml"]
 
 Json = dict[str, Any]
 
@@ -150,40 +148,3 @@ def cluster_document(cluster: ClusterTopology) -> Json:
         "warnings": list(cluster.warnings),
         "nodes": [json_document(node) for node in cluster.nodes],
     }
-
-
-def dot(node: NodeTopology) -> str:
-    """Graphviz: NUMA nodes as clusters, NVLink between GPUs, each GPU to its nearest NICs."""
-    lines = [f"graph {_quote(node.hostname)} {{", "  graph [rankdir=TB]; node [shape=box, style=rounded];"]
-    numas = sorted({device.numa_node for device in node.devices}, key=lambda n: (n is None, n or 0))
-    for numa in numas:
-        title = f"NUMA {numa}" if numa is not None else "NUMA unknown"
-        lines.append(f"  subgraph {_quote(f'cluster {title}')} {{ label={_quote(title)};")
-        lines += [
-            f"    {_quote(gpu.name)} [label={_quote(_caption(gpu.name, gpu.model))}];"
-            for gpu in node.gpus
-            if gpu.numa_node == numa
-        ]
-        lines += [
-            f"    {_quote(nic.name)} [shape=ellipse, label={_quote(_caption(nic.name, nic.netdev))}];"
-            for nic in node.nics
-            if nic.numa_node == numa
-        ]
-        lines.append("  }")
-    known = Pairs(node.pairs)
-    edges = [(pair.a, pair.b, pair.label) for pair in node.pairs if nvlinks(pair.label)]
-    edges += [(near.gpu, nic, known.label(near.gpu, nic)) for near in node.nearest_nic for nic in near.nics]
-    lines += [
-        f"  {_quote(a)} -- {_quote(b)} [label={_quote(label)}, color={_quote(colour(label))}];" for a, b, label in edges
-    ]
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _caption(name: str, more: str | None) -> str:
-    return f"{name}\n{more}" if more and more != name else name
-
-
-def _quote(text: str) -> str:
-    """A DOT string; a line break stays one, everything else that could end the string is escaped."""
-    clean = text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
-    return f'"{clean}"'

@@ -17,7 +17,7 @@ from agent.cli.hosts import host_option, root_option
 
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no doors that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
-    "reads": "open", "peers": (), "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
+    "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
 }  # fmt: skip
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
@@ -48,7 +48,6 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 @click.option("--nfd/--no-nfd", default=True, show_default=True,
               help="With --publish: labels through Node Feature Discovery, where it is installed.")  # fmt: skip
 @click.option("--node-name", envvar="NODE_NAME", default=None, help="This node's name in the cluster.")
-@click.option("--peers", multiple=True, metavar="URL", help="Other agents, for the cluster view without Kubernetes.")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **given: Any) -> None:
     """Run the HTTP agent: page, JSON, metrics. Doors that make load stay closed without --token-file or -review.
 
@@ -141,9 +140,6 @@ def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
     if given["publish"] and len(hosts) > 1:
         raise click.UsageError(f"--publish with {len(hosts)} recordings: an agent publishes one node")
-    for peer in given["peers"]:
-        if not peer.startswith(("http://", "https://")):
-            raise click.UsageError(f"--peers {peer}: must begin with http:// or https://")
     if given["token_file"]:
         from agent.http.access import read_tokens
 
@@ -166,7 +162,7 @@ def application(state: Any, given: dict[str, Any]) -> Any:
         audience=given["audience"], reads_open=given["reads"] == "open",
     )  # fmt: skip
     cluster = Cluster(
-        state, name=name, client=client if given["publish"] else None, peers=given["peers"],
+        state, name=name, client=client if given["publish"] else None,
         interval_seconds=given["publish_interval"] if given["publish"] else max(30.0, state.interval_seconds),
     )  # fmt: skip
     publisher = None

@@ -28,19 +28,19 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
               help="Read `nvidia-smi topo -m` text, NCCL XML or a recording in place of this host.")  # fmt: skip
 @click.option(
     "-o", "--output", "form",
-    type=click.Choice(["table", "json", "yaml", "dot", "svg", "xml"]), default="table", show_default=True,
+    type=click.Choice(["table", "json", "yaml", "svg", "xml"]), default="table", show_default=True,
 )  # fmt: skip
 def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> None:
     """Print the link matrix of this host, a recording, or a file that people already have."""
     if source and hosts:
         raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
-    if form in ("dot", "svg", "xml"):
+    if form in ("svg", "xml"):
         from topology import render
 
         if len(nodes) != 1:
             raise click.UsageError(f"-o {form} draws one node, {len(nodes)} were given")
-        draw = {"dot": render.dot, "svg": render.svg, "xml": render.xml}[form]
+        draw = {"svg": render.svg, "xml": render.xml}[form]
         click.echo(draw(nodes[0]), nl=False)
         return
     from topology.check import check

@@ -223,7 +223,7 @@ def from_resource(item: Json) -> NodeRecord:
 
 
 class Fleet:
-    """All records, by name; what a watch, peers or recordings feed, and requests read."""
+    """All records, by name; what a watch or this agent's own scan feeds, and requests read."""
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
@@ -306,7 +306,7 @@ class Fleet:
         return replace(record, graph=graph, facts=facts)
 
 
-def row(record: NodeRecord, now: float | None = None, *, graph: bool = False) -> Json:
+def row(record: NodeRecord, now: float | None = None) -> Json:
     """One line of /nodes. A silent node's verdict is unknown, whatever it said last."""
     now = time.time() if now is None else now
     silent = record.silent(now)
@@ -318,54 +318,7 @@ def row(record: NodeRecord, now: float | None = None, *, graph: bool = False) ->
     }  # fmt: skip
     if silent:
         made["last_verdict"] = record.verdict
-    if graph:
-        made |= {"graph": record.graph, "facts": record.facts, "addresses": list(record.addresses),
-                 "scanned_at_seconds": record.scanned_at_seconds,
-                 "interval_seconds": record.interval_seconds,
-                 "stopped_at_seconds": record.stopped_at_seconds}  # fmt: skip
     return made
-
-
-def from_row(made: Json) -> NodeRecord:
-    """A record from a peer's /nodes with graphs. Raises ValueError."""
-    try:
-        return NodeRecord(
-            name=str(made["name"])[:253], host=str(made["host"])[:253],
-            verdict=_verdict(made.get("last_verdict") or made["verdict"]),
-            scanned_at_seconds=float(made["scanned_at_seconds"]), interval_seconds=float(made["interval_seconds"]),
-            gpus=_count(made.get("gpus")), product=_short(made.get("product")), links=_short(made.get("links")),
-            hcas=_count(made.get("hcas")), rdma=_short(made.get("rdma")), memlock=_short(made.get("memlock")),
-            findings=_told(made.get("findings")), graph=_short(made.get("graph"), MOST_TEXT),
-            agent_version=str(made.get("agent_version") or "")[:64],
-            stopped_at_seconds=float(made["stopped_at_seconds"]) if made.get("stopped_at_seconds") else None,
-            facts=_short(made.get("facts"), node_facts.MOST_TEXT), addresses=_addresses(made.get("addresses")),
-        )  # fmt: skip
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"no node's record: {error!r}") from None
-
-
-def _verdict(value: Any) -> str:
-    return value if value in ("pass", "warn", "unknown", "fail") else "unknown"
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 20 else None
-
-
-def _short(value: Any, most: int = 256) -> str | None:
-    return value if isinstance(value, str) and len(value) <= most else None
-
-
-def _addresses(value: Any) -> tuple[str, ...]:
-    rows = value[: node_facts.MOST_ADDRESSES] if isinstance(value, list) else []
-    return tuple(str(row)[:64] for row in rows)
-
-
-def _told(value: Any) -> tuple[Json, ...]:
-    """Findings as an agent writes them: short texts each."""
-    rows = [row for row in value[:MOST_FINDINGS] if isinstance(row, dict)] if isinstance(value, list) else []
-    names = ("code", "severity", "subject", "message", "remedy")
-    return tuple({name: str(row.get(name, ""))[:512] for name in names} for row in rows)
 
 
 def _time(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """The cluster view over HTTP: /nodes, and scope=cluster for topology and recommendations.
 
-Where the records come from: a watch of the NodeTopology resources, other agents by URL, or the recordings served. The
+Where the records come from: a watch of the NodeTopology resources, or the hosts that this agent itself serves. The
 watch begins with the first question and ends some minutes after the last one: were every agent of a large cluster to
 watch always, each write would go out as many times as there are nodes.
 """
@@ -12,19 +12,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated, Any
 
-import urllib3
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
-from urllib3.exceptions import HTTPError
 
 from agent import advise, units
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import published
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_row, records_of, row
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, row
 from agent.cluster.watch import Watcher
 from agent.gate.report import render
 from agent.http.problem import ProblemError
@@ -43,10 +40,7 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
 IDLE_SECONDS = 600.0
-PEER_SECONDS = 5.0
-PEER_FRESH_SECONDS = 10.0
-PEER_LIMIT_BYTES = 16 << 20
-PEERS_AT_ONCE = 16
+MORE = "what this agent itself scans; in Kubernetes, agents started with --publish show every node"
 MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
 
 
@@ -54,11 +48,10 @@ class Cluster:
     """Records of all nodes, from whichever source there is."""
 
     def __init__(
-        self, state: State, *, name: str | None = None, client: Client | None = None, peers: Sequence[str] = (),
+        self, state: State, *, name: str | None = None, client: Client | None = None,
         interval_seconds: float = 300.0, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._state, self._name, self._client = state, name, client
-        self._peers = tuple(peer.rstrip("/") for peer in peers)
         self._interval, self._idle = interval_seconds, idle_seconds
         self._fleet = Fleet()
         self._lock = threading.Lock()
@@ -66,14 +59,16 @@ class Cluster:
         self.tally = WatchTally()
         self._timer: threading.Timer | None = None
         self._asked = 0.0
-        self._fetched = 0.0
-        self._links: dict[str, str] = {}
-        self._pool = urllib3.PoolManager(num_pools=PEERS_AT_ONCE, retries=False)
 
     @property
     def source(self) -> str:
         """Where the records come from."""
-        return "kubernetes" if self._client else "peers" if self._peers else "hosts"
+        return "kubernetes" if self._client else "hosts"
+
+    @property
+    def more(self) -> str:
+        """Where only what this agent scans is known: how to see more nodes."""
+        return "" if self._client else MORE
 
     def name_of(self, view: View) -> str:
         """The name of this agent's node among the records."""
@@ -91,8 +86,6 @@ class Cluster:
         self.ready()
         if self._client is not None:
             self._follow(self._client)
-        elif self._peers:
-            self._ask_peers()
         else:
             self._fleet.set(self.own())
         return self._fleet
@@ -103,10 +96,6 @@ class Cluster:
             detail = self._state.error or "the first scan is not done yet"
             raise ProblemError(503, detail, headers={"Retry-After": "2"})
 
-    def links(self) -> dict[str, str]:
-        """Addresses of the agents' own pages, by node; only peers are known by address."""
-        return dict(self._links)
-
     def stop(self) -> None:
         """End the watch."""
         with self._lock:
@@ -115,7 +104,6 @@ class Cluster:
             if self._watcher:
                 self._watcher.stop()
             self._watcher = self._timer = None
-        self._pool.clear()
 
     def watch_error(self) -> str | None:
         """Why the records may be behind; None where they are not."""
@@ -148,52 +136,14 @@ class Cluster:
                 self._watcher.stop()
                 self._watcher = self._timer = None
 
-    def _ask_peers(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._fetched < PEER_FRESH_SECONDS and self._fetched:
-                return
-            before = {record.name: record for record in self._fleet.records()}
-            found = {record.name: record for record in self.own()}
-            with ThreadPoolExecutor(PEERS_AT_ONCE, thread_name_prefix="peer") as pool:
-                for peer, records in zip(self._peers, pool.map(self._peer, self._peers), strict=True):
-                    for record in records if records is not None else [_unknown(peer)]:
-                        found.setdefault(record.name, record)
-                        self._links[record.name] = f"{peer}/"
-            # a peer that has fallen silent keeps its last record, whose age tells; a peer never heard is unknown
-            heard = {r.name for r in before.values() if r.scanned_at_seconds}
-            found = {**{n: before[n] for n in heard if n not in found}, **found}
-            self._fleet.set(found.values())
-            self._fetched = time.monotonic()
 
-    def _peer(self, peer: str) -> list[NodeRecord] | None:
-        import json
-
-        try:
-            limits = urllib3.Timeout(total=PEER_SECONDS)
-            answer = self._pool.urlopen(
-                "GET", f"{peer}/nodes?scope=node&graph=true", timeout=limits, redirect=False, preload_content=False
-            )
-            raw = answer.read(PEER_LIMIT_BYTES)
-            answer.release_conn()
-            if answer.status != 200:
-                raise ValueError(f"HTTP {answer.status}")
-            return [from_row(made) for made in json.loads(raw)["nodes"]]
-        except (HTTPError, ValueError, KeyError, TypeError) as error:
-            log.warning("peer %s: %s", peer, error)
-            return None
-
-
-def _unknown(peer: str) -> NodeRecord:
-    host = peer.split("://", 1)[-1]
-    return NodeRecord(name=host, host=host, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
-
-
-def nodes_document(fleet: Fleet, source: str, *, graph: bool = False, now: float | None = None) -> Json:
+def nodes_document(fleet: Fleet, source: str, *, now: float | None = None) -> Json:
     """Every node as a row, and how many of each verdict."""
     now = time.time() if now is None else now
-    rows = [row(record, now, graph=graph) for record in fleet.records()]
+    rows = [row(record, now) for record in fleet.records()]
     counts = Counter(made["verdict"] for made in rows)
-    return {"schema_version": 1, "source": source, "counts": dict(sorted(counts.items())), "nodes": rows}
+    document = {"schema_version": 1, "source": source, "counts": dict(sorted(counts.items())), "nodes": rows}
+    return document if source == "kubernetes" else document | {"note": MORE}
 
 
 def topology_document(fleet: Fleet, now: float | None = None) -> Json:
@@ -298,16 +248,15 @@ def install(app: FastAPI, cluster: Cluster) -> None:
         request: Request,
         form: Annotated[str | None, Query(alias="format", max_length=32)] = None,
         scope: Annotated[str, Query(pattern="^(node|cluster)$")] = "cluster",
-        graph: Annotated[bool, Query(description="With each node's packed graph.")] = False,
     ) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         if scope == "node":
             cluster.ready()
             fleet = Fleet()
             fleet.set(cluster.own())
-            document = nodes_document(fleet, "scan", graph=graph)
+            document = nodes_document(fleet, "scan")
         else:
-            document = nodes_document(cluster.fleet(), cluster.source, graph=graph)
+            document = nodes_document(cluster.fleet(), cluster.source)
             if error := cluster.watch_error():
                 document["behind"] = error
         wanted = form or ("yaml" if "yaml" in request.headers.get("accept", "") else "json")

@@ -59,7 +59,7 @@ def _fleet(app: FastAPI, cluster: Cluster) -> None:
         from agent.pages import render as pages
 
         fleet = cluster.fleet()
-        page = pages.fleet_page(fleet, source=cluster.source, behind=cluster.watch_error(), links=cluster.links())
+        page = pages.fleet_page(fleet, source=cluster.source, behind=cluster.watch_error(), more=cluster.more)
         return _answer(page)
 
 

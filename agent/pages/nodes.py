@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -66,8 +66,7 @@ def rows(view: View) -> tuple[Row, ...]:
     return _sorted(made)
 
 
-def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now: float,
-                    links: Mapping[str, str]) -> tuple[Row, ...]:  # fmt: skip
+def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now: float) -> tuple[Row, ...]:
     """Every published node, sick ones first; one that fell silent is unknown, whatever it said last."""
     mine: dict[str, list[Check]] = {}
     for check in checks:
@@ -81,7 +80,7 @@ def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now:
                 name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
                 gpus=_said_gpus(record),
                 nvlink=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
-                age=units.ago(record.age_seconds(now)) if heard else "never", link=links.get(record.name),
+                age=units.ago(record.age_seconds(now)) if heard else "never", link=None,
             )
         )  # fmt: skip
     return _sorted(made)

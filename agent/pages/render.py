@@ -105,15 +105,15 @@ def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, dig
     )
 
 
-def fleet_page(fleet: Fleet, *, source: str, behind: str | None, links: Mapping[str, str]) -> str:
-    """The page of every node that publishes, from the records alone; `links` lead to the agents that are known."""
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, more: str = "") -> str:
+    """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
     now, records = time.time(), fleet.records()
     checks = page_nodes.checks_of_records(fleet, now)
     template = _environment(html=True).get_template("fleet.html.j2")
     return template.render(
-        rows=page_nodes.rows_of_records(records, checks, now, links), checks=checks, verdict=judge(checks),
-        source=source, behind=behind, kinds=page_nodes.kinds(records), shown=page_nodes.SHOWN_ROWS, made_at=now,
-        style=_file("style.css"), script=_file("page.js"),
+        rows=page_nodes.rows_of_records(records, checks, now), checks=checks, verdict=judge(checks),
+        source=source, behind=behind, more=more, kinds=page_nodes.kinds(records),
+        shown=page_nodes.SHOWN_ROWS, made_at=now, style=_file("style.css"), script=_file("page.js"),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def doors_page(document: Mapping[str, Any]) -> str:
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
     template = _environment(html=True).get_template("report.html.j2")
-    rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds, {})
+    rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds)
     return template.render(report=report, rows=rows, style=_file("style.css"), style_hash=_hash("style.css"))
 
 

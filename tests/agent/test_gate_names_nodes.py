@@ -93,7 +93,7 @@ def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None
 
 def test_a_cluster_of_no_nodes_and_a_gate_of_no_checks_are_unknown() -> None:
     """An API server without records; a gate that skips everything; a view of no host."""
-    page = fleet_page(Fleet(), source="kubernetes", behind=None, links={})
+    page = fleet_page(Fleet(), source="kubernetes", behind=None)
     assert "<title>unknown" in page and 'class="verdict pass' not in page
     assert (judge(()).word, judge(()).exit_code) == ("unknown", 5)
     assert look(()).verdict.word == "unknown"

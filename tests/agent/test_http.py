@@ -220,7 +220,7 @@ def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
         ("/recommendations?modle=Llama-3.1-8B", "unknown parameter 'modle'.*did you mean model"),
         ("/preflight?requires=rdma.*", "unknown parameter 'requires'.*did you mean require"),
         ("/what-if?modell=x", "unknown parameter 'modell'.*did you mean model"),
-        ("/nodes?graphs=true", "unknown parameter 'graphs'.*did you mean graph"),
+        ("/nodes?scop=node", "unknown parameter 'scop'.*did you mean scope"),
         ("/healthz?verbose=1", "this path takes none"),
     ],
 )

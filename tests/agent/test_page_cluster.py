@@ -34,8 +34,8 @@ def published(*records: NodeRecord) -> Fleet:
     return held
 
 
-def page(held: Fleet, **links: str) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None, links=links)
+def page(held: Fleet) -> str:
+    return pages.fleet_page(held, source="kubernetes", behind=None)
 
 
 def names_in(html: str) -> list[str]:
@@ -54,6 +54,30 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     assert "RLIMIT_MEMLOCK is 64 KiB" in html and "LimitMEMLOCK" in html
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
     assert "source: kubernetes" in html
+
+
+def test_a_node_whose_agent_has_never_written_is_unknown() -> None:
+    """The object is there, its status is not."""
+    held = published(record(NAMES[0]))
+    held.put({"metadata": {"name": "new"}})
+    html = page(held)
+    assert names_in(html) == ["new", "hgx-h100-01"]
+    assert "agent has never answered" in html and "never</td>" in html
+
+
+def test_without_kubernetes_the_page_says_how_to_see_more() -> None:
+    """One agent knows its own node only."""
+    from starlette.testclient import TestClient
+
+    from agent.http.server import create
+    from agent.http.state import State
+
+    state = State(lambda: (scan(load(FOLDER / f"{NAMES[0]}.json")),), interval_seconds=3600)
+    state.refresh()
+    http = TestClient(create(state))
+    told = http.get("/nodes").json()
+    assert [node["name"] for node in told["nodes"]] == ["hgx-h100-01"] and "--publish" in told["note"]
+    assert "--publish" in http.get("/cluster").text
 
 
 def test_classes_of_gpu_pairs_are_counted_in_words() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from playwright.sync_api import sync_playwright
 from rigs.packages import apt_installed, npm_installed
 from rigs.serving import serving
 
-from agent.http.cluster import Cluster
 from agent.http.server import create
 from agent.http.state import State
 from probes.host.recording import load
@@ -62,15 +61,13 @@ def machines() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def agent() -> Iterator[Callable[..., tuple[str, State]]]:
-    """Start an agent of one's own: `agent(scan, folder=..., peers=...)` gives its address and its state."""
+    """Start an agent of one's own: `agent(scan, folder=...)` gives its address and its state."""
     with ExitStack() as running:
 
-        def start(
-            look: Callable[[], Any], *, folder: Path | None = None, peers: Sequence[str] = ()
-        ) -> tuple[str, State]:
+        def start(look: Callable[[], Any], *, folder: Path | None = None) -> tuple[str, State]:
             state = State(look, interval_seconds=3600, folder=folder)
             state.refresh()
-            app = create(state, cluster=Cluster(state, peers=peers))
+            app = create(state)
             return f"http://127.0.0.1:{running.enter_context(serving(app))}/", state
 
         yield start

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api_server import CRD, ApiServer, write_kubeconfig
@@ -479,38 +477,6 @@ def test_a_silent_record_is_never_a_pass() -> None:
     record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - 86400)
     made = row(record)
     assert made["verdict"] == "unknown" and made["last_verdict"] == "pass"
-
-
-def test_peers_stand_in_for_kubernetes() -> None:
-    """Two agents by URL, one of them absent."""
-    import socket
-
-    import uvicorn
-
-    state = State(lambda: (scan(load(MACHINES / H100)),), interval_seconds=3600)
-    state.refresh()
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(create(state, cluster=Cluster(state, name="peer-1")), log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        eventually(lambda: server.started, "the peer is up")
-        nodes: dict[str, Any] = {}
-
-        def heard() -> bool:
-            """Within the five seconds that a peer is given."""
-            cluster = Cluster(state, name="me", peers=(f"http://127.0.0.1:{port}", "http://127.0.0.1:9/"))
-            rows = TestClient(create(state, cluster=cluster)).get("/nodes").json()["nodes"]
-            nodes.clear()
-            nodes.update({made["name"]: made for made in rows})
-            return "peer-1" in nodes
-
-        eventually(heard, "the peer answers")
-        server.should_exit = True
-        thread.join(60)
-    assert set(nodes) == {"me", "peer-1", "127.0.0.1:9"}
-    assert nodes["peer-1"]["gpus"] == 8 and nodes["127.0.0.1:9"]["verdict"] == "unknown"
 
 
 def exported(http: TestClient, state: State) -> dict[str, float]:

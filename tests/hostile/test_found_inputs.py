@@ -25,12 +25,6 @@ def nics(**more: Any) -> list[dict[str, Any]]:
     return [{**fuzz_targets._graph()["nics"][0], **more}]
 
 
-def peer(**more: Any) -> bytes:
-    from agent.cluster.nodes import row
-
-    return plain({"nodes": [{**row(fuzz_targets._peer_record(), 9e9, graph=True), **more}]})
-
-
 def bench(**more: Any) -> bytes:
     return plain({**fuzz_targets._bench(), **more})
 
@@ -90,10 +84,6 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "rates that add up to infinity": (
         "node_graph", graph(nics=nics(rate_bytes_per_second=1e308), expectations=[])
     ),
-    "a peer's graph that is a list": ("peer", peer(graph=["x"])),
-    "a peer's graph that is a number": ("peer", peer(graph=0.5)),
-    "a peer's interval of 400 digits": ("peer", peer(interval_seconds=10**400)),
-    "a peer's findings that are text": ("peer", peer(findings="<script>")),
     "a benchmark of 10^30 bytes": ("bench_result", bench(world_size=10**30)),
     "a benchmark that took NaN": ("bench_result", bench(seconds="nan")),
     "a loss that is NaN": ("flight", plain({**fuzz_targets.FLIGHT, "loss": {"first": float("nan"), "last": 1e400}})),

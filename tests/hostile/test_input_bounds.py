@@ -107,7 +107,7 @@ def test_too_much_is_refused_by_name(
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
-        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph", "peer",
+        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph",
         "model_config", "job_config", "job_plan", "calibration", "kubeconfig", "environment", "manifest", "topo_text",
         "topo_xml",
     }  # fmt: skip
