@@ -54,7 +54,7 @@ _KEPT: dict[type[Any], frozenset[str]] = {
     HostinfoFacts: frozenset((
         "hostname", "kernel", "os", "architecture", "cpu_vendor", "cpu_name", "cpu_family", "cpu_model", "sockets",
         "cores", "threads", "memory_bytes", "numa", "virtual_machine", "product", "vendor", "nccl_environment",
-        "nccl_conf", "nccl_conf_files", "vendor_files", "storage_servers",
+        "nccl_conf", "nccl_conf_files", "vendor_files", "storage_servers", "chassis_asset_tag", "cloud_id",
     )),
 }  # fmt: skip
 # Of these types all but a few fields: what counts, and what names one machine.
