@@ -82,8 +82,10 @@ def test_wheel_carries_the_page(tmp_path: Path) -> None:
     """An installed agent has the page beside its module, so that explain works without the repository."""
     built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(built) as wheel:
-        assert wheel.read("agent/findings.md").decode() == PAGE.read_text(encoding="utf-8")
-        assert wheel.read("agent/runbook.md").decode() == (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+        assert wheel.read("agent/gate/findings.md").decode() == PAGE.read_text(encoding="utf-8")
+        assert wheel.read("agent/gate/runbook.md").decode() == (ROOT / "docs" / "runbook.md").read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.parametrize("page", ["findings.md", "runbook.md", "metrics.md"])

@@ -147,7 +147,8 @@ def test_the_port_is_free_again_after_a_kill(tmp_path):
 
 PARENT = """
 import sys
-from collectives import bench, wire
+from collectives.bench import run as bench
+from collectives.bench import wire
 import json
 spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10**6, precision=None, budget_seconds=300, backend="gloo",
                        lock_path=sys.argv[1], environment={sys.argv[2]: sys.argv[3]})
@@ -200,7 +201,8 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
 
 FULL_SHM = """
 import json, sys
-from collectives import bench, wire
+from collectives.bench import run as bench
+from collectives.bench import wire
 spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10, backend="gloo", lock_path=sys.argv[1])
 print(json.dumps(wire.result_to_json(bench.run(spec))))
 """

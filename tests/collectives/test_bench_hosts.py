@@ -23,7 +23,8 @@ DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
 
 RUN = """
 import json, sys
-from collectives import bench, wire
+from collectives.bench import run as bench
+from collectives.bench import wire
 settings = json.loads(sys.argv[1])
 if "search" in settings:
     settings["search"] = bench.SearchPlan(**settings["search"])

@@ -11,7 +11,7 @@ import pytest
 
 from collectives.bench import lock, scratch
 
-HOLD = "import sys, time; from pathlib import Path; from collectives import lock\n"
+HOLD = "import sys, time; from pathlib import Path; from collectives.bench import lock\n"
 HOLD += "with lock.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 

@@ -20,7 +20,7 @@ ON = f"{HEAD}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
 
 CHILD = """
 import io, json, resource, sys
-from collectives import evidence
+from collectives.nccl_log import evidence
 
 class Endless(io.RawIOBase):
     def __init__(self, total):

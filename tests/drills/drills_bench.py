@@ -22,7 +22,8 @@ from collectives.bench import lock
 # Longer than any drill: what ends it is the fault. A result comes out whatever happens.
 _LONG_RUN = """
 import json, sys
-from collectives import bench, wire
+from collectives.bench import run as bench
+from collectives.bench import wire
 spec = bench.BenchSpec(
     sizes_bytes=(1024,), ops=("all_gather",), precision=None, min_iterations=1_000_000, max_iterations=1_000_000,
     budget_seconds=60, silence_seconds=float(sys.argv[2]), startup_seconds=240, backend="gloo", lock_path=sys.argv[1],

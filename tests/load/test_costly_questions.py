@@ -24,7 +24,8 @@ AGENT = """
 import sys
 from pathlib import Path
 from fastapi import Request
-from agent import advise, cmd_serve
+from agent import advise
+from agent.cli import serve as cmd_serve
 from agent.http.desk import Desk
 from agent.cli.hosts import snapshots
 from agent.http.server import create

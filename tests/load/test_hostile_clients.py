@@ -23,7 +23,8 @@ from agent.http.connections import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 
 QUICK = """
 import sys
-from agent import cmd_serve, listener
+from agent.cli import serve as cmd_serve
+from agent.http import connections as listener
 from agent.cli.hosts import snapshots
 from agent.http.state import State
 from pathlib import Path

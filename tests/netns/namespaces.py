@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 _LOOK = """
 import json, cattrs
-from probes import interfaces
+from probes.interfaces import probe as interfaces
 from probes.host.live import LiveHost
 print("FACTS " + json.dumps(cattrs.unstructure(interfaces.read(LiveHost()))))
 """
