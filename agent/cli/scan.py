@@ -55,7 +55,7 @@ def capture(root: str, target: Path | None) -> None:
 @click.command()
 @click.argument("code")
 def explain(code: str) -> None:
-    """Explain a finding CODE or an alert: what it means, how to see it, how to mend it and prove it mended."""
+    """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
     from agent.gate.explain import UnknownCodeError, section
 
     try:

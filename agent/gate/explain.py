@@ -7,8 +7,10 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-_FINDINGS = r"^### `([a-z0-9_.]+)`\n"
-_ALERTS = r"^## Alert Name: (\w+)\n"
+_CHAPTER = re.compile(r"^## ", re.MULTILINE)
+_FINDING = re.compile(r"^### (?=`)", re.MULTILINE)  # its heading: codes that share a section, each with its severities
+_CODE = re.compile(r"`([a-z0-9_.]+)`(?: \(([a-z, ]+)\))?")
+_POINT = re.compile(r"^- \*\*(\w+):\*\* (.+?)(?=^- |\Z)", re.MULTILINE | re.DOTALL)
 
 
 class UnknownCodeError(KeyError):
@@ -20,21 +22,45 @@ class UnknownCodeError(KeyError):
 
 @cache
 def sections() -> dict[str, str]:
-    """Every code and every alert with its text, its name first."""
-    return {**_split("findings.md", _FINDINGS), **_split("runbook.md", _ALERTS)}
+    """Every code and every alert with its text: the name, then what it Means, its Severity, how to See and Mend it."""
+    return {**_findings(_page("findings.md")), **_alerts(_page("runbook.md"))}
 
 
-def _split(name: str, heading: str) -> dict[str, str]:
+def _findings(page: str) -> dict[str, str]:
+    """A section says what its chapter does not say for it; codes that share one each have their own severities."""
+    found = {}
+    for chapter in _CHAPTER.split(page)[1:]:
+        opening, *parts = _FINDING.split(chapter)
+        shared = dict(_POINT.findall(opening))
+        for part in parts:
+            heading, _, body = part.partition("\n")
+            waiting: list[str] = []
+            for code, severities in _CODE.findall(heading):
+                waiting.append(code)
+                if severities:
+                    found |= {each: _told(each, body, shared, severities) for each in waiting}
+                    waiting = []
+            found |= {each: _told(each, body, shared) for each in waiting}
+    return found
+
+
+def _alerts(page: str) -> dict[str, str]:
+    parts = re.split(r"^## Alert Name: (\w+)\n", page, flags=re.MULTILINE)
+    return {name: _told(name, body, {}) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _told(name: str, body: str, shared: dict[str, str], severities: str = "") -> str:
+    means = _POINT.sub("", body).strip()
+    points = {"Means": means, "Severity": severities.replace(", ", " or "), **shared, **dict(_POINT.findall(body))}
+    return "\n".join((f"{name}\n", *(f"- **{point}:** {text.strip()}" for point, text in points.items() if text)))
+
+
+def _page(name: str) -> str:
     places = (Path(__file__).with_name(name), Path(__file__).parents[2] / "docs" / name)
     page = next((place for place in places if place.exists()), None)
     if page is None:
         raise UnknownCodeError(f"docs/{name} is not packaged with this installation")
-    parts = re.split(heading, page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    # parts: preamble, code, text, code, text ...; a text ends where the next section of the page begins
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return {
-        code: f"{code}\n\n{re.split(r'^## ', text, maxsplit=1, flags=re.MULTILINE)[0].strip()}" for code, text in pairs
-    }
+    return page.read_text(encoding="utf-8")
 
 
 def section(code: str) -> str:
@@ -53,5 +79,5 @@ def mend(code: str) -> str:
         text = section(code)
     except UnknownCodeError:
         return ""
-    found = re.search(r"^- \*\*Mend:\*\* (.+?)(?=^- |\Z)", text, flags=re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
+    found = dict(_POINT.findall(text)).get("Mend", "")
+    return " ".join(found.split())

@@ -22,7 +22,7 @@ _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
 
 def explained(code: str) -> Markup:
-    """What the code means, how to see it, mend it and prove it mended; empty where the page has no such code."""
+    """What the code means, how to see it and what mends it; empty where the page has no such code."""
     try:
         text = section(code)
     except UnknownCodeError:

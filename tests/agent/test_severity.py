@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agent.gate.codes import ALL_CODES
+from agent.gate.explain import sections
 from agent.gate.verdict import Check
 from agent.view import View, look, with_environment
 from probes.api import Ok, Severity, Snapshot, by_loss
@@ -181,10 +182,9 @@ def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str,
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """Code -> severity and cost, as docs/findings.md states them."""
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    part = page.partition("## Severity\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| ([^|]+) \| (.+) \|$", part, flags=re.MULTILINE)
+    """Code -> severity and cost, as the decision on severity states them."""
+    page = (ROOT / "docs" / "decisions" / "0020-severity-by-cost.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| ([^|]+) \| (.+) \|$", page, flags=re.MULTILINE)
     return {code: (severity.strip(), cost) for code, severity, cost in rows}
 
 
@@ -194,6 +194,7 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
     for code, (severity, cost) in table().items():
         assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
         assert len(cost) > 15, code
+        assert f"\n- **Severity:** {severity}\n" in sections()[code], f"{code}: docs/findings.md says otherwise"
 
 
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
