@@ -150,14 +150,14 @@ def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
 
 
 def application(state: Any, given: dict[str, Any]) -> Any:
-    """Doors, cluster view and publisher around one state."""
-    from agent.http.access import Doors
+    """Endpoints, cluster view and publisher around one state."""
+    from agent.http.access import Tokens
     from agent.http.cluster import Cluster
     from agent.http.server import create
 
     client = _client() if given["publish"] or given["token_review"] else None
     name = given["node_name"] or (os.uname().nodename if given["publish"] else None)
-    doors = Doors(
+    tokens = Tokens(
         client=client.brief() if client and given["token_review"] else None, token_file=given["token_file"],
         audience=given["audience"], reads_open=given["reads"] == "open",
     )  # fmt: skip
@@ -174,7 +174,7 @@ def application(state: Any, given: dict[str, Any]) -> Any:
             client, lambda: next(iter(cluster.own()), None), namespace=_namespace(client),
             interval_seconds=given["publish_interval"], labels=given["nfd"],
         )  # fmt: skip
-    return create(state, doors=doors, cluster=cluster, publisher=publisher)
+    return create(state, tokens=tokens, cluster=cluster, publisher=publisher)
 
 
 def _client() -> Any:

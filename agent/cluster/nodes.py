@@ -73,8 +73,8 @@ class NodeRecord:
         return max(0.0, now - self.scanned_at_seconds)
 
     def silent(self, now: float) -> bool:
-        """Whether its agent has ended, or missed too many writes to be believed still."""
-        if self.stopped_at_seconds is not None:
+        """Whether its agent has ended, missed too many writes to be believed still, or claims a scan yet to come."""
+        if self.stopped_at_seconds is not None or self.scanned_at_seconds > now + LEAST_SILENT_SECONDS:
             return True
         return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 

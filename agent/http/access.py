@@ -1,14 +1,18 @@
-"""Who may open which door of the HTTP agent.
+"""Who may use which endpoint of the HTTP agent.
 
-Reads are open unless told otherwise; whatever makes load, or leaves something here, needs a bearer token. In a cluster
-the API server judges it: TokenReview (authentication.k8s.io/v1, with our audience, so that a token made for another
-service is no use here), then SubjectAccessReview (authorization.k8s.io/v1, nonResourceAttributes). Outside, a file of
-tokens. With neither, the doors stay closed. No token is logged or kept: answers are remembered for some seconds under
-its SHA-256.
+Reads are open unless configured otherwise; whatever makes load, or leaves something here, needs a bearer token. In a
+cluster the API server judges it: TokenReview (authentication.k8s.io/v1, with our audience, so that a token made for
+another service is no use here), then SubjectAccessReview (authorization.k8s.io/v1, nonResourceAttributes). Outside, a
+file of tokens. With neither, these endpoints stay closed. No token is logged or stored: verdicts are remembered for
+some seconds under its SHA-256.
+
+A token is judged before the body is read, in a thread that does nothing else: an API server that hangs delays whoever
+brings a token, and nobody else.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -17,10 +21,16 @@ import stat
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.requests import HTTPConnection, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from agent.cluster.client import ApiError, Client, path_of
+from agent.http import problem
 from agent.http.problem import ProblemError
 from contracts import bounded
 
@@ -29,19 +39,22 @@ REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver's own authorizer keeps a 
 MOST_REMEMBERED = 1024
 LONGEST_TOKEN = 16384
 _MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
-REVIEWS_PER_SECOND = 10.0
+REVIEWS_PER_SECOND = 10.0  # of one source
+MOST_SOURCES = 1024
+MOST_WAITING = 32  # tokens to be judged, of all sources
+PROBES = ("/healthz", "/readyz")  # the kubelet's, which brings no token
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What was decided about one token at one door."""
+class Judgement:
+    """What was decided about one token at one endpoint."""
 
     user: str = ""
     problem: ProblemError | None = None
 
 
-class Doors:
+class Tokens:
     """Judges bearer tokens; raises ProblemError 401, 403, 429 or 503."""
 
     def __init__(
@@ -50,12 +63,50 @@ class Doors:
     ) -> None:  # fmt: skip
         self._client, self._file, self._audience = client, token_file, audience
         self.reads_open = reads_open
-        self._answers: OrderedDict[tuple[str, str, str], tuple[float, Answer]] = OrderedDict()
+        self._judged: OrderedDict[tuple[str, str, str], tuple[float, Judgement]] = OrderedDict()
         self._lock = threading.Lock()
-        self._tokens = Bucket(rate=REVIEWS_PER_SECOND, size=2 * REVIEWS_PER_SECOND)
+        self._rates: OrderedDict[str, Bucket] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens")
+        self._waiting = 0
+
+    async def judge(self, connection: HTTPConnection, *, path: str, verb: str) -> str:
+        """As `check`, for the token of a request; judged in the thread for that where it is not remembered."""
+        authorization = connection.headers.get("authorization")
+        source = connection.client.host if connection.client else ""
+        if self._client is None and self._file is None:
+            return self.check(authorization, path=path, verb=verb)
+        if self._remembered(_key(self._token(authorization, path, verb), path, verb)) is not None:
+            return self.check(authorization, path=path, verb=verb)
+        if self._client is not None:
+            self._admit(source)
+        if self._waiting >= MOST_WAITING:
+            raise ProblemError(503, "too many tokens wait to be judged", headers={"Retry-After": "5"})
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: self.check(authorization, path=path, verb=verb)
+            )
+        finally:
+            self._waiting -= 1
 
     def check(self, authorization: str | None, *, path: str, verb: str) -> str:
-        """The caller's name, where `authorization` may `verb` (get, post) `path`."""
+        """The caller's name, where `authorization` may `verb` (get, post) `path`. Waits for the API server."""
+        token = self._token(authorization, path, verb)
+        key = _key(token, path, verb)
+        judgement = self._remembered(key)
+        if judgement is None:
+            judgement = (
+                self._from_file(token) if self._client is None else self._review(self._client, token, path, verb)
+            )
+            with self._lock:
+                self._judged[key] = time.monotonic(), judgement
+                while len(self._judged) > MOST_REMEMBERED:
+                    self._judged.popitem(last=False)
+        if (refused := judgement.problem) is not None:
+            raise ProblemError(refused.status, refused.detail, headers=refused.headers, **refused.more)
+        return judgement.user
+
+    def _token(self, authorization: str | None, path: str, verb: str) -> str:
         if self._client is None and self._file is None:
             raise ProblemError(
                 403, f"{verb.upper()} {path} needs a token, and is closed: this agent has nobody to ask about tokens",
@@ -66,45 +117,45 @@ class Doors:
         if scheme.lower() != "bearer" or not token or len(token) > LONGEST_TOKEN or not token.isascii():
             raise ProblemError(401, f"{verb.upper()} {path} needs a bearer token", headers=CHALLENGE,
                                grant=self._how_to_get_one())  # fmt: skip
-        key = hashlib.sha256(token.encode()).hexdigest(), path, verb
+        return token
+
+    def _remembered(self, key: tuple[str, str, str]) -> Judgement | None:
         with self._lock:
-            at, answer = self._answers.get(key, (0.0, Answer()))
-            known = at and time.monotonic() - at < REMEMBERED_SECONDS
-        if not known:
-            answer = self._from_file(token) if self._client is None else self._review(self._client, token, path, verb)
-            with self._lock:
-                self._answers[key] = time.monotonic(), answer
-                while len(self._answers) > MOST_REMEMBERED:
-                    self._answers.popitem(last=False)
-        if answer.problem is not None:
-            problem = answer.problem
-            raise ProblemError(problem.status, problem.detail, headers=problem.headers, **problem.more)
-        return answer.user
+            at, judgement = self._judged.get(key, (None, Judgement()))
+        return judgement if at is not None and time.monotonic() - at < REMEMBERED_SECONDS else None
+
+    def _admit(self, source: str) -> None:
+        """Count one review for this source. ProblemError 429 where it asks for too many."""
+        with self._lock:
+            rate = self._rates.pop(source, None) or Bucket(rate=REVIEWS_PER_SECOND, size=2 * REVIEWS_PER_SECOND)
+            self._rates[source] = rate
+            while len(self._rates) > MOST_SOURCES:
+                self._rates.popitem(last=False)
+        if not rate.take():
+            raise ProblemError(429, "too many tokens to review at once", headers={"Retry-After": "1"})
 
     def _how_to_get_one(self) -> str:
         if self._client is None:
             return "a line of the file named by --token-file, as Authorization: Bearer TOKEN"
         return f"kubectl create token SERVICEACCOUNT --audience {self._audience}, as Authorization: Bearer TOKEN"
 
-    def _refused(self) -> Answer:
+    def _refused(self) -> Judgement:
         detail = "the token is not known, has expired, or was made for another audience"
-        return Answer(problem=ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one()))
+        return Judgement(problem=ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one()))
 
-    def _from_file(self, token: str) -> Answer:
+    def _from_file(self, token: str) -> Judgement:
         """One token a line; read each time, so that a line taken out is out within seconds."""
         assert self._file is not None  # noqa: S101 - `check` has made sure
         try:
             lines = read_tokens(self._file)
         except (OSError, ValueError) as error:
             raise ProblemError(503, f"the token file cannot be used: {error}") from None
-        given = token.encode()
-        if sum(hmac.compare_digest(line.encode(), given) for line in lines):  # all of them, each in constant time
-            return Answer(user="token-file")
+        sent = token.encode()
+        if sum(hmac.compare_digest(line.encode(), sent) for line in lines):  # all of them, each in constant time
+            return Judgement(user="token-file")
         return self._refused()
 
-    def _review(self, client: Client, token: str, path: str, verb: str) -> Answer:
-        if not self._tokens.take():
-            raise ProblemError(429, "too many tokens to review at once", headers={"Retry-After": "1"})
+    def _review(self, client: Client, token: str, path: str, verb: str) -> Judgement:
         try:
             reviewed = client.create(
                 path_of("authentication.k8s.io/v1", "tokenreviews"),
@@ -129,8 +180,37 @@ class Doors:
             raise ProblemError(503, f"the API server could not judge the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if allowed.get("allowed") is True:
-            return Answer(user=name)
-        return Answer(problem=ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path)))
+            return Judgement(user=name)
+        return Judgement(problem=ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path)))
+
+
+class Guard:
+    """ASGI middleware that judges the token before anything reads the body.
+
+    `posts` holds the paths that take POST, each of which needs a token; reads need one where `tokens` says so.
+    """
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, posts: Collection[str]) -> None:
+        self._app, self._tokens, self._posts = app, tokens, posts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, with the caller's name in its state, or refuse it."""
+        if scope["type"] == "http":
+            method, path = scope["method"], scope["path"]
+            reads = method in ("GET", "HEAD") and not self._tokens.reads_open and path not in PROBES
+            if reads or (method == "POST" and path in self._posts):
+                request = Request(scope)
+                try:
+                    request.state.user = await self._tokens.judge(request, path=path, verb="get" if reads else "post")
+                except ProblemError as error:
+                    refusal = problem.response(request, error.status, error.detail, error.headers, **error.more)
+                    await refusal(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _key(token: str, path: str, verb: str) -> tuple[str, str, str]:
+    return hashlib.sha256(token.encode()).hexdigest(), path, verb
 
 
 def grant(user: str, verb: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""The doors that make load: POST /preflight scans anew, POST /benchmarks runs ranks in a child process.
+"""The endpoints that make load: POST /preflight scans anew, POST /benchmarks runs ranks in a child process.
 
 Both need a bearer token (agent.http.access), and both are capped in size, duration and rate.
 """
@@ -20,11 +20,12 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
 
 from agent.gate.codes import ALL_CODES
 from agent.gate.report import document
 from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
-from agent.http.access import Bucket, Doors
+from agent.http.access import Bucket, Tokens
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.jobs import result_store as keep
@@ -209,45 +210,47 @@ def judged(view: View, result: BenchResult | None) -> tuple[Check, ...]:
     return (*scanned, *asked_now(checks_of_bench(result, view.snapshots)))
 
 
-def install(app: FastAPI, state: State, doors: Doors) -> Bencher:
-    """Add the doors."""
+def _scanned(state: State, bencher: Bencher, requested: Preflight) -> JSONResponse:
+    """The gate over a scan made now."""
+    options: dict[str, Any] = {"require": requested.require, "skip": requested.skip, "known": ALL_CODES}
+    try:
+        select((), **options)  # before the scan: a wrong word costs none
+        result = None
+        if requested.measure:
+            result = bencher.measure(Bench(ranks=requested.ranks, budget_seconds=requested.budget_seconds))
+        checks = select(judged(state.refresh(), result), **options)
+    except GateError as error:
+        raise ProblemError(400, str(error)) from None
+    verdict = judge(checks, fail_on=requested.fail_on)
+    return JSONResponse(document({"verdict": verdict, "checks": worst_first(checks)}),
+                        headers={"Cache-Control": "no-store"})  # fmt: skip
+
+
+def install(app: FastAPI, state: State, tokens: Tokens) -> Bencher:
+    """Add the endpoints."""
     bencher = Bencher(state)
     posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
 
-    def enter(request: Request) -> str:
-        who = doors.check(request.headers.get("authorization"), path=request.url.path, verb="post")
+    def enter(request: Request) -> None:
         if not posts.take():
             raise ProblemError(429, f"more than {POSTS_PER_MINUTE:.0f} such requests a minute",
                                headers={"Retry-After": "5"})  # fmt: skip
-        log.info("POST %s by %s", request.url.path, who)
-        return who
+        log.info("POST %s by %s", request.url.path, request.state.user)
 
     @app.post("/preflight", tags=["gate"], operation_id="preflight_now")
-    def preflight(request: Request, wanted: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
+    async def preflight(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
         """The gate over a scan made now; with `measure` over a benchmark made now too. Needs a token."""
         enter(request)
-        wanted = wanted or Preflight()
-        if wanted.measure:  # whoever may scan may not therefore make load
-            doors.check(request.headers.get("authorization"), path="/benchmarks", verb="post")
-        try:
-            # before the scan: a wrong word costs none
-            select((), require=wanted.require, skip=wanted.skip, known=ALL_CODES)
-            result = None
-            if wanted.measure:
-                result = bencher.measure(Bench(ranks=wanted.ranks, budget_seconds=wanted.budget_seconds))
-            view = state.refresh()
-            checks = select(judged(view, result), require=wanted.require, skip=wanted.skip, known=ALL_CODES)
-        except GateError as error:
-            raise ProblemError(400, str(error)) from None
-        verdict = judge(checks, fail_on=wanted.fail_on)
-        return JSONResponse(document({"verdict": verdict, "checks": worst_first(checks)}),
-                            headers={"Cache-Control": "no-store"})  # fmt: skip
+        requested = requested or Preflight()
+        if requested.measure:  # whoever may scan may not therefore make load
+            await tokens.judge(request, path="/benchmarks", verb="post")
+        return await run_in_threadpool(_scanned, state, bencher, requested)
 
     @app.post("/benchmarks", tags=["gate"], operation_id="benchmark_start", status_code=202)
-    def start(request: Request, wanted: Annotated[Bench | None, Body()] = None) -> JSONResponse:
+    def start(request: Request, requested: Annotated[Bench | None, Body()] = None) -> JSONResponse:
         """Start a benchmark; 409 while one runs. Needs a token. GET /benchmarks tells how it goes."""
         enter(request)
-        return JSONResponse(bencher.start(wanted or Bench()), status_code=202, headers={"Location": "/benchmarks"})
+        return JSONResponse(bencher.start(requested or Bench()), status_code=202, headers={"Location": "/benchmarks"})
 
     @app.get("/benchmarks", tags=["facts"], operation_id="benchmarks")
     def benchmarks() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The HTTP agent: what is known, in the formats people use. `docs/http.md` lists the doors and who may open them."""
+"""The HTTP agent: what is known, in the formats people use. `docs/http.md` lists the endpoints and who may use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware.base import RequestResponseEndpoint
+from starlette.routing import Route
 
 from agent import advise
 from agent.cluster.publish import Publisher
@@ -24,7 +24,7 @@ from agent.http import openapi as answers
 from agent.http import pages as page_routes
 from agent.http import problem
 from agent.http import runs as server_flights
-from agent.http.access import Doors
+from agent.http.access import Guard, Tokens
 from agent.http.cluster import Cluster, advise_cluster, topology_document
 from agent.http.desk import Desk
 from agent.http.problem import ProblemError
@@ -45,15 +45,15 @@ Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node,
 
 
 def create(
-    state: State, *, doors: Doors | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
+    state: State, *, tokens: Tokens | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
     desk: Desk | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application around one state; scanning and publishing start and end with it.
 
-    Without `doors` whatever needs a token is closed; without `cluster` the cluster is what this agent scans. Costly
+    Without `tokens` whatever needs a token is closed; without `cluster` the cluster is what this agent scans. Costly
     questions are asked at `desk`, by default one of their own.
     """
-    doors, cluster, desk = doors or Doors(), cluster or Cluster(state), desk or Desk()
+    tokens, cluster, desk = tokens or Tokens(), cluster or Cluster(state), desk or Desk()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -76,30 +76,17 @@ def create(
     problem.install(app)
     answers.install(app)
     app.add_middleware(Kept, current=lambda: state.view)
-    if not doors.reads_open:
-        _close_reads(app, doors)
+    posts: set[str] = set()
+    app.add_middleware(Guard, tokens=tokens, posts=posts)
     _health(app, state, lambda: tallies.samples(publisher.tally if publisher else None, cluster.tally))
     page_routes.install(app, state, _current, cluster, desk)
     _facts(app, state, cluster, desk)
     _advice(app, state, cluster, desk)
     server_cluster.install(app, cluster)
-    server_flights.install(app, state, doors)
-    bencher = server_load.install(app, state, doors)
+    server_flights.install(app, state)
+    bencher = server_load.install(app, state, tokens)
+    posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
-
-
-def _close_reads(app: FastAPI, doors: Doors) -> None:
-    """Ask a token of every reader but the kubelet's probes."""
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next: RequestResponseEndpoint) -> Response:
-        if request.method in ("GET", "HEAD") and request.url.path not in ("/healthz", "/readyz"):
-            try:
-                token = request.headers.get("authorization")
-                await run_in_threadpool(doors.check, token, path=request.url.path, verb="get")
-            except ProblemError as error:
-                return problem.response(request, error.status, error.detail, error.headers, **error.more)
-        return await call_next(request)
 
 
 def _current(state: State) -> View:

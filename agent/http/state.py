@@ -69,6 +69,8 @@ class State:
 
     def start(self) -> None:
         """Begin scanning."""
+        if self._folder is not None:
+            keep.sweep(self._folder)
         self._thread.start()
 
     def stop(self) -> None:

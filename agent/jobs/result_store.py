@@ -6,6 +6,7 @@ a run by hand on a workstation has its own report.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -30,6 +31,7 @@ DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE = "bench.json"
 FLIGHTS_FOLDER = "flights"
 KEPT_FLIGHTS = 50
+WRITTEN_WITHIN_SECONDS = 600.0  # however slow the disk
 FLIGHT_SCHEMA_VERSION = 1  # docs/finetune.md, flight.json
 
 
@@ -102,6 +104,14 @@ def _record(path: Path) -> dict[str, Any] | None:
         left_out(path, error)
         return None
     return record
+
+
+def sweep(place: Path) -> None:
+    """Remove what a killed writer left: temporary files (agent.gate.report.write_atomic) that nobody writes any more."""
+    for path in (*place.glob(".*.json.*"), *(place / FLIGHTS_FOLDER).glob(".*.json.*")):
+        with contextlib.suppress(OSError):  # another agent may be quicker, or the folder not ours
+            if time.time() - path.stat().st_mtime > WRITTEN_WITHIN_SECONDS:
+                path.unlink()
 
 
 def left_out(path: Path, error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from kustomization import render
 
 from agent.cluster.access import Access
 from agent.cluster.client import Client
-from agent.http.access import AUDIENCE, Doors
+from agent.http.access import AUDIENCE, Tokens
 from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
 from agent.http.server import create
 from agent.http.state import State
@@ -43,19 +44,19 @@ RECORD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def agent(doors: Doors, folder: Path | None) -> TestClient:
+def agent(tokens: Tokens, folder: Path | None) -> TestClient:
     snapshot = scan(load(MACHINE))
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=folder)
     state.refresh()
-    return TestClient(create(state, doors=doors))
+    return TestClient(create(state, tokens=tokens))
 
 
 @pytest.fixture
-def doors(tmp_path: Path) -> Doors:
+def tokens(tmp_path: Path) -> Tokens:
     path = tmp_path / "tokens"
     path.write_text(TOKEN + "\n")
     path.chmod(0o600)
-    return Doors(token_file=path)
+    return Tokens(token_file=path)
 
 
 @pytest.fixture
@@ -66,8 +67,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def http(doors: Doors, folder: Path) -> TestClient:
-    return agent(doors, folder)
+def http(tokens: Tokens, folder: Path) -> TestClient:
+    return agent(tokens, folder)
 
 
 def kept(folder: Path) -> list[Path]:
@@ -99,11 +100,11 @@ def test_several_within_one_second_are_all_kept(http: TestClient, folder: Path) 
     assert {record["host"] for record in http.get("/flights").json()} == set("abcd")
 
 
-def test_only_the_newest_are_kept(doors: Doors, folder: Path) -> None:
+def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     """The state folder does not grow without end."""
     for number in range(keep.KEPT_FLIGHTS + 5):
         keep.keep_flight({**RECORD, "host": f"pod-{number}"}, folder)
-    assert agent(doors, folder).post("/flights", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert agent(tokens, folder).post("/flights", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
     assert len(kept(folder)) == keep.KEPT_FLIGHTS
 
 
@@ -162,20 +163,20 @@ def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path)
     """401 before the record is looked at; 403 where nobody judges tokens."""
     for headers in ({}, {"Authorization": "Bearer " + "x" * 20}):
         assert http.post("/flights", headers=headers, content=b"{").status_code == 401
-    closed = agent(Doors(), folder).post("/flights", headers=HEADERS, json=RECORD)
+    closed = agent(Tokens(), folder).post("/flights", headers=HEADERS, json=RECORD)
     assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
     assert kept(folder) == []
 
 
-def test_an_agent_without_a_folder_says_so(doors: Doors, tmp_path: Path) -> None:
+def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
     """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
-        answer = agent(doors, missing).post("/flights", headers=HEADERS, json=RECORD)
+        answer = agent(tokens, missing).post("/flights", headers=HEADERS, json=RECORD)
         assert answer.status_code == 409 and "--state" in answer.json()["grant"]
     full = tmp_path / "full"
     full.mkdir()
     (full / "flights").write_text("a file where the folder would be")
-    assert agent(doors, full).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
+    assert agent(tokens, full).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
 
 
 def test_records_a_minute_are_capped(http: TestClient) -> None:
@@ -199,7 +200,7 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
 
     def asked() -> Any:
         access = Access(server=api.url, token=lambda: "agent-token")
-        http = agent(Doors(client=Client(access, tries=1)), folder)
+        http = agent(Tokens(client=Client(access, tries=1)), folder)
         return http.post("/flights", headers=HEADERS, json=RECORD)
 
     api.allowed.add((USER, "post", "/preflight"))
@@ -273,3 +274,18 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     """Before a pod starts with it."""
     with pytest.raises(job.JobError, match="agent="):
         job.JobSpec(name="sft", image="i", nodes=1, processes_per_node=1, command=("true",), agent=url)
+
+
+def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
+    """Temporary files that nobody writes any more; not one that is being written, and no record."""
+    (folder / "flights").mkdir()
+    for path in (folder, folder / "flights"):
+        for name in (".bench.json.a1b2c3d4", "kept.json"):
+            (path / name).write_text("{}")
+            os.utime(path / name, (0, 0))
+    (folder / "flights" / ".new.json.x").write_text("{")
+    state = State(lambda: (), interval_seconds=3600, folder=folder)
+    state.start()
+    state.stop()
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json*"))
+    assert left == ["flights/.new.json.x", "flights/kept.json", "kept.json"]

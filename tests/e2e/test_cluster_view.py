@@ -472,9 +472,10 @@ def test_a_busy_server_is_waited_for(api: ApiServer) -> None:
     cluster.stop()
 
 
-def test_a_silent_record_is_never_a_pass() -> None:
-    """Whatever it said last."""
-    record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - 86400)
+@pytest.mark.parametrize("late_seconds", [86400, -86400], ids=["old", "in the future"])
+def test_a_stale_record_is_never_a_pass(late_seconds: float) -> None:
+    """Whatever it said last; a scan that is yet to come would never grow old."""
+    record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - late_seconds)
     made = row(record)
     assert made["verdict"] == "unknown" and made["last_verdict"] == "pass"
 

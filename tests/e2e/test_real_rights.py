@@ -41,7 +41,7 @@ from starlette.testclient import TestClient
 from agent.cluster.client import ApiError, Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource
 from agent.cluster.publish import NFD_VERSION, Publisher
-from agent.http.access import AUDIENCE, Doors
+from agent.http.access import AUDIENCE, Tokens
 from agent.http.problem import ProblemError
 from agent.http.server import create
 from agent.http.state import State
@@ -239,29 +239,29 @@ def test_a_token_is_refused_then_granted(agent_client: Client, caller: str) -> N
     good, other = token(caller, RUN, audience=AUDIENCE), token(caller, RUN)
     for wrong in (other, "not-a-token", good[:-4] + "AAAA"):
         with pytest.raises(ProblemError) as caught:
-            Doors(client=agent_client).check(f"Bearer {wrong}", path="/preflight", verb="post")
+            Tokens(client=agent_client).check(f"Bearer {wrong}", path="/preflight", verb="post")
         assert caught.value.status == 401
     with pytest.raises(ProblemError) as refused:
-        Doors(client=agent_client).check(f"Bearer {good}", path="/preflight", verb="post")
+        Tokens(client=agent_client).check(f"Bearer {good}", path="/preflight", verb="post")
     assert refused.value.status == 403
     grant(refused.value.more["grant"])
 
     def granted() -> bool:
         try:
-            user = Doors(client=agent_client).check(f"Bearer {good}", path="/preflight", verb="post")
+            user = Tokens(client=agent_client).check(f"Bearer {good}", path="/preflight", verb="post")
         except ProblemError:
             return False
         return user == f"system:serviceaccount:{RUN}:{caller}"
 
     eventually(granted, "the grant takes effect")
     with pytest.raises(ProblemError) as elsewhere:
-        Doors(client=agent_client).check(f"Bearer {good}", path="/benchmarks", verb="post")
+        Tokens(client=agent_client).check(f"Bearer {good}", path="/benchmarks", verb="post")
     assert elsewhere.value.status == 403, "one door is not the other"
     kubectl("delete", "serviceaccount", caller, "-n", RUN)
 
     def gone() -> bool:
         try:
-            Doors(client=agent_client).check(f"Bearer {good}", path="/preflight", verb="post")
+            Tokens(client=agent_client).check(f"Bearer {good}", path="/preflight", verb="post")
         except ProblemError as error:
             return error.status == 401
         return False
@@ -279,7 +279,7 @@ def test_the_shipped_role_lets_a_job_leave_its_record_and_open_nothing_else(
 
     def granted() -> bool:
         try:
-            return bool(Doors(client=agent_client).check(bearer["Authorization"], path="/flights", verb="post"))
+            return bool(Tokens(client=agent_client).check(bearer["Authorization"], path="/flights", verb="post"))
         except ProblemError:
             return False
 
@@ -288,7 +288,7 @@ def test_the_shipped_role_lets_a_job_leave_its_record_and_open_nothing_else(
     snapshot = scan(load(next(MACHINES.glob("hgx-h100*.json"))))
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path / "state")
     state.refresh()
-    http = TestClient(create(state, doors=Doors(client=agent_client)))
+    http = TestClient(create(state, tokens=Tokens(client=agent_client)))
     record = {"schema_version": 1, "status": "complete", "host": "sft-0", "started_at": "2026-11-01T10:00:00Z"}
     assert http.post("/flights", headers=bearer, json=record).status_code == 201
     assert http.get("/flights").json() == [{**record, "posted_by": f"system:serviceaccount:{RUN}:{caller}"}]

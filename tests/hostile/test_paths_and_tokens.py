@@ -247,14 +247,14 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
 
 def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
     """Answers are kept until the next scan; whoever asks next still needs a token."""
-    from agent.http.access import Doors
+    from agent.http.access import Tokens
 
     tokens = tmp_path / "tokens"
     tokens.write_text(SECRET + "\n")
     tokens.chmod(0o600)
     snapshot = scan(load(MACHINE))
     state = State(lambda: (snapshot,), interval_seconds=3600)
-    with TestClient(create(state, doors=Doors(token_file=tokens, reads_open=False))) as running:
+    with TestClient(create(state, tokens=Tokens(token_file=tokens, reads_open=False))) as running:
         while running.get("/readyz").status_code != 200:
             time.sleep(0.01)
         for door in ("/metrics", "/snapshot", "/recommendations", "/"):

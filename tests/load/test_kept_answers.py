@@ -14,7 +14,7 @@ import resident
 from load_served import H100, Served
 from starlette.testclient import TestClient
 
-from agent.http.access import Doors
+from agent.http.access import Tokens
 from agent.http.response_cache import MOST_ANSWERS, WORTH_BYTES, takes_gzip
 from agent.http.server import create
 from agent.http.state import State
@@ -108,7 +108,7 @@ def test_a_kept_answer_needs_the_token_too(tmp_path: Path) -> None:
     tokens.chmod(0o600)
     state = State(lambda: (scan(recording(H100)),), interval_seconds=3600)
     state.refresh()
-    client = TestClient(create(state, doors=Doors(token_file=tokens, reads_open=False)))
+    client = TestClient(create(state, tokens=Tokens(token_file=tokens, reads_open=False)))
     good = {"Authorization": "Bearer a-token-of-enough-letters"}
     for path in ("/findings", "/recommendations?model=Llama-3.1-8B", "/metrics", "/what-if?model=Llama-3.1-8B"):
         for _ in range(2):

@@ -1,10 +1,14 @@
-"""Who may open which door: token files, TokenReview and SubjectAccessReview over HTTP, and what a refusal says."""
+"""Who may use which endpoint: token files, TokenReview and SubjectAccessReview over HTTP, and what a refusal says."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import to_thread
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
@@ -20,7 +26,7 @@ from api_server import ApiServer
 
 from agent.cluster.access import Access
 from agent.cluster.client import Client
-from agent.http.access import Doors, grant
+from agent.http.access import Tokens, grant
 from agent.http.load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
 from agent.http.problem import ProblemError
 from agent.http.server import create
@@ -34,11 +40,11 @@ TOKEN = "s3cret-" + "t" * 20
 USER = "system:serviceaccount:ci:gate"
 
 
-def agent(doors: Doors) -> TestClient:
+def agent(tokens: Tokens) -> TestClient:
     snapshot = scan(load(MACHINE))
     state = State(lambda: (snapshot,), interval_seconds=3600)
     state.refresh()
-    return TestClient(create(state, doors=doors))
+    return TestClient(create(state, tokens=tokens))
 
 
 def bearer(token: str = TOKEN) -> dict[str, str]:
@@ -63,12 +69,12 @@ def api() -> Iterator[ApiServer]:
 
 def reviewing(api: ApiServer, **more: Any) -> TestClient:
     access = Access(server=api.url, token=lambda: "agent-token")
-    return agent(Doors(client=Client(access, tries=1), **more))
+    return agent(Tokens(client=Client(access, tries=1), **more))
 
 
 def test_a_token_file_opens_the_gate(token_file: Path) -> None:
     """The right token gets the verdict of a fresh scan; others 401 and the way to get one."""
-    http = agent(Doors(token_file=token_file))
+    http = agent(Tokens(token_file=token_file))
     posted = http.post("/preflight", headers=bearer())
     assert posted.status_code == 200
     assert posted.json() == http.get("/preflight").json(), "the same verdict"
@@ -82,10 +88,10 @@ def test_a_token_file_opens_the_gate(token_file: Path) -> None:
 
 def test_a_token_added_to_the_file_is_in_at_once(token_file: Path) -> None:
     """The file is read for each token that is not remembered; one taken out is out within seconds."""
-    doors = Doors(token_file=token_file)
-    assert doors.check(f"Bearer {TOKEN}", path="/preflight", verb="post") == "token-file"
+    tokens = Tokens(token_file=token_file)
+    assert tokens.check(f"Bearer {TOKEN}", path="/preflight", verb="post") == "token-file"
     token_file.write_text("z" * 20 + "\n")
-    assert doors.check(f"Bearer {'z' * 20}", path="/preflight", verb="post") == "token-file"
+    assert tokens.check(f"Bearer {'z' * 20}", path="/preflight", verb="post") == "token-file"
 
 
 @pytest.mark.parametrize(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
@@ -111,7 +117,7 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     assert "--non-resource-url=/preflight" in refused.json()["grant"]
     api.allowed.add((USER, "post", "/preflight"))
     assert reviewing(api).post("/preflight", headers=bearer()).status_code == 200
-    assert reviewing(api).post("/benchmarks", headers=bearer()).status_code == 403, "each door by itself"
+    assert reviewing(api).post("/benchmarks", headers=bearer()).status_code == 403, "each endpoint by itself"
 
 
 def test_no_two_hints_make_an_object_of_one_name() -> None:
@@ -153,25 +159,80 @@ def test_no_api_server_is_no_entry(api: ApiServer) -> None:
     assert http.post("/preflight", headers=bearer()).status_code == 200
 
 
+def asking(source: str, token: str) -> Request:
+    scope = {"type": "http", "method": "POST", "path": "/preflight", "client": (source, 4711),
+             "headers": [(b"authorization", f"Bearer {token}".encode())]}  # fmt: skip
+    return Request(scope)
+
+
 def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
-    """Reviews of unknown tokens are bounded: the API server is not ours to flood."""
-    doors = Doors(client=Client(Access(server=api.url, token=lambda: "agent-token"), tries=1))
+    """Reviews of unknown tokens are bounded for each source: the API server is not ours to flood."""
+    tokens = Tokens(client=Client(Access(server=api.url, token=lambda: "agent-token"), tries=1))
+
+    def status(source: str, number: int) -> int:
+        with pytest.raises(ProblemError) as refused:
+            asyncio.run(tokens.judge(asking(source, f"guess-{number:020d}"), path="/preflight", verb="post"))
+        return refused.value.status
+
     began, codes = time.monotonic(), list[int]()
     while 429 not in codes and len(codes) < 2000:  # asked without HTTP: quicker than ten a second on any machine
-        with pytest.raises(ProblemError) as refused:
-            doors.check(f"Bearer guess-{len(codes):020d}", path="/preflight", verb="post")
-        codes.append(refused.value.status)
+        codes.append(status("10.0.0.1", len(codes)))
     assert set(codes) == {401, 429}
     reviews = sum("tokenreviews" in path for _, path in api.requests)
     assert reviews <= 20 + 10 * (time.monotonic() - began), "twenty at once and ten a second"
+    assert status("10.0.0.2", 4711) == 401, "who guesses slows nobody else"
+
+
+def test_the_token_is_judged_before_the_body_is_read(token_file: Path) -> None:
+    """A body that is announced and never comes keeps nobody busy."""
+    for method, path in (("POST", "/preflight"), ("POST", "/benchmarks"), ("POST", "/flights")):
+        app = agent(Tokens(token_file=token_file)).app
+        statuses: list[int] = []
+
+        async def receive() -> Any:
+            raise AssertionError("the body was asked for")
+
+        async def send(message: Any, statuses: list[int] = statuses) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+                 "root_path": "", "headers": [(b"content-length", b"100")], "client": ("10.0.0.1", 1),
+                 "server": ("10.0.0.2", 9402), "scheme": "http", "http_version": "1.1"}  # fmt: skip
+        asyncio.run(app(scope, receive, send))
+        assert statuses == [401], path
+
+
+def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
+    """More tokens than the pool for requests has threads, none of them judged: the rest is answered meanwhile."""
+    silent = socket.create_server(("127.0.0.1", 0), backlog=64)
+    access = Access(server=f"http://127.0.0.1:{silent.getsockname()[1]}", token=lambda: "agent-token")
+
+    def post(number: int) -> None:
+        with contextlib.suppress(RuntimeError):  # what waits at the end of the test is cancelled
+            http.post("/preflight", headers=bearer(f"{number:020d}"))
+
+    with agent(Tokens(client=Client(access, tries=1, timeout_seconds=30))) as http:
+        assert http.portal is not None
+        http.portal.call(lambda: setattr(to_thread.current_default_thread_limiter(), "total_tokens", 4))
+        posts = [threading.Thread(target=post, args=(number,)) for number in range(8)]
+        for one in posts:
+            one.start()
+        held = silent.accept()[0]  # the first review has reached the server, which says nothing
+        for path in ("/", "/preflight", "/metrics", "/healthz", "/readyz"):
+            assert http.get(path).status_code == 200, path
+        assert all(one.is_alive() for one in posts), "they were answered before: nothing was shown"
+        held.close()
+        silent.close()
+        for one in posts:
+            one.join()
 
 
 def test_reads_can_be_closed_too(token_file: Path) -> None:
     """All but the kubelet's probes."""
-    http = agent(Doors(token_file=token_file, reads_open=False))
-    for door in ("/", "/metrics", "/topology", "/nodes", "/openapi.json", "/preflight"):
-        assert http.get(door).status_code == 401, door
-        assert http.get(door, headers=bearer()).status_code == 200, door
+    http = agent(Tokens(token_file=token_file, reads_open=False))
+    for path in ("/", "/metrics", "/topology", "/nodes", "/openapi.json", "/preflight"):
+        assert http.get(path).status_code == 401, path
+        assert http.get(path, headers=bearer()).status_code == 200, path
     assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
 
 
@@ -197,21 +258,21 @@ def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixtu
 )  # fmt: skip
 def test_sizes_and_durations_are_capped(token_file: Path, body: dict[str, Any]) -> None:
     """A wrong or hostile request starts nothing."""
-    http = agent(Doors(token_file=token_file))
+    http = agent(Tokens(token_file=token_file))
     assert http.post("/benchmarks", headers=bearer(), json=body).status_code in (400, 422)
     assert http.get("/benchmarks").json() == {"status": "none"}
 
 
 def test_a_large_body_is_refused(token_file: Path) -> None:
     """Before it is read whole."""
-    http = agent(Doors(token_file=token_file))
+    http = agent(Tokens(token_file=token_file))
     body = b'{"skip": ["' + b"x" * (MOST_BODY_BYTES * 2) + b'"]}'
     assert http.post("/preflight", headers=bearer(), content=body).status_code == 413
 
 
 def test_the_rate_is_capped(token_file: Path) -> None:
     """429 with Retry-After."""
-    http = agent(Doors(token_file=token_file))
+    http = agent(Tokens(token_file=token_file))
     answers = [http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]})]
     while answers[-1].status_code == 400 and len(answers) < 200:  # one more is let in each five seconds
         answers.append(http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]}))
@@ -228,7 +289,7 @@ def test_gpus_in_use_are_left_alone(token_file: Path) -> None:
     outcomes = {name: replace(o, facts=busy) if name == "gpu" else o for name, o in snapshot.outcomes.items()}
     state = State(lambda: (replace(snapshot, outcomes=outcomes),), interval_seconds=3600)
     state.refresh()
-    http = TestClient(create(state, doors=Doors(token_file=token_file)))
+    http = TestClient(create(state, tokens=Tokens(token_file=token_file)))
     refused = http.post("/benchmarks", headers=bearer())
     assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 409
     assert refused.status_code == 409 and "4711" in refused.json()["detail"] and refused.headers["retry-after"]
@@ -242,7 +303,7 @@ def test_a_benchmark_runs_in_a_child_and_only_one_at_a_time(token_file: Path, tm
     snapshot = scan(load(MACHINE))
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path)
     state.refresh()
-    http = TestClient(create(state, doors=Doors(token_file=token_file)))
+    http = TestClient(create(state, tokens=Tokens(token_file=token_file)))
     asked = {"ops": ["all_gather"], "ranks": 2, "max_bytes": 65536, "budget_seconds": 5}
     started = http.post("/benchmarks", headers=bearer(), json=asked)
     assert started.status_code == 202 and started.headers["location"] == "/benchmarks"
@@ -260,7 +321,7 @@ def test_a_benchmark_runs_in_a_child_and_only_one_at_a_time(token_file: Path, tm
 
 
 def test_whoever_may_scan_may_not_therefore_measure(api: ApiServer) -> None:
-    """`measure` asks the other door too; sizes are capped as there."""
+    """`measure` asks the other endpoint too; sizes are capped as there."""
     api.allowed.add((USER, "post", "/preflight"))
     http = reviewing(api)
     assert http.post("/preflight", headers=bearer()).status_code == 200
@@ -277,7 +338,7 @@ def test_the_gate_measures_first_where_it_is_asked_to(token_file: Path) -> None:
     snapshot = scan(load(MACHINE))
     state = State(lambda: (snapshot,), interval_seconds=3600)
     state.refresh()
-    http = TestClient(create(state, doors=Doors(token_file=token_file)))
+    http = TestClient(create(state, tokens=Tokens(token_file=token_file)))
     asked = {"require": ["bench.result.unverified"]}
     without = http.post("/preflight", headers=bearer(), json=asked).json()
     assert without["verdict"]["exit_code"] in (3, 5)

@@ -1,7 +1,7 @@
-"""Every door of the OpenAPI, asked for what its schema allows and what it forbids, over a real connection.
+"""Every endpoint of the OpenAPI, asked for what its schema allows and what it forbids, over a real connection.
 
 schemathesis makes the questions. No answer may be a 5xx, a status that the document does not name, a media type or a
-document that it does not describe. TOPOFLIGHT_DOORS_EXAMPLES asks more of each door than CI has time for.
+document that it does not describe. TOPOFLIGHT_DOORS_EXAMPLES asks more of each endpoint than CI has time for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from agent.http.access import Doors
+from agent.http.access import Tokens
 from agent.http.load import Preflight
 from agent.http.server import create
 from agent.http.state import State
@@ -47,11 +47,11 @@ CHECKS = [
 
 
 @contextlib.contextmanager
-def agent(doors: Doors) -> Iterator[str]:
+def agent(tokens: Tokens) -> Iterator[str]:
     """An agent on a free port of the loopback, with a folder to keep flights in; its address."""
     snapshot = scan(load(MACHINE))
     folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    app = create(State(lambda: (snapshot,), interval_seconds=3600, folder=Path(folder.name)), doors=doors)
+    app = create(State(lambda: (snapshot,), interval_seconds=3600, folder=Path(folder.name)), tokens=tokens)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -76,28 +76,28 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def open_agent() -> Iterator[str]:
-    with agent(Doors()) as url:
+    with agent(Tokens()) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def closed_agent(token_file: Path) -> Iterator[str]:
-    with agent(Doors(token_file=token_file, reads_open=False)) as url:
+    with agent(Tokens(token_file=token_file, reads_open=False)) as url:
         yield url
 
 
-def doors() -> list[str]:
+def endpoints() -> list[str]:
     """Every operation of the document."""
     paths = create(State(lambda: (), interval_seconds=3600)).openapi()["paths"]
     return sorted(operation["operationId"] for methods in paths.values() for operation in methods.values())
 
 
 def ask(
-    url: str, door: str, headers: dict[str, str], judge: Callable[[schemathesis.Case, schemathesis.Response], None]
+    url: str, endpoint: str, headers: dict[str, str], judge: Callable[[schemathesis.Case, schemathesis.Response], None]
 ) -> None:
-    """Questions that the door's schema allows, and as many that it forbids; every answer is one that it describes."""
+    """Questions that the endpoint's schema allows, and as many that it forbids; it describes every answer."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"})
-    operation = schema.find_operation_by_id(door)
+    operation = schema.find_operation_by_id(endpoint)
     anything = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -112,41 +112,41 @@ def ask(
 
 
 def measures(case: schemathesis.Case) -> bool:
-    """Whether the gate would run a benchmark first: minutes on every core. test_doors_tokens.py asks that."""
+    """Whether the gate would run a benchmark first: minutes on every core. test_tokens.py asks that."""
     with contextlib.suppress(ValidationError):
         return case.path == "/preflight" and Preflight.model_validate(case.body).measure
     return False
 
 
-@pytest.mark.parametrize("door", doors())
-def test_a_door_with_open_reads(open_agent: str, door: str) -> None:
+@pytest.mark.parametrize("endpoint", endpoints())
+def test_an_endpoint_with_open_reads(open_agent: str, endpoint: str) -> None:
     """What makes load is closed to all, with and without a token; nothing is a 5xx."""
 
     def judge(case: schemathesis.Case, answer: schemathesis.Response) -> None:
         assert case.method == "GET" or answer.status_code in (400, 403, 413, 422)
 
-    ask(open_agent, door, {}, judge)
+    ask(open_agent, endpoint, {}, judge)
 
 
-@pytest.mark.parametrize("door", [door for door in doors() if door != "benchmark_start"])
-def test_a_door_with_a_token(closed_agent: str, door: str) -> None:
-    """Everything is behind a token, and this one opens it. (It would start benchmarks: test_doors_tokens.py does.)"""
+@pytest.mark.parametrize("endpoint", [e for e in endpoints() if e != "benchmark_start"])
+def test_an_endpoint_with_a_token(closed_agent: str, endpoint: str) -> None:
+    """Everything is behind a token, and this one opens it. (It would start benchmarks: test_tokens.py does.)"""
 
     def judge(case: schemathesis.Case, answer: schemathesis.Response) -> None:
         sent = answer.request.headers.get("Authorization")  # a question may be to leave it out
         assert answer.status_code not in (401, 403) or sent != f"Bearer {TOKEN}", case.path
 
-    ask(closed_agent, door, {"Authorization": f"Bearer {TOKEN}"}, judge)
+    ask(closed_agent, endpoint, {"Authorization": f"Bearer {TOKEN}"}, judge)
 
 
-@pytest.mark.parametrize("door", doors())
+@pytest.mark.parametrize("endpoint", endpoints())
 @pytest.mark.parametrize(
     "token", ["", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}"], ids=["none", "empty", "wrong", "basic"]
 )
-def test_a_door_without_the_token(closed_agent: str, door: str, token: str) -> None:
+def test_an_endpoint_without_the_token(closed_agent: str, endpoint: str, token: str) -> None:
     """Nothing but the kubelet's two probes answers."""
 
     def judge(case: schemathesis.Case, answer: schemathesis.Response) -> None:
         assert answer.status_code in (400, 401, 413, 422) or case.path in ("/healthz", "/readyz"), case.path
 
-    ask(closed_agent, door, {"Authorization": token} if token else {}, judge)
+    ask(closed_agent, endpoint, {"Authorization": token} if token else {}, judge)
