@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
-from planner.forecast.hardware import GIGA, Gpu, gpu_named
+from hardware.gpus import Gpu, gpu_named
+from planner.forecast.hardware import GIGA
 from planner.forecast.links import NETWORK_SHARE, Links, Speed
 from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
@@ -196,11 +197,11 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> Links:
     per_node = min(world, whole(raw, "gpus_per_node", 8))
     nodes = max(1, -(-world // per_node))
     nvlink = gpu.interconnect != "PCIe"
-    busbw = gpu.busbw_2 if per_node <= 2 else gpu.busbw_4 if per_node <= 4 else gpu.busbw_8
+    busbw = gpu.busbw_of(per_node)
     inside = Speed(bytes_per_second=busbw or 10 * GIGA, how="derived" if busbw else "assumed", link=gpu.interconnect)
     rate = number(raw, "inter_gbps_per_node")
     # Built for training: one 200 Gb/s (Ampere) or 400 Gb/s (Hopper and later) port per GPU.
-    port = 50.0 if gpu.compute_capability >= (9, 0) else 25.0
+    port = 50.0 if (gpu.compute_capability or (0, 0)) >= (9, 0) else 25.0
     network = None
     if nodes > 1:
         gbytes = rate / 8.0 if rate else port * per_node

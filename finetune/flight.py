@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from contracts.layout import Layout
 from finetune import parts
+from hardware.gpus import gpu_named
 
 SCHEMA_VERSION = 1
 WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median
@@ -35,19 +36,12 @@ MEMORY_STEPS = 3
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 EXACT_BYTES, FAST_BYTES = 128 << 10, 32 << 20
 MAX_STEPS = 4096  # steps whose times are kept
-# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets; longest name first. Absent: no MFU.
-PEAK = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
-    "L40S": 362e12, "A40": 149.7e12, "A10G": 70e12, "L4": 121e12, "A30": 165e12,
-}  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak where it is known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((PEAK[one] for one in sorted(PEAK, key=len, reverse=True) if one in name), None)
+    """The device's dense bf16 peak by its data sheet, FLOP/s; None where it is not known, or has no bf16."""
+    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return gpu.peak_bf16 if gpu and gpu.bf16 else None
 
 
 def flops_per_token(parameters: int, trainable: int, shape: Any, length: float) -> float:

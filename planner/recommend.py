@@ -10,12 +10,13 @@ from typing import Any
 from collectives.bench.results import Measurement
 from collectives.nccl_log.transport import Evidence
 from contracts.layout import Layout, LayoutError, Precision
+from hardware.gpus import gpu_named
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
-from planner.forecast.hardware import GIB, gpu_named
+from planner.forecast.hardware import GIB
 from planner.forecast.lengths import check_histogram
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts

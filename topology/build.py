@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from hardware.pci_models import NVIDIA, model_of
+from hardware.gpus import NVIDIA, model_of
 from probes.api import Snapshot
 from probes.gpu.probe import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts

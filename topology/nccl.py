@@ -6,11 +6,9 @@ They lie below line rate on purpose: NVLink 4 is 25 GB/s on the wire and 20.6 in
 
 from __future__ import annotations
 
-GIGA = 1e9
+from hardware.links import link_named, nvlink
 
-# SM<xx>_NVLINK_BW in topo.h; the first row whose capability is reached counts, SM 8.6 alone is apart.
-_NVLINK = ((100, 40.1), (90, 20.6), (80, 20.0), (70, 20.0), (60, 18.0))
-_NVLINK_SM86 = 12.0
+GIGA = 1e9
 
 # kvDictPciGen in topo.cc: 100 Mb/s per lane, by GT/s.
 _PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5, 15))
@@ -32,20 +30,20 @@ def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float
     """One NVLink, one direction, None where the capability is unknown or has no NVLink constant."""
     if compute_capability is None:
         return None
-    sm = compute_capability[0] * 10 + compute_capability[1]
-    if sm == 86:
-        return _NVLINK_SM86 * GIGA
-    return next((value * GIGA for least, value in _NVLINK if sm >= least), None)
+    link = nvlink(compute_capability)
+    return link.nccl_bytes_per_second if link else None
 
 
 def nvlink_candidates(count: int) -> tuple[float, float]:
     """Least and most that one of a GPU's `count` NVLinks may carry where its generation is unknown.
 
-    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets); rates as above.
+    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets).
     """
-    if count >= 18:
-        return 20.6 * GIGA, 40.1 * GIGA
-    return (20.0 if count > 4 else _NVLINK_SM86) * GIGA, 20.6 * GIGA
+    first, last = ("NVLink 4", "NVLink 5") if count >= 18 else ("NVLink 3", "NVLink 4")
+    if count <= 4:
+        first = "NVLink 3 bridge"
+    low, high = (link_named(name).nccl_bytes_per_second or 0.0 for name in (first, last))
+    return low, high
 
 
 def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None) -> float | None:

@@ -7,11 +7,11 @@ GPUs in their order, one each, as torchrun's local ranks do.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hardware.gpus import refuses_peers
 from topology.derive import Pairs
 from topology.expect import has_nvlink_ring, links_into, usable_rate
 from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology
@@ -22,7 +22,6 @@ from topology.reference import reference_of
 
 Bar = Literal["as it is", "as it should be"]
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
-_NO_PEERS = re.compile(r"GeForce|TITAN|A10G", re.I)  # the driver refuses P2P over PCIe to these
 _KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
 
 
@@ -205,7 +204,7 @@ def _pcie(
         words.append(f"the speed of their PCIe links is not known: 16 lanes of generation {least} to {most}")
     peers = [known.get(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
     refused = any(pair is not None and pair.peer_access is False for pair in peers)
-    if refused or any(_NO_PEERS.search(gpu.model or "") for gpu in gpus):
+    if refused or any(refuses_peers(gpu.model or "") for gpu in gpus):
         return "shared memory", link, (*words, "no peer access over PCIe: data goes through the host's memory")
     if peers and all(pair is not None and pair.peer_access for pair in peers) and not node.virtual:
         return "PCIe", link, tuple(words)

@@ -14,8 +14,8 @@ from typing import Any
 from contracts import bounded
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
+from hardware.gpus import gpu_named
 from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
-from planner.forecast.hardware import gpu_named
 from planner.forecast.links import Links
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planner.forecast.hardware import ASSUMED_CPU_FLOPS_PER_CORE, ASSUMED_CPU_MEMORY_BYTES_PER_SECOND, GIB, Gpu
+from hardware.gpus import Gpu
+from planner.forecast.hardware import ASSUMED_CPU_FLOPS_PER_CORE, ASSUMED_CPU_MEMORY_BYTES_PER_SECOND, GIB
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.forecast.stacks import Stack
 from planner.forecast.weights import mlp_width
@@ -78,13 +79,12 @@ class Rates:
 
 def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float]:
     """Attention's and multiplication's share of the best measured matmul rate."""
-    major = gpu.compute_capability[0]
+    major = (gpu.compute_capability or (0, 0))[0]
     sustained = constants.sustained_ampere
     attention = constants.attention_ampere
     if major == 9:
         sustained = constants.sustained_hopper
-        # Software of the H200's age (PyTorch 2.5 and later) takes cuDNN's or FlashAttention-3's kernels by itself.
-        newer = kernel == "flash3" or gpu.name == "H200"
+        newer = "flash3" in (kernel, gpu.attention)
         attention = constants.attention_hopper_3 if newer else constants.attention_hopper
     elif major >= 10:
         sustained, attention = constants.sustained_blackwell, constants.attention_blackwell
@@ -101,7 +101,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, stack: Stack, precision: str, constant
     share, sustained = _shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share
-    if precision == "bf16" and gpu.compute_capability < (8, 0):
+    if precision == "bf16" and not gpu.bf16:
         bf16 = gpu.matmul_fp32 * 0.8  # no bf16 tensor cores before Ampere
         attention = bf16 * 0.4
     gemm = bf16

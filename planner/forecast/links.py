@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from collectives.bench.results import Measurement
-from planner.forecast.hardware import ASSUMED_GLOO_BYTES_PER_SECOND, GIGA, Gpu, gpu_named, nvlink_plan_bytes_per_second
+from hardware.gpus import Gpu, gpu_named
+from planner.forecast.hardware import ASSUMED_GLOO_BYTES_PER_SECOND, GIGA
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
+from topology.nccl import nvlink_bytes_per_second
 
 # Start-up of one ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and
 # 16 MB ones 25-35 us more than their bandwidth share (ai-dynamo/aiconfigurator nccl_perf).
@@ -175,13 +177,15 @@ def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     usable = sum(gpu.usable for gpu in node.gpus)
     size = min(min(sizes), usable) if sum(sizes) >= usable else 1
     derived = _expected(node, "island")
-    table = _table_busbw(gpu, size) if gpu and gpu.interconnect == "NVLink" else None
+    table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
     if derived or table:
         return size, _lower(derived, table, "NVLink", gpu)
     links = max((p.nvlinks for p in node.pairs), default=0)
-    plan = nvlink_plan_bytes_per_second(links, gpu.compute_capability if gpu else None)
-    if plan:
-        return size, Speed(bytes_per_second=plan * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9")
+    plan = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
+    if plan and links:
+        return size, Speed(
+            bytes_per_second=plan * links * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9"
+        )
     return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="NVLink")
 
 
@@ -194,18 +198,12 @@ def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | Non
     return Speed(bytes_per_second=table or 0.0, how=how, link=link, why=f"measured on other {name}")
 
 
-def _table_busbw(gpu: Gpu | None, size: int) -> float | None:
-    if gpu is None:
-        return None
-    return gpu.busbw_2 if size <= 2 else gpu.busbw_4 if size <= 4 else gpu.busbw_8
-
-
 def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
     node = cluster.nodes[0]
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
     derived = _expected(node, "node")
-    table = _table_busbw(gpu, len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
+    table = gpu.busbw_of(len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
     speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
         speed = _lower(derived, table, "PCIe", gpu)

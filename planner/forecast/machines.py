@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from planner.forecast.hardware import GIGA, gpu_named, nvlink_plan_bytes_per_second
+from hardware.gpus import gpu_named
+from planner.forecast.hardware import GIGA
 from topology.complete import with_gpus
 from topology.expect import node_expectations
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
+from topology.nccl import nvlink_bytes_per_second
 from topology.reach_paths import with_reach
 
 
@@ -135,7 +137,8 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         )
         for i in range(row.nics)
     )
-    plan = nvlink_plan_bytes_per_second(row.nvlinks, gpu.compute_capability if gpu else None)
+    per_link = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
+    plan = per_link * row.nvlinks if per_link and row.nvlinks else None
     pairs = []
     for a in range(row.gpus):
         for b in range(a + 1, row.gpus):

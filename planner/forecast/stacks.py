@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from contracts.layout import Checkpointing, Layout, Offload, Sharding
-from planner.forecast.hardware import Gpu
+from hardware.gpus import Gpu
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 States = Literal["megatron", "deepspeed", "fsdp_fp32", "pure"]
@@ -127,7 +127,8 @@ def engine_named(name: str) -> Stack:
 def stack_matching(framework: str, gpu: Gpu | None = None) -> Stack:
     """The traits of a framework by the name a published table gives it; an unknown one is plain PyTorch."""
     text = framework.lower()
-    if gpu is not None and gpu.compute_capability >= (9, 0) and re.search(r"megatron.?(core|lm|bridge)", text):
+    capability = (gpu.compute_capability if gpu else None) or (0, 0)
+    if capability >= (9, 0) and re.search(r"megatron.?(core|lm|bridge)", text):
         return engine_named("megatron")  # the Hopper years of Megatron are Transformer Engine's
     for stack in (*OBSERVED, *STACKS):
         if stack.pattern and re.search(stack.pattern, text):

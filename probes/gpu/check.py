@@ -5,10 +5,10 @@ Every figure stands beside its source. What was not read is not judged.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
+from hardware.gpus import on_grace, soldered
 from probes.api import Finding, Severity
 from probes.gpu import health as gpu_health
 from probes.gpu import unread as gpu_unread
@@ -18,9 +18,6 @@ from probes.gpu.read import SLOW_SECONDS_PER_CALL
 from probes.gpu.types import Gpu, GpuFacts, GpuPair
 from probes.host.nvml import CRASHED, HUNG, NOT_ASKED
 from probes.pci import check as pci_check
-
-# Boards that exist only with NVLink in use: no link at all is a fault, not a choice. Names as NVML prints them.
-_SOLDERED_LINKS = re.compile(r"SXM|H100 80GB HBM3|\b(?:H200|H20|H800)$|\bB[23]00|\bGB\d00")
 
 CODES = (
     "gpu.driver.unusable", "gpu.driver.slow", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
@@ -193,7 +190,7 @@ def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
             by_name[gpu.name].append(gpu)
     for name, twins in by_name.items():
         most = max(active_links(gpu) for gpu in twins)
-        if most == 0 and len(twins) > 1 and name and _SOLDERED_LINKS.search(name):
+        if most == 0 and len(twins) > 1 and name and soldered(name):
             yield finding(
                 "gpu.nvlink.none", Severity.FAIL, subject_of(twins),
                 f"no NVLink is active on {name}, a board that is built with them; all traffic goes over PCIe",
@@ -339,16 +336,13 @@ def _fabric_health(gpu: Gpu) -> Iterator[Finding]:
 
 
 def _c2c(gpu: Gpu) -> Iterator[Finding]:
-    if gpu.c2c_enabled is False and _ON_GRACE.search(gpu.name or ""):
+    if gpu.c2c_enabled is False and on_grace(gpu.name):
         yield finding(
             "gpu.c2c.off", Severity.WARN, subject_of(gpu),
             "the C2C link between this GPU and its Grace CPU is off: both talk over PCIe",
             "nvmlDeviceGetC2cModeInfoV: isC2cEnabled 0",
             "Look for Xid 121 and C2C lines in dmesg, and for the C2C setting in the firmware setup.",
         )  # fmt: skip
-
-
-_ON_GRACE = re.compile(r"\bG[BH]\d00")
 
 
 def _modes(gpu: Gpu) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from contracts.layout import Layout
+from hardware.gpus import gpu_named
 from planner.explain import traffic_bytes
 from planner.forecast.compute import gpu_rates
-from planner.forecast.hardware import gpu_named
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import activation_bytes_per_layer, memory_parts
 from planner.forecast.models import model_named

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from contracts.layout import Layout
+from hardware.gpus import gpu_named
 from planner.forecast.compute import cpu_rates, gpu_rates
-from planner.forecast.hardware import GIB, gpu_named, nvlink_plan_bytes_per_second
+from planner.forecast.hardware import GIB
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import activation_bytes_per_layer, memory_parts
 from planner.forecast.models import model_named
@@ -173,12 +174,6 @@ def test_what_stays_gathered_of_four_bit_weights_is_four_bit_weights() -> None:
     kept = memory_parts(MODEL, replace(FULL, method="qlora"), layout, stack).gathered
     assert kept == pytest.approx(0.53 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
     assert kept < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, stack).gathered
-
-
-def test_the_plan_of_nccl_for_nvlink() -> None:
-    """18 links of an H100 at 20.6 GB/s (NCCL src/graph/topo.h)."""
-    assert nvlink_plan_bytes_per_second(18, (9, 0)) == pytest.approx(370.8 * GB)
-    assert nvlink_plan_bytes_per_second(12, None) is None
 
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[3] / "shared" / "corpus"))

@@ -101,9 +101,22 @@ def test_every_operation_and_scope_is_derived_with_steps():
 
 @pytest.mark.parametrize(
     ("capability", "gigabytes"),
-    [((6, 0), 18.0), (V100, 20.0), ((7, 5), 20.0), (A100, 20.0), ((8, 6), 12.0), ((9, 0), 20.6), ((10, 0), 40.1)],
+    [
+        ((6, 0), 18.0),
+        (V100, 20.0),
+        ((7, 5), 20.0),
+        (A100, 20.0),
+        ((8, 6), 12.0),
+        ((8, 7), 20.0),
+        ((8, 9), 20.0),
+        ((9, 0), 20.6),
+        ((10, 0), 40.1),
+        ((10, 3), 40.1),
+        ((12, 0), 40.1),
+    ],
 )
 def test_nvlink_constants(capability, gigabytes):
+    """ncclTopoNVLinkBw of NCCL 2.30, value by value."""
     assert nvlink_bytes_per_second(capability) == pytest.approx(gigabytes * 1e9)
 
 

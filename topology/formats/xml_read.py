@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from hardware.pci_models import model_of
+from hardware.gpus import model_of
 from topology.formats.xml_tree import Element, TopologyXmlError
 from topology.graph import CpuNode, GpuNode, NicNode, NvLinkTarget, PciNode
 

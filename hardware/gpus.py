@@ -1,0 +1,112 @@
+"""GPUs: what their makers say of them, and what they were measured to reach; `gpus.toml`.
+
+A figure that nobody measured is None, and a forecast that needs it says that it assumed one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from hardware.tables import pair, read
+
+NVIDIA = 0x10DE
+_GIB = 1024.0**3
+_TERA = 1e12
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU model."""
+
+    name: str
+    pattern: str  # regular expression on the driver's name, in lower case and with spaces for "-"
+    source: str
+    peak_bf16: float  # dense FLOP/s of the data sheet; before capability 8.0 of fp16
+    matmul_bf16: float  # FLOP/s of the best measured large multiplication
+    matmul_fp32: float  # FP32 without tensor cores: data sheet
+    hbm_bytes_per_second: float
+    memory_bytes: float
+    maker: str = "NVIDIA"
+    compute_capability: tuple[int, int] | None = None  # CUDA's; None for other makers
+    matmul_fp8: float | None = None
+    measured: bool = True  # False: matmul_bf16 is a usual share of the data sheet's peak
+    attention: str | None = None  # the attention kernel that software of its time takes by itself
+    interconnect: str = "PCIe"  # of a usual node: "NVSwitch", "NVLink" (direct), "xGMI", "PCIe"
+    links: int = 0  # of one GPU, bridges included
+    busbw: Mapping[int, float] = field(default_factory=dict)  # all-gather at 512 MB by GPUs of one node: 2, 4, 8
+    soldered: str | None = None  # beside "SXM", on the driver's name: boards that exist only with NVLink in use
+    peers: bool = True  # False: the driver refuses peer access over PCIe
+    grace: bool = False  # on a Grace CPU, by C2C
+    pci: Mapping[int, str] = field(default_factory=dict)  # device id: name in pci.ids
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its tensor cores multiply bf16: not before Ampere."""
+        return self.compute_capability is None or self.compute_capability >= (8, 0)
+
+    def busbw_of(self, gpus: int) -> float | None:
+        """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None where nobody measured it."""
+        return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
+
+
+def _gpu(row: Mapping[str, Any]) -> Gpu:
+    made = dict(row)
+    fp8 = made.pop("matmul_fp8_tflops", None)
+    return Gpu(
+        peak_bf16=made.pop("peak_bf16_tflops") * _TERA,
+        matmul_bf16=made.pop("matmul_bf16_tflops") * _TERA,
+        matmul_fp8=fp8 * _TERA if fp8 else None,
+        matmul_fp32=made.pop("fp32_tflops") * _TERA,
+        hbm_bytes_per_second=made.pop("memory_tb_per_second") * _TERA,
+        memory_bytes=made.pop("memory_gib") * _GIB,
+        compute_capability=pair(made.pop("capability", None)),
+        busbw={int(count): rate * _GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
+        pci={int(number, 16): name for number, name in made.pop("pci", {}).items()},
+        **made,
+    )
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """Every row; the first that matches a name counts."""
+    return tuple(map(_gpu, read("gpus")))
+
+
+def gpu_named(name: str | None) -> Gpu | None:
+    """The row whose pattern is found in a GPU's marketing name; None where no row knows it."""
+    if not name:
+        return None
+    text = name.lower().replace("-", " ")
+    return next((gpu for gpu in gpus() if re.search(gpu.pattern, text)), None)
+
+
+def soldered(name: str) -> bool:
+    """Whether a board of this name exists only with NVLink in use: there no link at all is a fault, not a choice."""
+    gpu = gpu_named(name)
+    return "SXM" in name or bool(gpu and gpu.soldered and re.search(gpu.soldered, name))
+
+
+def refuses_peers(name: str) -> bool:
+    """Whether the driver refuses this GPU peer access over PCIe, as it does to all that are sold for games."""
+    gpu = gpu_named(name)
+    return bool(re.search(r"GeForce|TITAN", name, re.IGNORECASE)) or bool(gpu and not gpu.peers)
+
+
+def on_grace(name: str | None) -> bool:
+    """Whether a Grace CPU hangs on this GPU's C2C link."""
+    gpu = gpu_named(name)
+    return gpu is not None and gpu.grace
+
+
+def model_of(vendor_id: int | None, device_id: int | None) -> tuple[str | None, tuple[int, int] | None]:
+    """(model, compute capability) of a GPU by its PCI ids, (None, None) where no row knows it."""
+    if vendor_id == NVIDIA and device_id is not None:
+        for gpu in gpus():
+            if device_id in gpu.pci:
+                return gpu.pci[device_id], gpu.compute_capability
+    return None, None

@@ -1,0 +1,88 @@
+"""The tables of hardware: every row has a source, is of its type and is reached; nothing else keys a table by a GPU."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hardware.gpus import gpu_named, gpus, model_of, on_grace, refuses_peers, soldered
+from hardware.links import links, nvlink
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = sorted((ROOT / "hardware").glob("*.toml"))
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_every_row_has_a_name_of_its_own_and_a_source(table: Path) -> None:
+    (rows,) = tomllib.loads(table.read_text()).values()
+    assert all(len(row["source"]) > 10 for row in rows)
+    names = [row["name"] for row in rows]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_a_gpu_is_found_by_its_own_name_and_its_pci_ids(gpu) -> None:
+    """A general pattern above a special one would hide it."""
+    assert gpu_named(gpu.name) == gpu
+    assert all(gpu_named(name) == gpu for name in gpu.pci.values())
+    assert all(model_of(0x10DE, number) == (name, gpu.compute_capability) for number, name in gpu.pci.items())
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_the_figures_of_a_gpu_are_possible(gpu) -> None:
+    """A slip of the comma shows: nothing is measured above 1.15 of the data sheet (a boost clock), no link is extra."""
+    assert gpu.matmul_bf16 <= 1.15 * gpu.peak_bf16
+    assert 8 * 2**30 <= gpu.memory_bytes <= 512 * 2**30
+    assert 0.1e12 <= gpu.hbm_bytes_per_second <= 20e12
+    generation = nvlink(gpu.compute_capability) if gpu.compute_capability else None
+    if generation and gpu.links:
+        assert gpu.links <= generation.most
+        assert all(rate <= gpu.links * generation.bytes_per_second for rate in gpu.busbw.values())
+    assert gpu.interconnect in ("PCIe", "NVLink", "NVSwitch", "xGMI")
+    assert (gpu.compute_capability is None) == (gpu.maker != "NVIDIA")
+
+
+def test_nccl_plans_below_the_wire() -> None:
+    assert all(each.nccl_bytes_per_second < each.bytes_per_second for each in links() if each.nccl_bytes_per_second)
+
+
+@pytest.mark.parametrize(
+    ("name", "built_with_nvlink", "no_peers", "grace"),
+    [
+        ("NVIDIA H100 80GB HBM3", True, False, False),
+        ("NVIDIA H100 PCIe", False, False, False),
+        ("NVIDIA H200", True, False, False),
+        ("NVIDIA H200 NVL", False, False, False),
+        ("NVIDIA A100-SXM4-80GB", True, False, False),
+        ("NVIDIA A100-PCIE-40GB", False, False, False),
+        ("NVIDIA H800", True, False, False),
+        ("NVIDIA H800 PCIe", False, False, False),
+        ("NVIDIA B300 SXM6 AC", True, False, False),
+        ("NVIDIA GB200", True, False, True),
+        ("NVIDIA GH200 480GB", False, False, True),
+        ("Tesla V100-SXM2-16GB", True, False, False),
+        ("NVIDIA A10", False, False, False),
+        ("NVIDIA A10G", False, True, False),
+        ("NVIDIA GeForce RTX 3060", False, True, False),
+        ("a GPU of tomorrow", False, False, False),
+    ],
+)
+def test_what_a_drivers_name_says(name: str, built_with_nvlink: bool, no_peers: bool, grace: bool) -> None:
+    assert (soldered(name), refuses_peers(name), on_grace(name)) == (built_with_nvlink, no_peers, grace)
+
+
+def test_help_reads_no_table() -> None:
+    code = (
+        "import sys; from agent.cli.main import main; sys.argv = ['topoflight', '--help']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([name for name in sys.modules if name.startswith('hardware')], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr.strip().endswith("[]")
