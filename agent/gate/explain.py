@@ -28,7 +28,7 @@ def sections() -> dict[str, str]:
 
 def _findings(page: str) -> dict[str, str]:
     """A section says what its chapter does not say for it; codes that share one each have their own severities."""
-    found = {}
+    found: dict[str, str] = {}
     for chapter in _CHAPTER.split(page)[1:]:
         opening, *parts = _FINDING.split(chapter)
         shared = dict(_POINT.findall(opening))
