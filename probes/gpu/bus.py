@@ -15,11 +15,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hardware.gpus import NVIDIA
 from probes.api import Finding, Severity
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container
-from probes.pci.ends import NVIDIA, is_passed_through
+from probes.pci.ends import is_passed_through
 
 PCI = "/sys/bus/pci/devices"
 PROC = "/proc/driver/nvidia/gpus"

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from hardware.gpus import NVIDIA
+from hardware.nics import is_efa
 from probes.api import Finding, Severity
 from probes.pci import ends as pci_ends
-from probes.pci.ends import EFA, INFINIBAND_CLASS, NVIDIA
+from probes.pci.ends import INFINIBAND_CLASS
 from probes.pci.probe import PciDevice, PciFacts, is_bridge, is_gpu, is_network
 
 EVIDENCE_MAX = 16
@@ -260,7 +262,7 @@ def _iommu(facts: PciFacts) -> Iterator[Finding]:
 def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
     """Cards made for RDMA without an RDMA device: their driver's RDMA half is not loaded or is switched off."""
     for device in facts.devices:
-        made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or (device.vendor_id, device.device_id) in EFA
+        made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id)
         # a virtual function without an RDMA device may be a pod's, in a network namespace of its own
         theirs = device.physical_function is not None and not made_for_it
         if device.rdma is not False or theirs or pci_ends.is_passed_through(device.driver):

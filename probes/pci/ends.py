@@ -6,16 +6,13 @@ Documentation/driver-api/vfio.rst (a device that a VFIO driver holds belongs to 
 
 from __future__ import annotations
 
+from hardware.gpus import NVIDIA
+from hardware.nics import MELLANOX, is_efa, is_virtual
 from probes.pci.probe import PciDevice, PciFacts, is_gpu, is_network
 
-NVIDIA = 0x10DE
 AMD = 0x1002
 CRAY = 0x17DB
-MELLANOX = 0x15B3
 INFINIBAND_CLASS = 0x0207
-EFA = {(0x1D0F, device) for device in (0xEFA0, 0xEFA1, 0xEFA2, 0xEFA3)}  # pci.ids: Elastic Fabric Adapter
-# pci.ids, vendor 15b3: a virtual function seen in a guest has no link to its physical one, and may be Ethernet only
-MELLANOX_VFS = {0x1004, 0x1012, 0x1014, 0x1016, 0x1018, 0x101A, 0x101C, 0x101E, 0xA2D3}
 _VGA = 0x0300
 _DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
 _STUBS = {"pci-stub", "pciback", "xen-pciback"}
@@ -71,9 +68,10 @@ def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
 def _made_for_rdma(device: PciDevice) -> bool:
     if device.physical_function is not None:
         return False
-    if device.class_code >> 8 == INFINIBAND_CLASS or (device.vendor_id, device.device_id) in EFA:
+    if device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id):
         return True
-    return device.vendor_id == MELLANOX and device.device_id not in MELLANOX_VFS
+    # a virtual function seen in a guest has no link to its physical one, and may be Ethernet only
+    return device.vendor_id == MELLANOX and not is_virtual(device.vendor_id, device.device_id)
 
 
 def amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:

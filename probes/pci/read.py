@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from hardware.gpus import NVIDIA
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host
@@ -20,7 +21,6 @@ from probes.pci.probe import PciDevice, PciFacts, is_bridge, is_gpu, is_network
 DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
 DEVICES_MAX = 4096
-NVIDIA = 0x10DE
 NVSWITCH = 0x0680
 PEERMEM = (
     "/sys/module/nvidia_peermem",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hardware.nics import fastest
 from probes.api import Finding, Severity, by_loss
 from probes.rdma.gids import ROCE_V2, ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma.probe import RdmaDevice, RdmaPort
@@ -16,19 +17,6 @@ SYSFS = "/sys/class/infiniband"
 ROCE_FULL_MTU_BYTES = 4096
 ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
 ROCE_FULL_NETDEV_MTU_BYTES = 4200  # 4096 and RoCE's headers, as NIC vendors round it; 9000 serves as well
-
-# Vendor data sheets: the fastest card of each family, in bytes per second. Slower cards are sold in every family, so
-# a lower rate is a hint and no fault.
-FAMILY_RATES = {
-    "ConnectX-4": 100e9 / 8,
-    "ConnectX-5": 100e9 / 8,
-    "ConnectX-6": 200e9 / 8,
-    "ConnectX-6 Dx": 200e9 / 8,
-    "ConnectX-7": 400e9 / 8,
-    "ConnectX-8": 800e9 / 8,
-    "BlueField-2": 200e9 / 8,
-    "BlueField-3": 400e9 / 8,
-}
 
 
 def subject(device: RdmaDevice, port: RdmaPort) -> str:
@@ -55,7 +43,7 @@ def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
             remedy="Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
         )
     yield from _below_max(device, port)
-    best = None if port.rate_max_bytes_per_second else FAMILY_RATES.get(device.model or "")
+    best = None if port.rate_max_bytes_per_second else fastest(device.model)
     if best and port.rate_bytes_per_second and port.rate_bytes_per_second < best:
         yield Finding(
             code="rdma.port.family_rate",
@@ -77,7 +65,7 @@ def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """A port against its own maximum, which its driver knows: a slower switch port is a choice, but one to know of."""
     rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
     virtual = device.is_vf or (device.model or "").endswith(" VF")  # its rate is what its owner gives it
-    if most is None and device.kind == "hca" and not virtual and device.model not in FAMILY_RATES:
+    if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
         yield Finding(
             code="rdma.port.below_max",
             severity=Severity.UNKNOWN,

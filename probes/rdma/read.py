@@ -1,7 +1,6 @@
 """Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA where that is not mounted.
 
-Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu); names of
-models by PCI id: pci.ids.
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu).
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
@@ -23,27 +23,6 @@ NODES = "/dev/infiniband"
 DEVICES_MAX = 1024
 COUNTERS_MAX = 512
 
-# "MT4129" is the decimal PCI device id 0x1021: names from pci.ids, vendor 15b3.
-MODELS = {
-    "MT4115": "ConnectX-4",
-    "MT4117": "ConnectX-4 Lx",
-    "MT4119": "ConnectX-5",
-    "MT4121": "ConnectX-5 Ex",
-    "MT4123": "ConnectX-6",
-    "MT4125": "ConnectX-6 Dx",
-    "MT4127": "ConnectX-6 Lx",
-    "MT4129": "ConnectX-7",
-    "MT4116": "ConnectX-4 VF",
-    "MT4118": "ConnectX-4 Lx VF",
-    "MT4120": "ConnectX-5 VF",
-    "MT4122": "ConnectX-5 Ex VF",
-    "MT4124": "ConnectX-6 VF",
-    "MT4126": "ConnectX VF",
-    "MT4131": "ConnectX-8",
-    "MT41682": "BlueField",
-    "MT41686": "BlueField-2",
-    "MT41692": "BlueField-3",
-}
 # iboe_get_mtu: the largest InfiniBand MTU that fits the Ethernet MTU less its headers (GRH 40, UDP 8, BTH 12, XRC 4,
 # atomic 28, ICRC 4 bytes).
 ROCE_HEADER_BYTES = 96
@@ -96,12 +75,12 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     return RdmaDevice(
         name=name,
         kind=_kind(
-            name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None or hca_type in MODELS
+            name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None or hca_type in models()
         ),
         bus_id=address,
         numa_node=node if node is not None and node >= 0 else None,
         board=sysfs.text(host, f"{folder}/board_id"),
-        model=MODELS.get(hca_type or "", hca_type),
+        model=models().get(hca_type or "", hca_type),
         firmware=sysfs.text(host, f"{folder}/fw_ver"),
         node_guid=sysfs.text(host, f"{folder}/node_guid"),
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,

@@ -10,12 +10,11 @@ import re
 from dataclasses import dataclass, field, replace
 
 from hardware.gpus import model_of
+from hardware.nics import AMAZON, MELLANOX
 from topology.formats.xml_tree import Element, TopologyXmlError
 from topology.graph import CpuNode, GpuNode, NicNode, NvLinkTarget, PciNode
 
 _LAST = 1 << 30  # a NIC without `dev` keeps its place in the file, after those with one
-_EFA_VENDOR = 0x1D0F
-_MELLANOX = 0x15B3
 _RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa)", re.I)
 
 
@@ -188,9 +187,9 @@ def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
     known = [speed for speed in speeds if speed is not None and speed > 0]
     infiniband = node.class_code is not None and node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
-    if node.vendor_id == _EFA_VENDOR:
+    if node.vendor_id == AMAZON:
         kind = "efa"
-    elif infiniband or node.vendor_id == _MELLANOX or (names and _RDMA_NAME.match(name)):
+    elif infiniband or node.vendor_id == MELLANOX or (names and _RDMA_NAME.match(name)):
         kind = "hca"
     else:
         # RoCE cards have Ethernet's class too: without vendor and name nothing tells them from others.

@@ -1,0 +1,58 @@
+"""RDMA adapters by family: their PCI ids, and the rate of the fastest card; `nics.toml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from hardware.tables import read
+
+MELLANOX = 0x15B3
+AMAZON = 0x1D0F
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One family of adapters."""
+
+    name: str
+    source: str
+    vendor: int  # PCI
+    devices: tuple[int, ...] = ()
+    virtual: tuple[int, ...] = ()  # device ids of virtual functions
+    bytes_per_second: float | None = None  # one port of the fastest card; None: not judged
+    kind: str = "hca"
+
+
+@cache
+def nics() -> tuple[Nic, ...]:
+    """Every row."""
+    made = []
+    for row in map(dict, read("nics")):
+        gbps = row.pop("gbps", None)
+        devices, virtual = (tuple(row.pop(name, ())) for name in ("devices", "virtual"))
+        made.append(Nic(bytes_per_second=gbps * 1e9 / 8 if gbps else None, devices=devices, virtual=virtual, **row))
+    return tuple(made)
+
+
+@cache
+def models() -> dict[str, str]:
+    """What a Mellanox device's hca_type stands for: "MT4129" is "ConnectX-7", "MT4116" "ConnectX-4 VF"."""
+    mine = [nic for nic in nics() if nic.vendor == MELLANOX]
+    physical = {f"MT{number}": nic.name for nic in mine for number in nic.devices}
+    return physical | {f"MT{number}": f"{nic.name} VF" for nic in mine for number in nic.virtual}
+
+
+def fastest(model: str | None) -> float | None:
+    """Bytes/s of the fastest card of a family, by the family's name; None where it is unknown or not judged."""
+    return next((nic.bytes_per_second for nic in nics() if nic.name == model), None)
+
+
+def is_efa(vendor_id: int | None, device_id: int | None) -> bool:
+    """Whether a PCI function is an Elastic Fabric Adapter."""
+    return any(nic.kind == "efa" and nic.vendor == vendor_id and device_id in nic.devices for nic in nics())
+
+
+def is_virtual(vendor_id: int | None, device_id: int | None) -> bool:
+    """Whether a PCI function is known for a virtual one by its ids."""
+    return any(nic.vendor == vendor_id and device_id in nic.virtual for nic in nics())
