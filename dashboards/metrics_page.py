@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family
 
 BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
@@ -17,20 +19,18 @@ def page(old: str) -> str:
 def _tables() -> str:
     never = ", ".join(f"`{name}`" for name in sorted(FORBIDDEN_LABELS))
     symbols = "; ".join(f"{symbol} {meaning}" for symbol, meaning in SYMBOLS.items())
-    lines = [
-        "## Families", "", f"Most series of one host: {symbols}.", "",
-        "| family | kind | labels | at most | meaning | from |", "|---|---|---|---|---|---|",
-        *(_row(family) for family in CATALOGUE),
-        "", "## Labels", "", "| label | holds | values at most |", "|---|---|---|",
-        *(f"| `{name}` | {text} | {count or 'follows from the others'} |" for name, (text, count) in LABELS.items()),
+    lines = ["## Families", ""]
+    for source, families in groupby(CATALOGUE, key=lambda family: family.source):
+        lines += [f"### {source}", "", *(_line(family) for family in families), ""]
+    lines += [
+        "## Labels", "",
+        f"In brackets how many values of it one host can have, which bounds its series: {symbols}.", "",
+        *(f"- `{name}`{f' ({count})' if count else ''}: {text}" for name, (text, count) in LABELS.items()),
         "", f"Never used, because they are the scraper's: {never}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _row(family: Family) -> str:
-    labels = ", ".join(f"`{label}`" for label in family.labels)
-    return (
-        f"| `{family.exposed}` | {family.kind} | {labels} | {' × '.join(family.bound) or '1'} | "
-        f"{family.help} | {family.source} |"
-    )
+def _line(family: Family) -> str:
+    labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+    return f"- `{family.exposed}{labels}`: {family.help}"
