@@ -365,11 +365,6 @@ def test_metrics_carry_the_labels_of_node_exporter() -> None:
     assert ("rdma_port_rocev2_gid_index", 3.0, ("mlx5_0", "1")) in {(s.metric, s.value, s.labels) for s in exported}
 
 
-def test_the_documentation_lists_every_code() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rdma.md").read_text()
-    assert set(re.findall(r"^\| `(rdma\.[a-z0-9_.]+)`", page, re.MULTILINE)) == set(rdma.PROBE.codes)
-
-
 @pytest.mark.corpus
 def test_a_recorded_soft_roce_device(corpus: Path) -> None:
     files, links = corpus_tree(corpus / "sysfs" / "softroce_rxe0.txt")
