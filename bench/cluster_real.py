@@ -21,8 +21,7 @@ from pathlib import Path
 import urllib3
 from cluster_view import KINDS, ROOT, records
 
-from agent.cluster.access import find
-from agent.cluster.client import Client, path_of
+from agent.cluster.client import connect, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord
 from agent.cluster.publish import Publisher
 
@@ -43,14 +42,14 @@ def in_parts(work: Callable[[list[NodeRecord]], None], made: list[NodeRecord]) -
 
 def write(mine: list[NodeRecord]) -> None:
     """As each node's agent does, with what it keeps between writes made anew for each node."""
-    client = Client(find())
+    client = connect()
     for record in mine:
         Publisher(client, lambda: None, namespace="default", labels=False).write(record)
 
 
 def delete(mine: list[NodeRecord]) -> None:
     """One by one."""
-    client = Client(find())
+    client = connect()
     for record in mine:
         client.request("DELETE", path_of(API_VERSION, PLURAL, record.name))
 

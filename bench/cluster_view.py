@@ -84,9 +84,9 @@ def main(nodes: int) -> None:
     server.start()
     url = out.get()
 
+    from api_server import configuration
     from starlette.testclient import TestClient
 
-    from agent.cluster.access import Access
     from agent.cluster.client import Client
     from agent.http.cluster import Cluster
     from agent.http.server import create
@@ -96,7 +96,7 @@ def main(nodes: int) -> None:
 
     state = State(lambda: (scan(load(ROOT / f"tests/machines/{KINDS[0]}.json")),), interval_seconds=3600)
     state.refresh()
-    client = Client(Access(server=url, token=lambda: "agent-token"))
+    client = Client(configuration(url))
     http = TestClient(create(state, cluster=Cluster(state, name="node-00002", client=client)))
     step("one node's findings, before any cluster question", lambda: http.get("/findings"))
     step(f"first /nodes of {nodes}: list in pages", lambda: http.get("/nodes"))

@@ -221,12 +221,6 @@ CARD = {
         {"config_name": "plain", "data_files": "data/*.parquet"}, {"config_name": "none"},
     ],
 }  # fmt: skip
-KUBECONFIG = {
-    "apiVersion": "v1", "kind": "Config", "current-context": "c",
-    "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u", "namespace": "n"}}],
-    "clusters": [{"name": "k", "cluster": {"server": "http://127.0.0.1:6443", "insecure-skip-tls-verify": True}}],
-    "users": [{"name": "u", "user": {"token": "t", "exec": {"command": "true", "args": ["x"], "env": []}}}],
-}  # fmt: skip
 POD = {
     "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train"},
     "spec": {"containers": [{"name": "worker", "command": ["bash", "-c", "NCCL_DEBUG=INFO torchrun x.py"], "env": [
@@ -414,13 +408,6 @@ def baseline(data: bytes) -> object:
     return regressions((), held)
 
 
-def kubeconfig(data: bytes) -> object:
-    """A kubeconfig; its credential plugin is not run."""
-    from agent.cluster.access import from_kubeconfig
-
-    return from_kubeconfig(_scratch().file("kubeconfig", _json(lambda: KUBECONFIG, data)))
-
-
 def node_graph(data: bytes) -> object:
     """A node's graph as it comes from the cluster, joined with others and shown."""
     import base64
@@ -582,7 +569,7 @@ def _kinds(text: bytes) -> list[bytes]:
 
 def targets() -> Mapping[str, Target]:
     """Every target by name."""
-    kube, lints = _own("agent.cluster.access", "AccessError"), _own("planner.lint.sources", "EnvironmentTextError")
+    lints = _own("planner.lint.sources", "EnvironmentTextError")
     jobs, records = _own("contracts.job_config", "ConfigError"), _own("probes.host.recording", "RecordingError")
     gates, flights = _own("agent.gate.verdict", "GateError"), _own("agent.jobs.run", "FlightError")
     lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
@@ -630,7 +617,6 @@ def targets() -> Mapping[str, Target]:
             run=network_status, errors=(ValueError,), seeds=_with_steps(dumped(STATUS).encode(), dumped("[]").encode())
         ),
         "baseline": Target(run=baseline, errors=gates, seeds=_with_steps(b'{"checks": []}')),
-        "kubeconfig": Target(run=kubeconfig, errors=kube, seeds=_with_steps(dumped(KUBECONFIG).encode(), BOMB)),
         "node_graph": Target(run=node_graph, errors=(), seeds=_with_steps(b"{}")),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(

@@ -19,12 +19,11 @@ import click
 @click.option("--context", default=None, help="The kubeconfig's context. Default: the pod's service account.")
 def admission(controller: str, requeue: int, reject_after: int | None, confine: bool, context: str | None) -> None:
     """Answer Kueue's AdmissionChecks from what the nodes' agents publish. Optional; runs in the cluster."""
-    from agent.cluster.access import AccessError, find
     from agent.cluster.admission import Controller, Policy
-    from agent.cluster.client import Client
+    from agent.cluster.client import AccessError, connect
 
     try:
-        client = Client(find(context))
+        client = connect(context)
     except AccessError as error:
         raise click.ClickException(str(error)) from None
     policy = Policy(requeue_seconds=requeue, reject_after=reject_after, confine=confine)

@@ -179,12 +179,11 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         return
     if given["with_network"]:
         raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
-    from agent.cluster.access import AccessError, find
-    from agent.cluster.client import ApiError, Client
+    from agent.cluster.client import AccessError, ApiError, connect
 
     warned: dict[str, None] = {}  # by the dry run and again when it is made
     try:
-        client = Client(find(given["context"]), on_warning=lambda text: warned.setdefault(text))
+        client = connect(given["context"], on_warning=lambda text: warned.setdefault(text))
         try:
             for line in cluster_job.create(client, documents):
                 click.echo(line)
@@ -220,8 +219,7 @@ def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
 
 def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[str, Any]:
     """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
-    from agent.cluster.access import AccessError, find
-    from agent.cluster.client import ApiError, Client
+    from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.dra_classes import CannotError, UnknownError
     from agent.jobs import cluster_job
 
@@ -230,7 +228,7 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[
         return {"dra": forced}
     why = "" if forced else cluster_job.against_dra(advice, given)
     try:
-        able = None if why else cluster_job.dra_able(Client(find(given["context"]), tries=2), advice, given)
+        able = None if why else cluster_job.dra_able(connect(given["context"], tries=2), advice, given)
     except CannotError as error:
         able, why = None, str(error)
     except (AccessError, ApiError, UnknownError) as error:
@@ -244,15 +242,14 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[
 
 def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:
     """What the nodes have to give away, where the job needs to know it."""
-    from agent.cluster.access import AccessError, find
-    from agent.cluster.client import ApiError, Client
+    from agent.cluster.client import AccessError, ApiError, connect
     from agent.jobs import cluster_job
 
     unnamed, fixed = cluster_job.unnamed(advice, given), cluster_job.fixed(advice, given)
     if not (unnamed or fixed) or not _may_ask(given, asked=asked):
         return None
     try:
-        offered = cluster_job.offered(Client(find(given["context"])), given)
+        offered = cluster_job.offered(connect(given["context"]), given)
     except (AccessError, ApiError) as error:
         if unnamed:
             why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"

@@ -117,8 +117,7 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
 
 def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
-    from agent.cluster.access import AccessError, find
-    from agent.cluster.client import ApiError, Client
+    from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
     from agent.gate.expect import asked
     from agent.gate.preflight import report_of
@@ -129,7 +128,7 @@ def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
     try:
         with waiting("preflight: asking the cluster"):
-            client = Client(find(where["context"]))
+            client = connect(where["context"])
             names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
             held = fleet(client)
     except (AccessError, ApiError) as error:

@@ -178,14 +178,13 @@ def application(state: Any, given: dict[str, Any]) -> Any:
 
 
 def _client() -> Any:
-    from agent.cluster.access import AccessError, find
-    from agent.cluster.client import Client
+    from agent.cluster.client import AccessError, connect
 
     try:
-        return Client(find())
+        return connect()
     except AccessError as error:
         raise click.ClickException(str(error)) from None
 
 
 def _namespace(client: Any) -> str:
-    return os.environ.get("POD_NAMESPACE") or str(client.access.namespace)
+    return os.environ.get("POD_NAMESPACE") or str(client.namespace)

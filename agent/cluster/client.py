@@ -1,25 +1,31 @@
-"""A Kubernetes client for the few calls that the product makes: get, list in pages, watch, create, patch, apply.
+"""The few calls that the product makes to Kubernetes: get, list in pages, watch, create, patch, apply.
 
-The official client's models cost a resident process several times the memory of this (docs/decisions). Specification:
-Kubernetes API concepts (pages, watch, bookmarks, 410), server-side apply, and the Status kind of API errors.
+The official client finds the API server and the way in (service account, kubeconfigs, certificates, tokens, credential
+plugins, proxies), and sends; retries, limits and streaming are here. It is imported with the first Client, so that an
+agent without Kubernetes does without (docs/decisions/0009). Specification: Kubernetes API concepts (pages, watch,
+bookmarks, 410), server-side apply, the Status kind of API errors, and user impersonation.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import os
 import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-from urllib.parse import quote, urlencode
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-import urllib3
-from urllib3.exceptions import HTTPError
-
-from agent.cluster.access import Access, AccessError
 from agent.version import VERSION
+from contracts import bounded
+
+if TYPE_CHECKING:
+    from kubernetes.client import Configuration
+    from urllib3 import HTTPResponse
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +36,18 @@ FIELD_MANAGER = "topoflight"
 PAGE = 500  # client-go's own page size
 BODY_LIMIT_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd holds no object above 1.5 MiB
+TOKEN_LIMIT_BYTES = 1 << 20
+CONNECTIONS = 4  # kept for reuse; threads that ask at once and no more
 TRIES = 5
+TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
 BRIEF_SECONDS = 5.0
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, as the API server writes it
 AGAIN = (429, 500, 502, 503, 504)  # what the API server answers while it is busy, starting or behind a balancer
+
+
+class AccessError(RuntimeError):
+    """No API server to speak to, or no way in; says which file or setting."""
 
 
 class ApiError(RuntimeError):
@@ -47,33 +60,138 @@ class ApiError(RuntimeError):
         self.retry_after = retry_after
 
 
+def connect(
+    context: str | None = None, environment: Mapping[str, str] = os.environ, *, tries: int = TRIES,
+    on_warning: Callable[[str], None] = lambda _text: None,
+) -> Client:  # fmt: skip
+    """A client by KUBECONFIG where it is set, else by the pod's service account, else by ~/.kube/config.
+
+    Nothing is sent yet, but a credential plugin is run. Raises AccessError.
+    """
+    from kubernetes.client import Configuration
+    from kubernetes.config import ConfigException
+    from kubernetes.config.incluster_config import SERVICE_TOKEN_FILENAME, load_incluster_config
+    from yaml import YAMLError
+
+    configuration = Configuration()
+    token, home = Path(SERVICE_TOKEN_FILENAME), Path(environment.get("HOME", "/")) / ".kube/config"
+    source = environment.get("KUBECONFIG", "")
+    headers: list[tuple[str, str]] = []
+    try:
+        if source.strip(os.pathsep):
+            namespace, headers = _kubeconfig(configuration, source, context)
+        elif token.exists() and environment.get("KUBERNETES_SERVICE_HOST"):
+            source = str(token.parent)
+            load_incluster_config(configuration)
+            named = token.with_name("namespace")
+            namespace = bounded.read_text(named, TOKEN_LIMIT_BYTES).strip() if named.exists() else "default"
+        elif home.exists():
+            source = str(home)
+            namespace, headers = _kubeconfig(configuration, source, context)
+        else:
+            raise AccessError(
+                "no Kubernetes API server: not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
+            )
+    except (ConfigException, OSError) as error:
+        raise AccessError(f"{source}: {error}") from None
+    except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library looks at no types
+        raise AccessError(f"{source}: is no kubeconfig: {type(error).__name__}: {error}") from None
+    return Client(configuration, namespace=namespace, headers=headers, tries=tries, on_warning=on_warning)
+
+
+def _kubeconfig(
+    configuration: Configuration, paths: str, context: str | None
+) -> tuple[str, list[tuple[str, str]]]:  # fmt: skip
+    """Fill in the configuration; (namespace, headers) of the current or the named context.
+
+    What the library leaves to us, as kubectl does it: of several files the first that names a current context wins, a
+    token file is read before every request, and a user may impersonate another.
+    """
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+
+    merged = KubeConfigMerger(paths)
+    if merged.config is None:
+        raise FileNotFoundError("No such file or directory")
+    currents = (whole.get("current-context") for whole in merged.config_files.values())
+    name = context or next(filter(None, currents), None)
+    if merged.config["contexts"].get_with_name(name, safe=True) is None:
+        raise AccessError(f"{paths}: no context named {name!r}")
+    loader = KubeConfigLoader(merged.config, active_context=name, config_base_path=None)
+    loader.load_and_set(configuration)
+    chosen = loader.current_context["context"]
+    if not configuration.host.startswith(("https://", "http://")):
+        raise AccessError(f"{paths}: server is {configuration.host!r}: must begin with https:// or http://")
+    named = merged.config["users"].get_with_name(chosen.get("user"), safe=True)
+    user = named["user"].value if named else {}
+    if user.get("tokenFile") and not user.get("token"):
+        token = Path(named.path).parent / user["tokenFile"]
+        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=_bearer(token))
+    if user.get("exec") and not (configuration.api_key or configuration.cert_file):
+        command = user["exec"].get("command")
+        raise AccessError(f"{paths}: the credential plugin {command} gave no credentials; its error is in the log")
+    return chosen.get("namespace") or "default", _impersonation(user)
+
+
+def _bearer(path: Path) -> str:
+    return f"Bearer {bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()}"
+
+
+def _impersonation(user: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The headers of `as`, `as-uid`, `as-groups` and `as-user-extra`."""
+    extra = (user.get("as-user-extra") or {}).items()
+    return [
+        *((header, str(user[key])) for key, header in (("as", "Impersonate-User"), ("as-uid", "Impersonate-Uid"))
+          if user.get(key)),
+        *(("Impersonate-Group", str(group)) for group in user.get("as-groups") or ()),
+        *((f"Impersonate-Extra-{quote(name, safe='')}", str(value)) for name, values in extra for value in values),
+    ]  # fmt: skip
+
+
 class Client:
     """Speaks to one API server. Safe to share between threads."""
 
     def __init__(
-        self, access: Access, *, timeout_seconds: float = 15.0, tries: int = TRIES,
+        self, configuration: Configuration, *, namespace: str = "default", headers: list[tuple[str, str]] | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS, tries: int = TRIES,
         on_warning: Callable[[str], None] = lambda _text: None,
     ) -> None:  # fmt: skip
-        self.access = access
+        from kubernetes.client import ApiClient
+
+        configuration.retries = False  # urllib3 would repeat what may have been done, and follow redirects
+        configuration.connection_pool_maxsize = CONNECTIONS
+        self.namespace = namespace
+        self.server = configuration.host
+        self._headers = headers or []
         self._on_warning = on_warning
-        self._timeout = timeout_seconds
-        self._tries = tries
+        self._timeout, self._tries = timeout_seconds, tries
         self._stop = threading.Event()
-        more: dict[str, Any] = {"ssl_context": access.tls} if access.tls else {}
-        self._pool = urllib3.PoolManager(num_pools=2, maxsize=4, retries=False, **more)
+        self._api = ApiClient(configuration)
+        self._api.user_agent = f"topoflight/{VERSION}"
 
     def close(self) -> None:
         """End waiting between tries, and let connections go."""
         self._stop.set()
-        self._pool.clear()
+        self._api.close()
+
+    def limited(self, *, tries: int, timeout_seconds: float | None = None) -> Client:
+        """The same server with other limits, and waits of its own."""
+        other = copy.copy(self)
+        other._tries, other._timeout, other._stop = tries, timeout_seconds or self._timeout, threading.Event()
+        return other
 
     def once(self) -> Client:
-        """The same server and limits, each call tried once: for callers that wait by themselves."""
-        return Client(self.access, timeout_seconds=self._timeout, tries=1, on_warning=self._on_warning)
+        """Each call tried once: for callers that wait by themselves."""
+        return self.limited(tries=1)
 
     def brief(self) -> Client:
-        """The same server, asked twice and soon given up: for calls that someone waits for, who can come again."""
-        return Client(self.access, timeout_seconds=BRIEF_SECONDS, tries=2, on_warning=self._on_warning)
+        """Asked twice and soon given up: for calls that someone waits for, who can come again."""
+        return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
+
+    def token(self) -> str:
+        """The bearer token of the next request; empty where there is none. Raises ApiError."""
+        headers: dict[str, str] = {}
+        self._authorize(headers)
+        return headers.get("authorization", "").partition(" ")[2]
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Json:
         """One object, or one page."""
@@ -119,16 +237,16 @@ class Client:
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         return self.request("POST", path, query=query, body=document, repeatable=repeatable)
 
+    def delete(self, path: str) -> Json:
+        """Delete an object after what it owns: once it is gone, its pods are."""
+        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})
+
     def request(
         self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Json | None = None,
         content_type: str = "application/json", repeatable: bool = True,
     ) -> Json:  # fmt: skip
         """One call with its retries. Raises ApiError."""
         return self._tried(method, path, query=query, body=body, content_type=content_type, repeatable=repeatable)[1]
-
-    def delete(self, path: str) -> Json:
-        """Delete an object after what it owns: once it is gone, its pods are."""
-        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})
 
     def _tried(
         self, method: str, path: str, *, query: Mapping[str, Any] | None, body: Json | None, content_type: str,
@@ -142,23 +260,21 @@ class Client:
                 clear = error.status == 429  # refused before anything was done
                 if attempt + 1 == self._tries or not (clear or (repeatable and error.status in (0, *AGAIN))):
                     raise
-                self._wait(attempt, error)
+                seconds = backoff_seconds(attempt, error.retry_after)
+                log.info("%s; again in %.1f s", error, seconds)
+                if self._stop.wait(seconds):
+                    raise
         raise AssertionError("unreachable")
 
     def watch(self, path: str, resource_version: str, *, seconds: int = 300) -> Iterator[Json]:
         """Events since `resource_version`, until the server ends the watch. Raises ApiError, 410 when it is too old."""
+        from urllib3.exceptions import HTTPError
+
         query = {
             "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": resource_version,
             "timeoutSeconds": seconds,
         }  # fmt: skip
-        limits = urllib3.Timeout(connect=self._timeout, read=seconds + self._timeout)
-        try:
-            answer = self._pool.urlopen(
-                "GET", self._url(path, query), headers=self._headers(None), preload_content=False, timeout=limits,
-                redirect=False,
-            )  # fmt: skip
-        except HTTPError as error:
-            raise ApiError(0, f"{self.access.server} cannot be reached: {_words(error)}") from None
+        answer = self._send("GET", path, query, None, "", read_seconds=seconds + self._timeout)
         try:
             if answer.status != 200:
                 raise _refusal(answer.status, answer.read(BODY_LIMIT_BYTES), answer.headers)
@@ -172,17 +288,14 @@ class Client:
     def _once(
         self, method: str, path: str, query: Mapping[str, Any] | None, body: Json | None, content_type: str
     ) -> tuple[int, Json]:
-        data = json.dumps(body).encode() if body is not None else None
+        from urllib3.exceptions import HTTPError
+
+        answer = self._send(method, path, query, body, content_type, read_seconds=self._timeout * 2)
         try:
-            answer = self._pool.urlopen(
-                method, self._url(path, query), body=data, headers=self._headers(content_type if data else None),
-                preload_content=False, timeout=urllib3.Timeout(connect=self._timeout, read=self._timeout * 2),
-                redirect=False,
-            )  # fmt: skip
             raw = answer.read(BODY_LIMIT_BYTES + 1)
-            answer.release_conn()
         except HTTPError as error:
-            raise ApiError(0, f"{self.access.server} cannot be reached: {_words(error)}") from None
+            raise self._unreached(error) from None
+        answer.release_conn()
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
@@ -198,26 +311,43 @@ class Client:
                 self._on_warning(re.sub(r"\\(.)", r"\1", text))
         return answer.status, value
 
-    def _url(self, path: str, query: Mapping[str, Any] | None) -> str:
-        return self.access.server + path + (f"?{urlencode(query)}" if query else "")
+    def _send(
+        self, method: str, path: str, query: Mapping[str, Any] | None, body: Json | None, content_type: str, *,
+        read_seconds: float,
+    ) -> HTTPResponse:  # fmt: skip
+        """The answer with its body yet to be read. Raises ApiError of status 0 where there is none."""
+        from kubernetes.client import ApiException
+        from urllib3 import HTTPHeaderDict
+        from urllib3.exceptions import HTTPError
 
-    def _headers(self, content_type: str | None) -> dict[str, str]:
-        headers = {"Accept": "application/json", "User-Agent": f"topoflight/{VERSION}"}
-        if content_type:
+        headers = {"Accept": "application/json", "User-Agent": self._api.user_agent}
+        if body is not None:
             headers["Content-Type"] = content_type
+        self._authorize(headers)
+        all_headers = HTTPHeaderDict(headers)
+        for name, value in self._headers:  # a user is in several groups: one header each
+            all_headers.add(name, value)
+        url = self.server + path
+        if query:
+            url += "?" + self._api.parameters_to_url_query(dict(query), None)
         try:
-            token = self.access.token()
-        except AccessError as error:
-            raise ApiError(0, str(error)) from None
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        return headers
+            told = self._api.call_api(method, url, all_headers, body, _request_timeout=(self._timeout, read_seconds))
+        except (HTTPError, ApiException) as error:  # the library makes the latter of what TLS refuses
+            raise self._unreached(error) from None
+        answer: HTTPResponse = told.response
+        return answer
 
-    def _wait(self, attempt: int, error: ApiError) -> None:
-        seconds = backoff_seconds(attempt, error.retry_after)
-        log.info("%s; again in %.1f s", error, seconds)
-        if self._stop.wait(seconds):
-            raise error
+    def _authorize(self, headers: dict[str, str]) -> None:
+        """Add the credentials, which the library reads anew where they end. Raises ApiError."""
+        from kubernetes.config import ConfigException
+
+        try:
+            self._api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
+        except (ConfigException, OSError, ValueError) as error:
+            raise ApiError(0, f"the credentials for {self.server} cannot be read: {error}") from None
+
+    def _unreached(self, error: Exception) -> ApiError:
+        return ApiError(0, f"{self.server} cannot be reached: {_words(error)}")
 
 
 def backoff_seconds(attempt: int, retry_after: float | None = None) -> float:
@@ -235,7 +365,7 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
     return "/".join([root, *words])
 
 
-def _events(answer: Any) -> Iterator[Json]:
+def _events(answer: HTTPResponse) -> Iterator[Json]:
     left = b""
     for chunk in answer.stream(65536):
         *lines, left = (left + chunk).split(b"\n")

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from agent.cluster.access import AccessError
 from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.metrics.counters import PublishTally
@@ -70,7 +69,7 @@ class Publisher:
 
     def _write_end(self, record: NodeRecord) -> None:
         """Say that nothing watches the node from here on; without an API server the record's age has to tell."""
-        client = Client(self._client.access, timeout_seconds=END_SECONDS, tries=1)
+        client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
         ended = replace(record, stopped_at_seconds=time.time())
         try:
             client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), to_resource(ended)[1])
@@ -158,7 +157,7 @@ def owner_of(client: Client, node: str) -> dict[str, Any] | None:
     (bound service account tokens, the claim kubernetes.io); elsewhere the API server is asked, and may refuse. Raises
     ApiError where it could not be asked.
     """
-    uid = _uid_in(client.access.token, node)
+    uid = _uid_in(client.token(), node)
     if uid is None:
         try:
             uid = str(client.get(path_of("v1", "nodes", node))["metadata"]["uid"])
@@ -170,13 +169,13 @@ def owner_of(client: Client, node: str) -> dict[str, Any] | None:
     return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
 
 
-def _uid_in(token: Callable[[], str | None], node: str) -> str | None:
+def _uid_in(token: str, node: str) -> str | None:
     """From the claims of a token, which the API server has signed and this reads for no decision."""
     try:
-        claims = (token() or "").split(".")[1]
+        claims = token.split(".")[1]
         told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
         return str(told["uid"]) if told["name"] == node and told["uid"] else None
-    except (AccessError, IndexError, KeyError, TypeError, ValueError):
+    except (IndexError, KeyError, TypeError, ValueError):
         return None
 
 

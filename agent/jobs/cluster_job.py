@@ -421,7 +421,7 @@ def named(document: Document) -> str:
 
 
 def _path(client: Client, document: Document, name: str = "") -> str:
-    namespace = document["metadata"].get("namespace") or client.access.namespace
+    namespace = document["metadata"].get("namespace") or client.namespace
     return path_of(document["apiVersion"], PLURALS[document["kind"]], name, namespace=namespace)
 
 

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer, configuration, write_kubeconfig
 
 from agent.cli.launch import launch
-from agent.cluster.access import Access
 from agent.cluster.client import Client
 from agent.cluster.dra_classes import GPU, NIC, CannotError, UnknownError, find, read
 
@@ -48,7 +47,7 @@ def api() -> Iterator[ApiServer]:
 def found(api: ApiServer, usual: Any, *documents: dict[str, Any]) -> str:
     for document in documents:
         api.put(f"{API}/deviceclasses", "", document)
-    return find(Client(Access(server=api.url, token=lambda: "agent-token"), tries=1), V1, usual).name
+    return find(Client(configuration(api.url), tries=1), V1, usual).name
 
 
 @pytest.mark.parametrize(

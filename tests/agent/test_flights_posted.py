@@ -16,10 +16,9 @@ from starlette.testclient import TestClient
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from api_server import ApiServer
+from api_server import ApiServer, configuration
 from kustomization import render
 
-from agent.cluster.access import Access
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
@@ -199,8 +198,7 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
     """A right to another door is none to this one; what the refusal prints names this door."""
 
     def asked() -> Any:
-        access = Access(server=api.url, token=lambda: "agent-token")
-        http = agent(Tokens(client=Client(access, tries=1)), folder)
+        http = agent(Tokens(client=Client(configuration(api.url), tries=1)), folder)
         return http.post("/flights", headers=HEADERS, json=RECORD)
 
     api.allowed.add((USER, "post", "/preflight"))

@@ -1,15 +1,23 @@
-"""KUBECONFIG with several files, merged as kubectl merges them."""
+"""The way to the API server: KUBECONFIG with several files, merged as kubectl merges them, and what a user may hold."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kubernetes.config import incluster_config
 
-from agent.cluster.access import AccessError, find
+from agent.cluster.client import AccessError, ApiError, Client, connect
+
+Headers = list[tuple[str, str]]
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[str, Any]]) -> Path:
@@ -27,6 +35,15 @@ def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[
 
 def several(*paths: Path) -> dict[str, str]:
     return {"KUBECONFIG": os.pathsep.join(map(str, paths)), "HOME": "/nonexistent"}
+
+
+def client_as(tmp_path: Path, user: dict[str, Any], **cluster: Any) -> Client:
+    """A client by a kubeconfig with this one user."""
+    path = config(
+        tmp_path / "config", current="c", contexts={"c": {"cluster": "k", "user": "u"}},
+        clusters={"k": {"server": "http://127.0.0.1:9", **cluster}}, users={"u": user},
+    )  # fmt: skip
+    return connect(environment=several(path))
 
 
 @pytest.fixture
@@ -47,37 +64,152 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return first, second
 
 
+@pytest.fixture
+def heard() -> Iterator[tuple[str, list[Headers]]]:
+    """(URL, headers of each request) of a server that answers everything with an empty object."""
+    seen: list[Headers] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append([(name, value) for name, value in self.headers.items()])
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    server.shutdown()
+    server.server_close()
+
+
 def test_the_first_file_that_has_a_name_wins(two: tuple[Path, Path]) -> None:
     """Cluster and user of the first, context and current context of the only one that sets them."""
-    found = find(environment=several(*two))
+    found = connect(environment=several(*two))
     assert (found.server, found.token(), found.namespace) == ("http://lab:1", "of the first", "team")
-    turned = find(environment=several(*reversed(two)))
+    turned = connect(environment=several(*reversed(two)))
     assert (turned.server, turned.token()) == ("http://other:2", "of the second")
+
+
+def test_the_first_current_context_wins(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    """As in kubectl, where the library takes the last."""
+    assert connect(environment=several(config(tmp_path / "mine", current="home"), *two)).namespace == "default"
 
 
 def test_an_entry_is_taken_whole(tmp_path: Path, two: tuple[Path, Path]) -> None:
     """What the second file's entry of the same name has beside is not mixed in."""
     bare = config(tmp_path / "bare", users={"ann": {}})
-    assert find(environment=several(bare, *two)).token() is None
+    assert connect(environment=several(bare, *two)).token() == ""
 
 
 def test_paths_are_relative_to_the_file_of_their_entry(two: tuple[Path, Path]) -> None:
     """The token file lies beside the second file."""
-    assert find("home", several(*two)).token() == "from a file beside it"
+    assert connect("home", several(*two)).token() == "from a file beside it"
 
 
 def test_a_missing_file_is_left_out_and_a_broken_one_is_named(tmp_path: Path, two: tuple[Path, Path]) -> None:
-    """As kubectl does; where none is there the first is named."""
-    away = tmp_path / "away"
-    assert find(environment=several(away, *two)).server == "http://lab:1"
-    with pytest.raises(AccessError, match=f"{away}: .*No such file"):
-        find(environment=several(away, tmp_path / "gone"))
-    away.write_text("[1, 2]")
-    with pytest.raises(AccessError, match=f"{away}: is no kubeconfig"):
-        find(environment=several(*two, away))
+    """As kubectl does; where none is there, all are named."""
+    away, gone = tmp_path / "away", tmp_path / "gone"
+    assert connect(environment=several(away, *two)).server == "http://lab:1"
+    with pytest.raises(AccessError, match=f"{away}{os.pathsep}{gone}: .*No such file"):
+        connect(environment=several(away, gone))
+    for content in ("[1, 2]", "clusters: 7", "contexts: [a]", "a: [", "users: {a: b}"):
+        away.write_text(content)
+        with pytest.raises(AccessError, match=str(away)):
+            connect(environment=several(away))
 
 
 def test_an_unknown_context_names_every_file(two: tuple[Path, Path]) -> None:
     """Whichever of them should have had it."""
     with pytest.raises(AccessError, match=f"{two[0]}{os.pathsep}{two[1]}: no context named 'x'"):
-        find("x", several(*two))
+        connect("x", several(*two))
+
+
+def test_a_server_that_is_no_url_is_refused(tmp_path: Path) -> None:
+    """Before a token is sent anywhere."""
+    with pytest.raises(AccessError, match="must begin with https://"):
+        client_as(tmp_path, {"token": "t"}, server="ftp://x")
+
+
+def test_nothing_to_go_by_is_said(tmp_path: Path) -> None:
+    """Neither a pod nor a file."""
+    with pytest.raises(AccessError, match=r"no Kubernetes API server: not in a pod"):
+        connect(environment={"HOME": str(tmp_path)})
+
+
+def test_impersonation_is_sent(tmp_path: Path, heard: tuple[str, list[Headers]]) -> None:
+    """kubectl's --as in a file: each group is a header of its own (Kubernetes, User impersonation)."""
+    user = {
+        "token": "t", "as": "ann", "as-uid": "u-1", "as-groups": ["ops", "gpu, users"],
+        "as-user-extra": {"example.org/scopes": ["view"]},
+    }  # fmt: skip
+    client_as(tmp_path, user, server=heard[0]).get("/x")
+    (sent,) = heard[1]
+    assert ("authorization", "Bearer t") in [(name.lower(), value) for name, value in sent]
+    assert [pair for pair in sent if pair[0].startswith("Impersonate")] == [
+        ("Impersonate-User", "ann"), ("Impersonate-Uid", "u-1"), ("Impersonate-Group", "ops"),
+        ("Impersonate-Group", "gpu, users"), ("Impersonate-Extra-example.org%2Fscopes", "view"),
+    ]  # fmt: skip
+
+
+def test_a_proxy_is_used(tmp_path: Path, heard: tuple[str, list[Headers]]) -> None:
+    """proxy-url of the cluster: the server's own name is never looked up here."""
+    client = client_as(tmp_path, {"token": "t"}, server="http://api.cluster.invalid:1", **{"proxy-url": heard[0]})
+    assert client.get("/x") == {}
+    assert ("Host", "api.cluster.invalid:1") in heard[1][0]
+
+
+def plugin(tmp_path: Path, status: dict[str, Any], code: int = 0) -> dict[str, Any]:
+    """A user whose credential plugin answers with this, and counts how often it is asked."""
+    path = tmp_path / "plugin"
+    told = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": status}
+    path.write_text(
+        f"#!{sys.executable}\nimport pathlib, sys\nwith pathlib.Path({str(tmp_path / 'asked')!r}).open('a') as f:\n"
+        f"    f.write('x')\nprint({json.dumps(told)!r})\nsys.exit({code})\n"
+    )
+    path.chmod(0o755)
+    return {"exec": {"command": str(path), "apiVersion": "client.authentication.k8s.io/v1", "args": []}}
+
+
+def test_a_credential_plugins_token_is_used_until_it_ends(tmp_path: Path) -> None:
+    """One that holds is not asked for again; one that ends soon is, before the next request."""
+    client = client_as(tmp_path, plugin(tmp_path, {"token": "t", "expirationTimestamp": "2126-01-01T00:00:00Z"}))
+    assert [client.token() for _ in range(3)] == ["t"] * 3
+    assert (tmp_path / "asked").read_text() == "x"
+    client = client_as(tmp_path, plugin(tmp_path, {"token": "t", "expirationTimestamp": "2020-01-01T00:00:00Z"}))
+    assert client.token() == "t" and (tmp_path / "asked").read_text() == "xxx"
+
+
+def test_a_credential_plugin_that_fails_or_is_missing_is_named(tmp_path: Path) -> None:
+    """And nothing goes out without credentials."""
+    missing = {"exec": {"command": "no-such-plugin", "apiVersion": "client.authentication.k8s.io/v1"}}
+    for user, name in ((missing, "no-such-plugin"), (plugin(tmp_path, {"token": "t"}, code=1), "plugin")):
+        with pytest.raises(AccessError, match=f"{name} gave no credentials"):
+            client_as(tmp_path, user)
+
+
+def test_a_token_file_that_goes_is_an_api_error(tmp_path: Path) -> None:
+    """Its name, and no traceback: a publisher waits and tries again."""
+    token = tmp_path / "token"
+    token.write_text("t\n")
+    client = client_as(tmp_path, {"tokenFile": str(token)})
+    token.unlink()
+    with pytest.raises(ApiError, match=f"credentials for .* cannot be read: .*{token}") as caught:
+        client.once().get("/x")
+    assert caught.value.status == 0
+
+
+def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token, its namespace, and the address that the kubelet put into the environment."""
+    for name, content in (("token", "pod-token"), ("ca.crt", "x"), ("namespace", "ns\n")):
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    found = connect(environment={"KUBERNETES_SERVICE_HOST": "fd00::1", "HOME": "/nonexistent"})
+    assert (found.server, found.token(), found.namespace) == ("https://[fd00::1]:443", "pod-token", "ns")

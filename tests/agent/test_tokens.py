@@ -22,9 +22,8 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
-from api_server import ApiServer
+from api_server import ApiServer, configuration
 
-from agent.cluster.access import Access
 from agent.cluster.client import Client
 from agent.http.access import Tokens, grant
 from agent.http.load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
@@ -68,8 +67,7 @@ def api() -> Iterator[ApiServer]:
 
 
 def reviewing(api: ApiServer, **more: Any) -> TestClient:
-    access = Access(server=api.url, token=lambda: "agent-token")
-    return agent(Tokens(client=Client(access, tries=1), **more))
+    return agent(Tokens(client=Client(configuration(api.url), tries=1), **more))
 
 
 def test_a_token_file_opens_the_gate(token_file: Path) -> None:
@@ -167,7 +165,7 @@ def asking(source: str, token: str) -> Request:
 
 def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
     """Reviews of unknown tokens are bounded for each source: the API server is not ours to flood."""
-    tokens = Tokens(client=Client(Access(server=api.url, token=lambda: "agent-token"), tries=1))
+    tokens = Tokens(client=Client(configuration(api.url), tries=1))
 
     def status(source: str, number: int) -> int:
         with pytest.raises(ProblemError) as refused:
@@ -205,13 +203,13 @@ def test_the_token_is_judged_before_the_body_is_read(token_file: Path) -> None:
 def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
     """More tokens than the pool for requests has threads, none of them judged: the rest is answered meanwhile."""
     silent = socket.create_server(("127.0.0.1", 0), backlog=64)
-    access = Access(server=f"http://127.0.0.1:{silent.getsockname()[1]}", token=lambda: "agent-token")
+    way = configuration(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
     def post(number: int) -> None:
         with contextlib.suppress(RuntimeError):  # what waits at the end of the test is cancelled
             http.post("/preflight", headers=bearer(f"{number:020d}"))
 
-    with agent(Tokens(client=Client(access, tries=1, timeout_seconds=30))) as http:
+    with agent(Tokens(client=Client(way, tries=1, timeout_seconds=30))) as http:
         assert http.portal is not None
         http.portal.call(lambda: setattr(to_thread.current_default_thread_limiter(), "total_tokens", 4))
         posts = [threading.Thread(target=post, args=(number,)) for number in range(8)]

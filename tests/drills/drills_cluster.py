@@ -16,15 +16,14 @@ from drill_ground import MACHINES, ROOT, Ground, eventually
 from drill_register import drill
 from relay import Relay, certificate
 
-from agent.cluster.access import Access, from_kubeconfig
-from agent.cluster.client import LONGEST_WAIT_SECONDS, Client, backoff_seconds, path_of
+from agent.cluster.client import LONGEST_WAIT_SECONDS, Client, backoff_seconds, connect, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from agent.cluster.publish import Publisher
 from agent.cluster.watch import Watcher
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer, configuration, write_kubeconfig
 
 NODES = path_of(API_VERSION, PLURAL)
 BACK_SECONDS = 150.0  # longer than three of the longest waits between two tries
@@ -49,12 +48,12 @@ class Scene:
 
 
 @contextlib.contextmanager
-def _scene(access: Callable[[Relay], Access], tls: ssl.SSLContext | None = None) -> Iterator[Scene]:
+def _scene(way: Callable[[Relay], Client], tls: ssl.SSLContext | None = None) -> Iterator[Scene]:
     with ApiServer(nfd=False) as api, Relay(api.port) as relay:
         relay.tls = tls
         record = NodeRecord(name="n1", host="n1", verdict="pass", scanned_at_seconds=time.time(), gpus=8)
         held, fleet = [record], Fleet()
-        writing, reading = (Client(access(relay), timeout_seconds=1.0, tries=2) for _ in range(2))
+        writing, reading = (way(relay).limited(timeout_seconds=1.0, tries=2) for _ in range(2))
         publisher = Publisher(writing, lambda: held[0], namespace="default", look_seconds=0.05, labels=False)
         watcher = Watcher(reading, NODES, fleet, seconds=2)
         publisher.start()
@@ -67,8 +66,8 @@ def _scene(access: Callable[[Relay], Access], tls: ssl.SSLContext | None = None)
             reading.close()
 
 
-def _plain(relay: Relay) -> Access:
-    return Access(server=relay.url, token=lambda: "agent-token", namespace="default")
+def _plain(relay: Relay) -> Client:
+    return Client(configuration(relay.url))
 
 
 def _outage(
@@ -126,7 +125,7 @@ def _refusals(ground: Ground, status: int, headers: dict[str, str], times: int) 
 def api_429(ground: Ground) -> list[str]:
     """And is not asked before it said: between two refusals of one client lies the second that it asked for."""
     with ApiServer(nfd=False) as api:
-        client = Client(Access(server=api.url, token=lambda: "agent-token"))
+        client = Client(configuration(api.url))
         api.faults.extend([(429, {"Retry-After": "1"})] * 2)
         began = time.monotonic()
         client.get(NODES)
@@ -151,8 +150,13 @@ def api_410(ground: Ground) -> list[str]:
 def api_certificate(ground: Ground) -> list[str]:
     """Refused by name while it is expired; TLS is not given up."""
     expired, valid = (certificate(ground.folder, days) for days in (-1, 1))
-    trust = ssl.create_default_context(cafile=str(ground.folder / "ca.pem"))
-    with _scene(lambda relay: replace(_plain(relay), tls=trust), valid) as scene:
+
+    def trusting(relay: Relay) -> Client:
+        trust = configuration(relay.url)
+        trust.ssl_ca_cert = str(ground.folder / "ca.pem")
+        return Client(trust)
+
+    with _scene(trusting, valid) as scene:
 
         def present(context: ssl.SSLContext) -> None:
             scene.relay.tls = context
@@ -167,10 +171,11 @@ def api_token(ground: Ground) -> list[str]:
     token, config = ground.folder / "token", ground.folder / "config"
     token.write_text("agent-token\n")
 
-    def access(relay: Relay) -> Access:
-        return from_kubeconfig(write_kubeconfig(config, relay.url, user="{tokenFile: token}"))
+    def way(relay: Relay) -> Client:
+        write_kubeconfig(config, relay.url, user="{tokenFile: token}")
+        return connect(environment={"KUBECONFIG": str(config)})
 
-    with _scene(access) as scene:
+    with _scene(way) as scene:
 
         def rotate() -> None:
             scene.api.tokens = {"new-token"}

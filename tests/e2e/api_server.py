@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import jsonschema
 import yaml
+from kubernetes.client import Configuration
 
 ROOT = Path(__file__).parent.parent.parent
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
@@ -74,6 +75,11 @@ def write_kubeconfig(path: Path, url: str, *, user: str = "{token: agent-token}"
         f"users: [{{name: u, user: {user}}}]\ncontexts: [{{name: c, context: {context}}}]\n"
     )
     return path
+
+
+def configuration(url: str, token: str = "agent-token") -> Configuration:  # noqa: S107 - of the stand-in
+    """The same without a file."""
+    return Configuration(host=url, api_key={"BearerToken": f"Bearer {token}"})
 
 
 class ApiServer:

@@ -16,8 +16,7 @@ from api_server import CRD, ApiServer
 from e2e_client import client_of
 from rigs.waiting import eventually
 
-from agent.cluster.access import find
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import ApiError, Client, connect, path_of
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def definition() -> Iterator[None]:
         return
     if why := real_cluster.reachable():
         pytest.fail(why, pytrace=False)
-    client = Client(find())
+    client = connect()
     path = path_of("apiextensions.k8s.io/v1", "customresourcedefinitions", CRD["metadata"]["name"])
     try:
         client.get(path)
@@ -82,6 +81,6 @@ def agent_pod(cluster: list[real_cluster.Document], gpu_node: str) -> str:
 @pytest.fixture
 def client(request: pytest.FixtureRequest, definition: None) -> Iterator[Client]:
     """The real server where there is one, else the stand-in: the same tests."""
-    made = Client(find()) if os.environ.get("KUBECONFIG") else client_of(request.getfixturevalue("api"))
+    made = connect() if os.environ.get("KUBECONFIG") else client_of(request.getfixturevalue("api"))
     yield made
     made.close()

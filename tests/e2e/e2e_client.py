@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from api_server import ApiServer
+from api_server import ApiServer, configuration
 
-from agent.cluster.access import Access
 from agent.cluster.client import Client
 
 MACHINES = Path(__file__).parent.parent / "machines"
 
 
 def client_of(server: ApiServer) -> Client:
-    return Client(Access(server=server.url, token=lambda: "agent-token", namespace="topoflight"))
+    return Client(configuration(server.url), namespace="topoflight")

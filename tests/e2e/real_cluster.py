@@ -24,8 +24,7 @@ import pytest
 import yaml
 from rigs.waiting import eventually
 
-from agent.cluster.access import AccessError, find, from_kubeconfig
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
 
@@ -63,7 +62,7 @@ def now() -> str:
 
 
 def admin() -> Client:
-    return Client(find())
+    return connect()
 
 
 def served(api_version: str, kind: str) -> bool:
@@ -239,7 +238,7 @@ def config_of(folder: Path, bearer: str) -> Path:
 
 
 def client_with(folder: Path, bearer: str) -> Client:
-    return Client(from_kubeconfig(config_of(folder, bearer)))
+    return connect(environment={"KUBECONFIG": str(config_of(folder, bearer))})
 
 
 @cache
@@ -277,7 +276,7 @@ def finalize(namespace: str) -> None:
 def reachable() -> str | None:
     """Why the cluster of KUBECONFIG cannot be used; None where it can."""
     try:
-        client = Client(find(), tries=2)
+        client = connect(tries=2)
         client.get("/version")
         review = client.create(
             path_of("authorization.k8s.io/v1", "selfsubjectaccessreviews"),

@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from api_server import CRD, ApiServer, write_kubeconfig
+from api_server import CRD, ApiServer, configuration, write_kubeconfig
 from e2e_client import MACHINES, client_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.cluster import node_facts
-from agent.cluster.access import Access
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import (
     API_VERSION,
@@ -207,7 +206,7 @@ def test_publisher_outlives_a_server_that_goes_and_comes_back(api: ApiServer) ->
     """Down and back: the record arrives without anybody restarting the agent."""
     record = record_of(H100, "n1")
     api.down()
-    client = Client(client_of(api).access, tries=1)
+    client = client_of(api).once()
     publisher = Publisher(client, lambda: record, namespace="topoflight", look_seconds=0.01)
     publisher.start()
     eventually(lambda: publisher.error is not None, "the failure is noticed")
@@ -244,7 +243,7 @@ def test_a_record_ends_with_its_node(api: ApiServer, token: str, uid: str) -> No
     """The Node owns record and labels: by the pod's own token, else by asking, where that is allowed."""
     api.tokens = {token}
     api.put("/api/v1/nodes", "", {"metadata": {"name": "n1", "uid": "u-of-node"}})
-    client = Client(Access(server=api.url, token=lambda: token))
+    client = Client(configuration(api.url, token))
     record = record_of(H100, "n1")
     Publisher(client, lambda: record, namespace="topoflight").write(record)
     for kind in ("NodeTopology", "NodeFeature"):
@@ -392,13 +391,11 @@ def test_creation_is_not_repeated_where_it_may_have_happened(api: ApiServer) -> 
 
 def test_a_rotated_token_is_read_anew(api: ApiServer, tmp_path: Path) -> None:
     """The kubelet replaces the file; the next request carries the new token."""
-    from agent.cluster.access import from_kubeconfig
-
     token = tmp_path / "token"
     token.write_text("agent-token\n")
     config = write_kubeconfig(tmp_path / "config", api.url, user="{tokenFile: token}", namespace="team")
-    client = Client(from_kubeconfig(config))
-    assert client.access.namespace == "team"
+    client = connect(environment={"KUBECONFIG": str(config)})
+    assert client.namespace == "team"
     client.get(NODES)
     api.tokens = {"new"}
     with pytest.raises(ApiError) as caught:
@@ -497,7 +494,7 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
     state.refresh()
     cluster = Cluster(state, name="n1", client=client_of(api))
     publisher = Publisher(
-        Client(client_of(api).access, tries=1), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
+        client_of(api).once(), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
     )
     http = TestClient(create(state, cluster=cluster, publisher=publisher))
     begun = {"publish_interval_seconds": 300.0, "publish_attempts_total": 0.0}

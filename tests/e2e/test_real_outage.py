@@ -20,11 +20,12 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
 import urllib3
+from kubernetes.client import Configuration
+from kubernetes.config import new_client_from_config
 from real_cluster import RUN, admin, kubectl, real
 from rigs.waiting import eventually
 
-from agent.cluster.access import Access, find
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, to_resource
 from agent.cluster.publish import Publisher
 from agent.cluster.watch import Watcher
@@ -36,11 +37,9 @@ NODES = path_of(API_VERSION, PLURAL)
 class Door:
     """Passes requests on to the API server while it is open."""
 
-    def __init__(self, access: Access) -> None:
-        self.access, self.is_open, self.watches = access, True, 0
+    def __init__(self) -> None:
+        self.api, self.is_open, self.watches = new_client_from_config(), True, 0
         self.forget = 0  # watches to come that ask for a version long gone
-        more: dict[str, Any] = {"ssl_context": access.tls} if access.tls else {}
-        self.pool = urllib3.PoolManager(maxsize=8, retries=False, **more)
         self.changed = threading.Event()
         handler = type("Handler", (_Through,), {"door": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -49,7 +48,7 @@ class Door:
 
     def client(self, **more: Any) -> Client:
         """Of whoever stands before the door."""
-        return Client(Access(server=f"http://127.0.0.1:{self.server.server_address[1]}"), **more)
+        return Client(Configuration(host=f"http://127.0.0.1:{self.server.server_address[1]}"), **more)
 
     def shut(self) -> None:
         """No answer to anybody; watches break off."""
@@ -77,12 +76,13 @@ class _Through(BaseHTTPRequestHandler):
                 self.door.forget -= 1
                 query["resourceVersion"] = "1"  # the server itself then says that this is too old
         headers = {k: v for k, v in self.headers.items() if k in ("Accept", "Content-Type", "User-Agent")}
-        if bearer := self.door.access.token():
-            headers["Authorization"] = f"Bearer {bearer}"
+        api = self.door.api
+        api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
         try:
-            answer = self.door.pool.urlopen(
-                self.command, f"{self.door.access.server}{url.path}?{urlencode(query)}", body=body, headers=headers,
-                preload_content=False, timeout=urllib3.Timeout(connect=5, read=1 if query.get("watch") else 60),
+            answer = api.rest_client.pool_manager.urlopen(
+                self.command, f"{api.configuration.host}{url.path}?{urlencode(query)}", body=body, headers=headers,
+                preload_content=False, retries=False,
+                timeout=urllib3.Timeout(connect=5, read=1 if query.get("watch") else 60),
             )  # fmt: skip
         except urllib3.exceptions.HTTPError:
             self.close_connection = True
@@ -113,7 +113,7 @@ class _Through(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def door(definition: None) -> Iterator[Door]:
-    made = Door(find())
+    made = Door()
     yield made
     made.shut()
     made.server.shutdown()
@@ -217,10 +217,10 @@ def command(variable: str) -> None:
 def test_the_api_server_is_restarted(name: str) -> None:
     """The process itself ends and begins anew: its watch cache is empty, so that an old version may be 410."""
     held = [record_of(name)]
-    publisher = Publisher(Client(find(), tries=1), lambda: held[0], namespace="default", labels=False,
+    publisher = Publisher(connect(tries=1), lambda: held[0], namespace="default", labels=False,
                           look_seconds=0.05)  # fmt: skip
     publisher.start()
-    with watching(Client(find())) as (watcher, fleet):
+    with watching(connect()) as (watcher, fleet):
         eventually(lambda: verdict(fleet, name) == "pass", "published and seen")
         command("TOPOFLIGHT_E2E_DOWN")
         try:

@@ -46,7 +46,7 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "YAML's empty integer": ("job_config", b'\1seed: !!int ""'),
     "YAML's wrong truth": ("job_config", b"\1bf16: !!bool x"),
     "YAML's wrong time": ("manifest", b"\1spec: !!timestamp x"),
-    "YAML's long integer": ("kubeconfig", b"\1contexts: " + b"9" * 5000),
+    "YAML's long integer": ("job_config", b"\1seed: " + b"9" * 5000),
     "YAML merged a billion times": (
         "manifest", b"\1a0: &a0 {k: v}\n" + b"".join(
             b"a%d: &a%d {<<: [%s]}\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
@@ -58,15 +58,9 @@ FOUND: dict[str, tuple[str, bytes]] = {
         ) + b"env: [{name: NCCL_DEBUG, value: *a8}]\n",
     ),
     "YAML in an error's words, a billion times": (
-        "kubeconfig", b"\1a0: &a0 [x]\n" + b"".join(
+        "job_config", b"\1a0: &a0 [x]\n" + b"".join(
             b"a%d: &a%d [%s]\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
-        ) + b"current-context: *a8\n",
-    ),
-    "contexts that are a number": ("kubeconfig", plain({**fuzz_targets.KUBECONFIG, "contexts": 7})),
-    "a certificate in Greek": (
-        "kubeconfig",
-        plain({**fuzz_targets.KUBECONFIG, "clusters": [
-            {"name": "k", "cluster": {"server": "https://x", "certificate-authority-data": "αβγ"}}]}),
+        ) + b"learning_rate: *a8\n",
     ),
     "one PCI function that is GPU and NIC": (
         "topo_xml",

@@ -16,7 +16,6 @@ import pytest
 from readers import TARGETS
 
 from agent.advise import Request, RequestError, model_of
-from agent.cluster.access import AccessError, from_kubeconfig
 from agent.cluster.nodes import unpack
 from agent.gate.baseline import read as read_baseline
 from agent.gate.verdict import GateError
@@ -73,9 +72,6 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
     ("advice", text(lambda raw: advice_from_json(raw, object)), WireError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),  # type: ignore[type-var]
-    ("kubeconfig", from_kubeconfig, AccessError, (
-        b"#" * (2 * MIB), b"[" * 5000, b"a: &a x\nb: [" + b"*a, " * 20 + b"]",
-    )),
     ("environment", text(read_environment), EnvironmentTextError, (b"#" * (9 * MIB),)),
     ("manifest", text(lambda raw: read_environment(raw, "pod")), EnvironmentTextError, (
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
@@ -108,7 +104,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
         "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph",
-        "model_config", "job_config", "job_plan", "calibration", "kubeconfig", "environment", "manifest", "topo_text",
+        "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
         "topo_xml",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
@@ -131,7 +127,7 @@ XML = b'<!DOCTYPE s [<!ENTITY e0 "x">' + entities + b']><system><cpu numaid="&e9
 inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\\0" * (16 << 20)),
           ("topo_text", b"\\tGPU0" * 300_000), ("topo_text", b"GPU0\\tGPU1\\n" * 100_000),
           ("words", b"\\2" + b"1:1," * 2500), ("environment", b"\\5" + b"[" * 200_000)]
-for name in ("job_config", "manifest", "kubeconfig"):
+for name in ("job_config", "manifest"):
     inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
         b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
 for name in ("recording", "baseline", "snapshot", "flight", "calibration", "model_config", "bench_result"):

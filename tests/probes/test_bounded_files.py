@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agent.cli import inputs
-from agent.cluster.access import from_kubeconfig
 from agent.gate import baseline
 from agent.jobs import result_store as keep
 from agent.jobs import run as flight
@@ -53,7 +52,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "kept record": keep.read,
     "flight": flight.read,
     "baseline": baseline.read,
-    "kubeconfig": from_kubeconfig,
     "config.json": lambda path: load_model(str(path)),
     "recording": load,
     "verb": lambda path: inputs.read(str(path), 1000, hint=""),
