@@ -107,7 +107,7 @@ def _record(path: Path) -> dict[str, Any] | None:
 
 
 def sweep(place: Path) -> None:
-    """Remove what a killed writer left: temporary files (agent.gate.report.write_atomic) that nobody writes any more."""
+    """Remove what a killed writer left: temporary files (agent.gate.report.write_atomic) that nobody writes now."""
     for path in (*place.glob(".*.json.*"), *(place / FLIGHTS_FOLDER).glob(".*.json.*")):
         with contextlib.suppress(OSError):  # another agent may be quicker, or the folder not ours
             if time.time() - path.stat().st_mtime > WRITTEN_WITHIN_SECONDS:
