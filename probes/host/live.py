@@ -14,14 +14,12 @@ import socket
 import time
 from pathlib import Path
 
-from probes.host import nldev, verbs
+from probes.host import netlink, verbs
 from probes.host.kernel_log import KernelLog
 from probes.host.live_config import ConfigSpaces
 from probes.host.live_paths import Paths
 from probes.host.nvml import Nvml, Slot
 from probes.host.protocol import GpuHandle, Json
-from probes.host.rtnl import Route
-from probes.interfaces import portlink
 
 TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
 ENVIRONMENT = re.compile(
@@ -51,7 +49,6 @@ class LiveHost:
         self._spaces = ConfigSpaces()
         self._nvml = Nvml()
         self._log = KernelLog()
-        self._route = Route()
 
     def begin_scan(self) -> None:
         """Look at everything again. Within one scan, what two probes ask is read once."""
@@ -209,15 +206,15 @@ class LiveHost:
 
     def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "links", "addresses" or "routes" of this network namespace."""
-        return self._route.ask(what)
+        return netlink.ask_route(what)
 
     def port_link(self, netdev: str) -> dict[str, Json]:
         """Fastest mode and priority flow control of a network device."""
-        return dict(portlink.ask(netdev))
+        return dict(netlink.ask_port(netdev))
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """ "devices", "ports" or "system" through NETLINK_RDMA."""
-        return nldev.ask(what)
+        return netlink.ask_rdma(what)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """A question to libibverbs."""

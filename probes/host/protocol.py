@@ -80,7 +80,7 @@ class Host(Protocol):
         """
 
     def port_link(self, netdev: str) -> dict[str, Json]:
-        """What the driver of a network device says of its port, as far as it answers (`probes.interfaces.portlink`).
+        """What the driver of a network device says of its port, as far as it answers (`probes.host.netlink`).
 
         Raises OSError where it answers nothing.
         """

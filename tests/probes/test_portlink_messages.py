@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from probes.host import netlink
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, RecordingHost, archive
-from probes.interfaces import portlink
 
 
 def attribute(kind: int, value: bytes) -> bytes:
@@ -38,9 +38,9 @@ def link_modes(names: tuple[str, ...]) -> bytes:
 def test_the_fastest_of_the_named_modes_counts() -> None:
     """Names that are no speed, and the speed of the moment, do not."""
     names = ("Autoneg", "FIBRE", "25000baseCR/Full", "400000baseCR8/Full", "100000baseSR4/Full", "RS")
-    assert portlink.parse_modes(link_modes(names)) == {"speed_max_megabits": 400_000}
-    assert portlink.parse_modes(link_modes(("Autoneg", "Pause"))) == {}
-    assert portlink.parse_modes(b"") == {}
+    assert netlink.parse_modes(link_modes(names)) == {"speed_max_megabits": 400_000}
+    assert netlink.parse_modes(link_modes(("Autoneg", "Pause"))) == {}
+    assert netlink.parse_modes(b"") == {}
 
 
 def test_the_mask_of_priorities_is_the_second_byte() -> None:
@@ -48,23 +48,23 @@ def test_the_mask_of_priorities_is_the_second_byte() -> None:
     pfc = struct.pack("=BBBxH2x8Q8Q", 8, 0b1000, 0, 0, *range(16))
     ieee = attribute(13, attribute(1, bytes(40)) + attribute(2, pfc))
     body = struct.pack("=BBH", 0, 21, 0) + attribute(1, b"eth0\0")
-    assert portlink.parse_pfc(body + ieee) == {"pfc_classes": 8, "pfc_mask": 8}
-    assert portlink.parse_pfc(body) == {}
+    assert netlink.parse_pfc(body + ieee) == {"pfc_classes": 8, "pfc_mask": 8}
+    assert netlink.parse_pfc(body) == {}
 
 
 def test_the_ports_map_of_dscp_is_in_the_table_of_applications() -> None:
     """struct dcb_app: selector 5 is DSCP; others are Ethernet types and ports."""
     apps = b"".join(attribute(1, struct.pack("=BBH", *each)) for each in ((5, 3, 26), (1, 0, 0x8914), (5, 6, 48)))
     body = struct.pack("=BBH", 0, 21, 0) + attribute(1, b"eth0\0")
-    assert portlink.parse_pfc(body + attribute(13, attribute(0x8003, apps))) == {"app_dscp": [8 * 26 + 3, 8 * 48 + 6]}
-    assert portlink.parse_pfc(body + attribute(13, attribute(3, b""))) == {"app_dscp": []}
+    assert netlink.parse_pfc(body + attribute(13, attribute(0x8003, apps))) == {"app_dscp": [8 * 26 + 3, 8 * 48 + 6]}
+    assert netlink.parse_pfc(body + attribute(13, attribute(3, b""))) == {"app_dscp": []}
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_crash_the_reader(body: bytes) -> None:
     """A driver's answer is taken as it comes."""
-    assert isinstance(portlink.parse_modes(body), dict)
-    assert isinstance(portlink.parse_pfc(body), dict)
+    assert isinstance(netlink.parse_modes(body), dict)
+    assert isinstance(netlink.parse_pfc(body), dict)
 
 
 def test_the_kernel_answers_or_refuses_by_an_errno_that_a_recording_keeps() -> None:

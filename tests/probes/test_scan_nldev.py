@@ -7,7 +7,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes.host.nldev import attributes, messages
+from probes.host.netlink import attributes, messages
 
 
 def _attribute(kind: int, value: bytes) -> bytes:

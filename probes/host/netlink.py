@@ -1,0 +1,308 @@
+"""Questions to the kernel's netlink: links, addresses and routes, a port's own word, and RDMA devices.
+
+rtnetlink(7) is read by pyroute2. What pyroute2 does not know is asked here, message by message: RDMA devices
+(RDMA_NL_NLDEV) and priority flow control (DCB); so are the link modes of ethtool, which pyroute2 decodes for
+milliseconds a port. None of it needs a privilege, and every answer is waited for a few seconds only.
+
+Specification: netlink(7), rtnetlink(7); Linux include/uapi/rdma/rdma_netlink.h; include/uapi/linux/dcbnl.h
+(DCB_CMD_IEEE_GET, struct ieee_pfc); Documentation/networking/ethtool-netlink.rst (ETHTOOL_MSG_LINKMODES_GET, bit sets
+with names).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from probes.host.protocol import Json
+
+_TIMEOUT_SECONDS = 3.0
+_REQUEST, _DUMP, _DONE, _ERROR = 0x1, 0x300, 3, 2
+_ATTRIBUTE = struct.Struct("=HH")
+_TYPE, _NESTED = 0x3FFF, 0x8000  # a type without NLA_F_NESTED and NLA_F_NET_BYTEORDER; NLA_F_NESTED
+
+# rtnetlink ------------------------------------------------------------------------------------------------------
+
+_TRIES = 4  # of a list that changes while it is made
+
+# what -> pyroute2's method, the fields and attributes that a probe reads
+_LISTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "links": (
+        "get_links",
+        ("family", "ifi_type", "index", "flags", "change"),
+        (
+            "IFLA_ADDRESS", "IFLA_IFNAME", "IFLA_MTU", "IFLA_LINK", "IFLA_MASTER", "IFLA_LINKINFO", "IFLA_CARRIER",
+            "IFLA_LINK_NETNSID",
+        ),
+    ),
+    "addresses": (
+        "get_addr",
+        ("family", "prefixlen", "flags", "scope", "index"),
+        ("IFA_ADDRESS", "IFA_LOCAL", "IFA_LABEL", "IFA_FLAGS"),
+    ),
+    "routes": (
+        "get_routes",
+        ("family", "dst_len", "src_len", "tos", "table", "proto", "scope", "type", "flags"),
+        ("RTA_DST", "RTA_OIF", "RTA_GATEWAY", "RTA_PRIORITY", "RTA_PREFSRC", "RTA_MULTIPATH", "RTA_TABLE"),
+    ),
+}  # fmt: skip
+
+
+def ask_route(what: str) -> tuple[dict[str, Json], ...]:
+    """ "links", "addresses" or "routes" of this network namespace: one flat dict each, under pyroute2's names.
+
+    Each list is asked on a socket of its own, so that one that overran, or was given up, leaves nothing behind. Raises
+    OSError where netlink is refused, broken, or gives no answer in time.
+    """
+    if what not in _LISTS:
+        raise ValueError(f"netlink answers {sorted(_LISTS)}, not {what!r}")
+    import asyncio
+
+    from pyroute2.netlink.exceptions import NetlinkDecodeError, NetlinkError
+
+    try:
+        return asyncio.run(_list(what))
+    except NetlinkError as error:
+        raise OSError(error.code, f"rtnetlink: {os.strerror(error.code)}") from None
+    except NetlinkDecodeError as error:
+        raise OSError(errno.EBADMSG, f"rtnetlink: {error.exception}") from None
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, f"rtnetlink: no list of {what} in {_TIMEOUT_SECONDS:.0f} s") from None
+
+
+async def _list(what: str) -> tuple[dict[str, Json], ...]:
+    import asyncio
+
+    from pyroute2 import AsyncIPRoute
+    from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
+
+    method, fields, attributes = _LISTS[what]
+    async with asyncio.timeout(_TIMEOUT_SECONDS):
+        for _ in range(_TRIES):
+            try:
+                async with AsyncIPRoute() as route:
+                    listed = await getattr(route, method)()
+                    return tuple([_entry(message, fields, attributes) async for message in listed])
+            except NetlinkDumpInterrupted:
+                continue  # something changed while it was listed
+    raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
+
+
+def _entry(message: Any, fields: tuple[str, ...], attributes: tuple[str, ...]) -> dict[str, Json]:
+    """The fields and attributes of one message that are known here; only these are decoded."""
+    entry: dict[str, Json] = {name: message[name] for name in fields}
+    for slot in message["attrs"]:
+        if (name := slot[0]) in attributes:
+            entry[name] = _INNER[name](slot[1]) if name in _INNER else slot[1]
+    return entry
+
+
+def _about_link(info: Any) -> dict[str, Json]:
+    """The kind; of a vxlan also what it stands on, which is one level deeper."""
+    kind = info.get_attr("IFLA_INFO_KIND")
+    found: dict[str, Json] = {"IFLA_INFO_KIND": kind} if kind else {}
+    if kind == "vxlan":
+        lower = info.get_nested("IFLA_INFO_DATA", "IFLA_VXLAN_LINK")
+        found["IFLA_INFO_DATA"] = {} if lower is None else {"IFLA_VXLAN_LINK": lower}
+    return found
+
+
+def _hops(hops: Any) -> list[Json]:
+    return [_entry(hop, ("flags", "hops", "oif"), ("RTA_GATEWAY",)) for hop in hops]
+
+
+_INNER: dict[str, Callable[[Any], Json]] = {"IFLA_LINKINFO": _about_link, "RTA_MULTIPATH": _hops}
+
+
+# A port ---------------------------------------------------------------------------------------------------------
+
+_ROUTE, _GENERIC = 0, 16
+_CONTROL, _GET_FAMILY, _FAMILY_ID, _FAMILY_NAME = 16, 3, 1, 2
+_LINKMODES_GET, _HEADER, _OURS, _DEVICE_NAME = 4, 1, 3, 2
+_BITSET_BITS, _BITS_BIT, _BIT_NAME = 3, 1, 2
+_RTM_GETDCB, _IEEE_GET, _IFNAME, _IEEE, _IEEE_PFC = 78, 21, 1, 13, 2
+_IEEE_APP_TABLE, _IEEE_APP, _SELECTOR_DSCP = 3, 1, 5  # include/uapi/linux/dcbnl.h
+_SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS", "FIBRE" are no speeds
+
+
+def ask_port(name: str) -> dict[str, int | list[int]]:
+    """Keys "speed_max_megabits", "pfc_classes" (how many may have PFC), "pfc_mask" and "app_dscp" (the port's map of
+    DSCP to priority, each entry 8 * DSCP + priority), as far as the driver answers.
+
+    Raises OSError where it answers nothing at all.
+    """
+    answers: dict[str, int | list[int]] = {}
+    refused: list[OSError] = []
+    for question in (_speed_max, _pfc):
+        try:
+            answers |= question(name)
+        except OSError as error:
+            refused.append(error)
+    if len(refused) == 2:
+        raise refused[0]
+    return answers
+
+
+def _speed_max(name: str) -> dict[str, int]:
+    with _socket(_GENERIC) as link:
+        family = dict(pieces(_exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))[4:]))
+        number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
+        header = _attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
+        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header)))
+
+
+def parse_modes(body: bytes) -> dict[str, int]:
+    """The fastest of the named link modes in an answer to ETHTOOL_MSG_LINKMODES_GET."""
+    speeds = []
+    for kind, bitset in pieces(body[4:]):
+        bits = dict(pieces(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
+        for number, bit in pieces(bits):
+            mode = dict(pieces(bit)).get(_BIT_NAME, b"") if number == _BITS_BIT else b""
+            if found := _SPEED.match(mode.rstrip(b"\0").decode(errors="replace")):
+                speeds.append(int(found[1]))
+    return {"speed_max_megabits": max(speeds)} if speeds else {}
+
+
+def _pfc(name: str) -> dict[str, int | list[int]]:
+    with _socket(_ROUTE) as link:
+        body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
+        return parse_pfc(_exchange(link, _RTM_GETDCB, body))
+
+
+def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
+    """The first two bytes of struct ieee_pfc, and the DSCP entries of the table of struct dcb_app (selector, priority,
+    protocol), in an answer to DCB_CMD_IEEE_GET; nothing where the driver has none.
+    """
+    found = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b"")))
+    pfc, table = found.get(_IEEE_PFC, b""), found.get(_IEEE_APP_TABLE)
+    answer: dict[str, int | list[int]] = {"pfc_classes": pfc[0], "pfc_mask": pfc[1]} if len(pfc) >= 2 else {}
+    if table is not None:
+        entries = (value for kind, value in pieces(table) if kind & ~_NESTED == _IEEE_APP and len(value) >= 4)
+        apps = (struct.unpack_from("=BBH", value) for value in entries)
+        answer["app_dscp"] = [8 * code + to for by, to, code in apps if by == _SELECTOR_DSCP and code < 64 and to < 8]
+    return answer
+
+
+def _socket(protocol: int) -> socket.socket:
+    link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
+    link.settimeout(_TIMEOUT_SECONDS)
+    return link
+
+
+def _exchange(link: socket.socket, kind: int, body: bytes) -> bytes:
+    link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST, 1, 0) + body)
+    for answered, content in messages(link.recv(1 << 16)):
+        if answered == _ERROR:
+            number = -int(struct.unpack_from("=i", content)[0])
+            raise OSError(number, os.strerror(number))
+        return content
+    raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
+
+
+def _generic(command: int, content: bytes) -> bytes:
+    return struct.pack("=BBH", command, 1, 0) + content
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def _text(kind: int, value: str) -> bytes:
+    return _attribute(kind, value.encode() + b"\0")
+
+
+# RDMA devices ---------------------------------------------------------------------------------------------------
+
+NETLINK_RDMA = 20
+_NLDEV = 5 << 10  # RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, op)
+_GET, _PORT_GET, _SYS_GET = 1, 5, 6
+
+_RDMA_NUMBERS = {
+    1: "device_index",
+    3: "port",
+    4: "capability_flags",
+    6: "node_guid",
+    7: "sys_image_guid",
+    9: "lid",
+    10: "sm_lid",
+    12: "state",  # enum ib_port_state: 1 DOWN, 2 INIT, 3 ARMED, 4 ACTIVE
+    13: "physical_state",  # 3 Disabled, 2 Polling, 5 LinkUp
+    14: "node_type",  # 1 CA, 4 RNIC, 5 USNIC, 7 unspecified (EFA)
+    50: "netdev_index",
+    66: "netns_mode",  # 1 shared, 0 exclusive
+}
+_RDMA_TEXTS = {2: "name", 5: "firmware", 51: "netdev", 67: "protocol"}
+
+Message = dict[str, int | str]
+
+
+def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
+    """ "devices", "ports" (each with its device's name) or "system"."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_RDMA) as link:
+        link.bind((0, 0))
+        link.settimeout(_TIMEOUT_SECONDS)
+        if what == "system":
+            return tuple(_exchange_rdma(link, _SYS_GET, None, _REQUEST))
+        devices = tuple(_exchange_rdma(link, _GET, None, _REQUEST | _DUMP))
+        if what == "devices":
+            return devices
+        if what != "ports":
+            raise ValueError(f'rdma_netlink answers "devices", "ports" and "system", not {what!r}')
+        return tuple(
+            {"name": device["name"], **port}
+            for device in devices
+            for port in _exchange_rdma(link, _PORT_GET, int(device["device_index"]), _REQUEST | _DUMP)
+        )
+
+
+def _exchange_rdma(link: socket.socket, operation: int, device: int | None, flags: int) -> list[Message]:
+    payload = b"" if device is None else struct.pack("=HHI", 8, 1, device)
+    link.send(struct.pack("=IHHII", 16 + len(payload), _NLDEV | operation, flags, 1, 0) + payload)
+    answers: list[Message] = []
+    while True:
+        for kind, body in messages(link.recv(1 << 16)):
+            if kind == _DONE:
+                return answers
+            if kind == _ERROR:
+                number = -int(struct.unpack_from("=i", body)[0])
+                raise OSError(number, f"NETLINK_RDMA: {os.strerror(number)}")
+            answers.append(attributes(body))
+            if not flags & _DUMP:
+                return answers
+
+
+def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
+    """(type, body) of every netlink message in a datagram; a cut one ends it."""
+    while len(datagram) >= 16:
+        length, kind = struct.unpack_from("=IH", datagram)
+        if not 16 <= length <= len(datagram):
+            return
+        yield kind, datagram[16:length]
+        datagram = datagram[(length + 3) & ~3 :]
+
+
+def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """(type without its flags, value) of every attribute of a message; a cut one ends it."""
+    while len(body) >= 4:
+        length, kind = _ATTRIBUTE.unpack_from(body)
+        if not 4 <= length <= len(body):
+            return
+        yield kind & _TYPE, body[4:length]
+        body = body[(length + 3) & ~3 :]
+
+
+def attributes(body: bytes) -> Message:
+    """The attributes of one message that are known here, by name."""
+    found: Message = {}
+    for kind, value in pieces(body):
+        if kind in _RDMA_TEXTS:
+            found[_RDMA_TEXTS[kind]] = value.rstrip(b"\0").decode(errors="replace")
+        elif kind in _RDMA_NUMBERS:
+            found[_RDMA_NUMBERS[kind]] = int.from_bytes(value, sys.byteorder)
+    return found

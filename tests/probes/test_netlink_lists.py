@@ -1,0 +1,131 @@
+"""Links, addresses and routes of this kernel: in a namespace with links of every kind, and where netlink is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LINKS = """
+link add br0 type bridge
+link add v0 type veth peer name v1
+link set v1 master br0
+link add link v0 name v0.7 type vlan id 7
+link add mv0 link v0 type macvlan
+link add vx0 type vxlan id 9 dev v0 dstport 4789
+link set lo up
+link set br0 up
+link set v0 up mtu 9000 address 02:00:00:00:00:07
+link set v1 up
+addr add 10.1.2.3/24 dev v0
+addr add fd00::3/64 dev v0 nodad
+route add default via 10.1.2.1 metric 50
+route add 10.9.0.0/16 nexthop via 10.1.2.7 weight 1 nexthop via 10.1.2.8 weight 2
+route add 10.8.0.0/16 via 10.1.2.9 table 1234
+"""
+ASK = """
+import json
+from probes.host.live import LiveHost
+host = LiveHost()
+print(json.dumps({what: host.netlink(what) for what in ("links", "addresses", "routes")}))
+"""
+# A seccomp filter, as a sandbox has it: socket(AF_NETLINK, ...) ends with an errno. Linux seccomp(2), bpf(2).
+REFUSED = """
+import ctypes, json, platform, struct, sys
+ALLOW, ERRNO, LOAD, EQUALS, RETURN = 0x7FFF0000, 0x00050000, 0x20, 0x15, 0x06
+SOCKET, AF_NETLINK = {"x86_64": 41, "aarch64": 198}[platform.machine()], 16
+rules = [(LOAD, 0, 0, 0), (EQUALS, 0, 3, SOCKET), (LOAD, 0, 0, 16), (EQUALS, 0, 1, AF_NETLINK),
+         (RETURN, 0, 0, ERRNO | int(sys.argv[1])), (RETURN, 0, 0, ALLOW)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.byref(Program(len(rules), ctypes.addressof(code))), 0, 0) == 0  # PR_SET_SECCOMP
+from probes.host.live import LiveHost
+from probes.registry import BY_NAME
+from probes.scan import run
+host, refused = LiveHost(), []
+for what in ("links", "addresses", "routes"):
+    try:
+        host.netlink(what)
+    except OSError as error:
+        refused.append(error.errno)
+outcome = run(BY_NAME["interfaces"], host)
+print(json.dumps([refused, outcome.facts.source, [i.name for i in outcome.facts.interfaces]]))
+"""
+
+
+def _python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+def _run(command: list[str]) -> Any:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.netns
+def test_links_of_every_kind_as_recordings_hold_them(tmp_path: Path) -> None:
+    """What a probe reads, under pyroute2's names, and nothing else: a recording must not grow by statistics."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs root, unshare and ip")
+    (tmp_path / "links").write_text(LINKS.strip() + "\n")
+    (tmp_path / "ask.py").write_text(ASK)
+    found = _run(
+        ["unshare", "-n", "sh", "-c", f"ip -force -batch {tmp_path}/links; {sys.executable} {tmp_path}/ask.py"]
+    )
+    links = {link["IFLA_IFNAME"]: link for link in found["links"]}
+    index = {name: link["index"] for name, link in links.items()}
+    assert links["v0"].keys() == {
+        "family", "ifi_type", "index", "flags", "change", "IFLA_IFNAME", "IFLA_ADDRESS", "IFLA_MTU", "IFLA_CARRIER",
+        "IFLA_LINKINFO", "IFLA_LINK",
+    }  # fmt: skip
+    assert (links["v0"]["IFLA_MTU"], links["v0"]["IFLA_ADDRESS"]) == (9000, "02:00:00:00:00:07")
+    assert links["v0"]["flags"] & 0x41 == 0x41, "up and running"
+    kinds = {name: link["IFLA_LINKINFO"] for name, link in links.items() if name in ("br0", "v0", "v0.7", "mv0", "vx0")}
+    standing = {"v0.7": "vlan", "mv0": "macvlan", "br0": "bridge", "v0": "veth"}
+    assert {name: kinds[name] for name in kinds if name != "vx0"} == {
+        name: {"IFLA_INFO_KIND": kind} for name, kind in standing.items() if name in kinds
+    }
+    assert "v0" in kinds
+    if "vx0" in kinds:
+        assert kinds["vx0"] == {"IFLA_INFO_KIND": "vxlan", "IFLA_INFO_DATA": {"IFLA_VXLAN_LINK": index["v0"]}}
+    for name in {"v0.7", "mv0"} & links.keys():
+        assert links[name]["IFLA_LINK"] == index["v0"]
+    if "br0" in links:
+        assert links["v1"]["IFLA_MASTER"] == index["br0"]
+    mine = {a["IFA_ADDRESS"]: a for a in found["addresses"] if a["index"] == index["v0"]}
+    assert {"10.1.2.3", "fd00::3"} <= mine.keys()
+    assert mine["10.1.2.3"] == {
+        "family": 2, "prefixlen": 24, "flags": 128, "scope": 0, "index": index["v0"], "IFA_ADDRESS": "10.1.2.3",
+        "IFA_LOCAL": "10.1.2.3", "IFA_LABEL": "v0", "IFA_FLAGS": 128,
+    }  # fmt: skip
+    routes = {(r.get("RTA_DST"), r["dst_len"]): r for r in found["routes"] if r["family"] == 2}
+    default = routes[None, 0]
+    assert (default["RTA_GATEWAY"], default["RTA_PRIORITY"], default["RTA_OIF"]) == ("10.1.2.1", 50, index["v0"])
+    assert routes["10.8.0.0", 16]["RTA_TABLE"] == 1234
+    if ("10.9.0.0", 16) in routes:  # not every kernel is built with routes of several ways
+        assert routes["10.9.0.0", 16]["RTA_MULTIPATH"] == [
+            {"flags": 0, "hops": 0, "oif": index["v0"], "RTA_GATEWAY": "10.1.2.7"},
+            {"flags": 0, "hops": 1, "oif": index["v0"], "RTA_GATEWAY": "10.1.2.8"},
+        ]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT])
+def test_a_sandbox_without_netlink_is_read_from_sysfs(code: int) -> None:
+    """Every list is refused by its errno, and the probe goes on with what sysfs tells."""
+    refused, source, names = _run(_python(REFUSED, str(code)))
+    assert refused == [code] * 3
+    assert source == "sysfs"
+    assert "lo" in names
