@@ -239,7 +239,8 @@ def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequ
         multi_node=spans_nodes(request, cluster),
         ranks_per_node=request.ranks_per_node,
     )
-    backend = "nccl" if any(node.gpus for node in cluster.nodes) else "rccl" if found.backend == "rccl" else "gloo"
+    seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
+    backend = "rccl" if found.backend == "rccl" else seen
     return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
 
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.forecast.machines import CATALOGUE
+from hardware.machines import catalogue
 from topology.nccl import GIGA, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reach import Paths, Span, span
 
@@ -132,7 +132,7 @@ class _Instance:
     virtual: bool = False  # peers do not reach each other over PCIe
 
 
-# Machines that planner/forecast/machines.py does not have; the makers' instance pages, facts of the sources' own text.
+# Machines that hardware/machines.toml does not have; the makers' instance pages, facts of the sources' own text.
 _INSTANCES = (
     _Instance(pattern=r"p6e-gb200", gpu="GB200", gpus=4, nics=4, gbps=400),
     _Instance(pattern=r"gb300", gpu="GB300", gpus=4, nics=4, gbps=800),
@@ -226,7 +226,7 @@ def _instances() -> list[_Instance]:
                 pattern=re.escape(each.name.lower()), gpu=each.gpu, gpus=each.gpus, nics=each.nics,
                 gbps=each.nic_gbps, network=kinds[each.nic_kind],
             )
-            for each in CATALOGUE
+            for each in catalogue()
         ),
     ]  # fmt: skip
 

@@ -11,9 +11,9 @@ from collectives.bench.results import Measurement
 from collectives.nccl_log.transport import Evidence
 from contracts.layout import Layout, LayoutError, Precision
 from hardware.gpus import gpu_named
+from hardware.machines import catalogue
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
-from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.hardware import GIB
@@ -90,6 +90,15 @@ def _rates(
     return cpu_rates((cores or ranks_per_node) / ranks_per_node, memory)
 
 
+def unjudged(cluster: ClusterTopology) -> str:
+    """Why nothing is forecast for machines of the catalogue whose GPUs NCCL does not serve; else ""."""
+    gpus = (gpu_named(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
+    gpu = next((found for found in gpus if found is not None and found.maker != "NVIDIA"), None)
+    if gpu is None:
+        return ""
+    return f"{gpu.name}: RCCL is not judged yet, and no ceiling of training on it was measured"
+
+
 def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     if not cluster.nodes[0].gpus:
         return None
@@ -104,7 +113,7 @@ def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> flo
     if probed:
         return float(min(probed))
     sku = cluster.nodes[0].sku
-    rows = [row for row in machines.CATALOGUE if row.name == sku]
+    rows = [row for row in catalogue() if row.name == sku]
     return rows[0].host_gib * GIB if rows and rows[0].host_gib else None
 
 
@@ -299,7 +308,7 @@ def recommend(
         evidence=evidence, ranks_per_node=ranks_per_node,
     )  # fmt: skip
     if env.backend == "rccl":
-        reason = "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
+        reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
         return Recommendation(
             settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train,
             rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,),

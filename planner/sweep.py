@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.recommend import plan, search_planned
+from planner.recommend import plan, search_planned, unjudged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,12 @@ def sweep(
     points: list[SweepPoint] = []
     base: float | None = None
     for count in nodes:
-        planned = plan(machines.cluster(machine, count, gpus_per_node=gpus_per_node), (), model, train)
+        cluster = machines.cluster(machine, count, gpus_per_node=gpus_per_node)
+        if reason := unjudged(cluster):
+            points.append(SweepPoint(nodes=count, ranks=cluster.world_size, family="", step_seconds=None,
+                                     tokens_per_second=None, efficiency=None, reason=reason))  # fmt: skip
+            continue
+        planned = plan(cluster, (), model, train)
         found = search_planned(planned)
         if not found.best:
             misses = [r.reason for r in found.rejected if r.rule == "memory-fits"]

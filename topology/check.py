@@ -143,8 +143,8 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
     own_nic = len(node.gpus) >= 8 and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
-    if sxm or (row and row.nvlinks and row.all_to_all):
-        severity, what = Severity.FAIL, f"{sxm[0] if sxm else row.sku if row else ''} is made to link by NVLink"
+    if sxm or (row and row.links_per_pair and row.all_to_all):
+        severity, what = Severity.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is made to link by NVLink"
     elif own_nic and node.nearest_nic:
         severity, what = Severity.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
     else:
@@ -335,7 +335,7 @@ def _reference(node: NodeTopology) -> Iterator[Finding]:
             severity=Severity.WARN,
             subject="",
             message=departure,
-            evidence=(f"reference {row.sku}: {row.source} ({row.basis})",) if row else (),
+            evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),
             remedy="Compare with a healthy node of this kind, then repair or take this one out.",
         )
 

@@ -15,7 +15,6 @@ from hardware.gpus import refuses_peers
 from topology.derive import Pairs
 from topology.expect import has_nvlink_ring, links_into, usable_rate
 from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology
-from topology.labels import nvlinks
 from topology.nccl import GIGA, nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
 from topology.reach import Interval, Paths, Span, expect, span
 from topology.reference import reference_of
@@ -156,11 +155,11 @@ def _inside(
         switched = due.nvlinks * (len(node.gpus) - 1) > 18
         count = due.nvlinks if switched else due.nvlinks * (len(names) - 1)
         return _nvlink(gpus, count, switched=switched, words=f"asked for: NV{due.nvlinks} on every pair")
-    if row is not None and row.nvlinks and row.all_to_all:
-        links = max(map(nvlinks, row.nvlinks))
+    if row is not None and row.links_per_pair and row.all_to_all:
+        links = max(row.links_per_pair)
         switched = links * (row.gpus - 1) > 18  # direct links of one GPU add up to 18 at most, up to Blackwell
         count = links if switched else links * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, words=f"{row.sku} has {row.nvlinks[0]} on every pair")
+        return _nvlink(gpus, count, switched=switched, words=f"{row.called} has NV{links} on every pair")
     if not node.nvlink_known:
         return None, None, ("the source says nothing about NVLink",)
     known = Pairs(node.pairs)
@@ -231,7 +230,7 @@ def _network(
             return _wire(node, gpus, offered, bar, name)
         row = reference_of(node) if bar == "as it should be" else None
         if name == "RDMA" and row is not None and row.gpu_nic:
-            return None, None, (f"{row.sku} has RDMA NICs, and none shows here: their rate is not known",)
+            return None, None, (f"{row.called} has RDMA NICs, and none shows here: their rate is not known",)
     return None, None, ()
 
 

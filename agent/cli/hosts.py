@@ -34,9 +34,9 @@ host_option = click.option(
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
     """`--machine list` is a question, and its answer ends the verb."""
     if name == "list" and not context.resilient_parsing:
-        from planner.forecast import machines
+        from hardware.machines import catalogue
 
-        for row in machines.CATALOGUE:
+        for row in catalogue():
             click.echo(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
         context.exit()
     return name

@@ -110,7 +110,8 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, stack: Stack, precision: str, constant
     elif precision == "fp32":
         gemm = gpu.matmul_fp32 * 0.8
         attention = gemm * 0.4
-    how = "derived" if gpu.measured else "assumed"
+    # what training keeps of the best multiplication was fitted on NVIDIA's generations only
+    how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
     return Rates(
         gemm=gemm,
         attention=attention,

@@ -186,7 +186,8 @@ def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
         return size, Speed(
             bytes_per_second=plan * links * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9"
         )
-    return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="NVLink")
+    xgmi = gpu is not None and gpu.interconnect == "xGMI"
+    return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="xGMI" if xgmi else "NVLink")
 
 
 def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:

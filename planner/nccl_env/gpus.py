@@ -5,12 +5,11 @@ Specification: NCCL docs/userguide/source/env.rst, src/graph/{topo,paths}.cc, sr
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
+from hardware.machines import catalogue, topology_series
 from planner.advice import Note, Reason, Setting
-from planner.forecast.machines import CATALOGUE
 from planner.nccl_env.situation import NodeView, Situation
 from topology.graph import PathClass
 
@@ -46,7 +45,7 @@ def mnnvl(case: Situation) -> Note | None:
 def _of_a_rack(node: NodeView) -> bool:
     """A machine of the catalogue whose NVLink domain spans several nodes."""
     sku = node.topology.sku if node.topology else None
-    return any(row.name == sku and row.nvlink_nodes > 1 for row in CATALOGUE)
+    return any(row.name == sku and row.nvlink_nodes > 1 for row in catalogue())
 
 
 def _tray(case: Situation) -> bool:
@@ -104,16 +103,6 @@ def gdrdma(case: Situation) -> Note | None:
     return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=state)
 
 
-# Azure's HPC images carry one file per series in /opt/microsoft and name it in /etc/nccl.conf (github.com/Azure/
-# azhpc-images, components/customizations). GPUs of other series have other files, or none.
-_AZURE_TOPOLOGY = (
-    (r"A100.*PCIe", "ncv4"),
-    (r"A100", "ndv4"),
-    (r"H[12]00(?!.*(NVL|PCIe))", "ndv5"),
-    (r"V100", "ndv2"),
-)
-
-
 def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides its PCIe tree needs the provider's file."""
     topic = "NCCL_TOPO_FILE"
@@ -160,9 +149,8 @@ def _topology_files(node: NodeView) -> tuple[str, ...]:
 
 
 def _azure_file(node: NodeView) -> str | None:
-    """The file of this VM's series, where it is on the disk."""
-    models = " ".join(node.gpu_names())
-    series = next((name for pattern, name in _AZURE_TOPOLOGY if re.search(pattern, models)), None)
+    """The file of this VM's series, where it is on the disk: Azure's HPC images name it in /etc/nccl.conf."""
+    series = next((found for name in node.gpu_names() if (found := topology_series(name))), None)
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
     there = _topology_files(node)
     return next((path for path in wanted if path in there), None)

@@ -19,7 +19,8 @@ def amd(case: Situation) -> Note | None:
     seen = by_host((node.hostname, f"{len(found)} AMD GPUs ({found[0]})") for node in case.nodes if (
         found := node.amd_gpus()
     ))  # fmt: skip
-    text = "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet: no environment and no layout is advised."
+    how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
+    text = f"AMD GPUs {how}, RCCL is not judged yet: no environment and no layout is advised."
     known = [row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd]
     if known:
         text += f" {known[0]} publishes one: docs/platforms.md names it and its source."

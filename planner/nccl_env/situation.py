@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from collectives.nccl_log.transport import Evidence
+from hardware.gpus import gpu_named
 from planner.nccl_env.names import Version, parse_version
 from probes.api import Failed, Snapshot
 from probes.gpu.probe import GpuFacts
@@ -91,7 +92,8 @@ class NodeView:
         """Bus ids of AMD's GPUs, by PCI class and vendor; a display of the CPU's own beside NVIDIA's is none to use."""
         facts = self.pci()
         if facts is None:
-            return tuple(gpu.name for gpu in self.topology.gpus if "MI3" in (gpu.model or "")) if self.topology else ()
+            named = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
+            return tuple(name for name, gpu in named if gpu is not None and gpu.maker == "AMD")
         return tuple(device.bus_id for device in amd_gpus(facts))
 
     def cxi(self) -> tuple[str, ...]:

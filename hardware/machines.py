@@ -1,0 +1,92 @@
+"""Machines: those to plan for by name, and those that a scan is recognised as; `machines.toml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from hardware.gpus import gpu_named
+from hardware.tables import read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One instance type or board. What is None is not known, or varies."""
+
+    name: str
+    source: str
+    gpus: int  # of one host
+    gpu: str | None = None  # as the driver names it
+    aliases: tuple[str, ...] = ()
+    links_per_pair: tuple[int, ...] = ()  # NVLinks or xGMI links of two GPUs that have any; none: no pair has
+    all_to_all: bool = True  # every pair of the host has them
+    nvlink_nodes: int = 1  # hosts of one NVLink domain
+    nics: int | None = None  # for the traffic of the GPUs
+    rdma_devices: int | None = None  # all that a scan shows, where these are more
+    nic_gbps: float | None = None  # of one
+    nic_kind: str | None = None  # "efa", "hca", "ethernet"
+    cpus: int | None = None  # threads
+    host_gib: float | None = None
+    gpu_pattern: str | None = None  # on the GPU's name, from the beginning of a word; None: a scan is not recognised
+    product: str | None = None  # on DMI's product name; such a row counts only with it
+    sku: str | None = None  # what a recognised one is called, where that is not the name
+    gpu_nic: str | None = None  # label of a GPU to its nearest NIC
+    gpu_nic_farthest: str | None = None  # the farthest of a healthy host, where makers of the board differ
+    basis: str = "seen"  # "seen" in real output, or "stated" by vendors' documents
+    seen: str | None = None  # the source of how a healthy one looks, where that is another
+    topology_file: str | None = None  # series of Azure's files in /opt/microsoft
+
+    @property
+    def called(self) -> str:
+        """How a recognised one is called."""
+        return self.sku or self.name
+
+    @property
+    def devices(self) -> int | None:
+        """RDMA devices that a scan shows."""
+        return self.rdma_devices or self.nics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known(Machine):
+    """A machine of which enough is known to plan for it."""
+
+    gpu: str
+    nics: int
+    nic_gbps: float
+    nic_kind: str
+    cpus: int
+
+
+_NEEDED = {"gpu", "nics", "nic_gbps", "nic_kind", "cpus"}
+_LISTS = {"aliases", "links_per_pair"}
+
+
+@cache
+def machines() -> tuple[Machine, ...]:
+    """Every row."""
+    made: list[Machine] = []
+    for written in read("machines"):
+        row: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in written.items()}
+        made.append(Known(**row) if row.keys() >= _NEEDED else Machine(**row))
+    return tuple(made)
+
+
+@cache
+def catalogue() -> tuple[Known, ...]:
+    """Those to plan for."""
+    return tuple(row for row in machines() if isinstance(row, Known))
+
+
+@cache
+def recognised() -> tuple[Machine, ...]:
+    """Those that a scan is recognised as; the first that fits counts."""
+    return tuple(row for row in machines() if row.gpu_pattern is not None)
+
+
+def topology_series(gpu: str) -> str | None:
+    """Which of Azure's topology files is of machines with this GPU, as the driver names it; None: none is."""
+    wanted = gpu_named(gpu)
+    with_file = (row for row in machines() if row.topology_file)
+    return next((row.topology_file for row in with_file if wanted and gpu_named(row.gpu) == wanted), None)
