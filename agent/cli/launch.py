@@ -23,7 +23,7 @@ from agent.cli.output import Progress, console, render, waiting
 from agent.cli.preflight import with_model_options, with_options
 from agent.units import count, seconds
 from planner.advice import Recommendation
-from planner.kubernetes.job import AGENT, RESTARTS
+from planner.kubernetes.job import AGENT, DEVICE_CLASSES, RESTARTS
 from probes.api import Snapshot
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ cluster_options = (
     click.option("--agent", default=None, is_flag=False, flag_value=AGENT, metavar="[URL]",
                  help="Cluster: leave the job's record with the agent of rank 0's node too. URL: what deploy/daemonset "
                       "makes."),
-    click.option("--dra/--no-dra", default=None,
-                 help="Cluster: GPU and NIC from one PCIe root, by DRA. Default: where the cluster that is asked can."),
+    click.option("--dra", multiple=True, metavar="gpu|nic=CLASS",
+                 help="Cluster: GPU and NIC from one PCIe root, by DRA, of these DeviceClasses. Default: "
+                      f"gpu={DEVICE_CLASSES[0]} and nic={DEVICE_CLASSES[1]}, where the cluster that is asked can."),
+    click.option("--no-dra", is_flag=True, help="Cluster: GPU and NIC by device plugins, whatever the cluster can."),
     click.option("--network", "with_network", is_flag=True,
                  help="Cluster: also print the operators' network resources for the probed interfaces."),
     click.option("--host-mofed/--no-host-mofed", default=None,
@@ -76,7 +78,7 @@ cluster_options = (
 # What only one place of launching reads. Not `nodes`: a plan for --machine counts them, wherever it is launched.
 OF_A_CLUSTER = {
     "context", "image", "name", "namespace", "resources", "node_selector", "tolerate", "claim", "storage_class",
-    "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra",
+    "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra", "no_dra",
     "with_network", "host_mofed", "restarts", "wait",
 }  # fmt: skip
 OF_THIS_HOST = {"folder", "timeout"}
@@ -220,24 +222,33 @@ def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
 def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[str, Any]:
     """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.dra_classes import CannotError, UnknownError
+    from agent.cluster.dra import CannotError
     from agent.jobs import cluster_job
 
-    forced = bool(given["dra"])
-    if given["dra"] is False or not _may_ask(given, asked=asked):
-        return {"dra": forced}
-    why = "" if forced else cluster_job.against_dra(advice, given)
+    named = bool(given["dra"])
+    if named and given["no_dra"]:
+        raise click.UsageError(f"--dra {given['dra'][0]} and --no-dra: leave one of the two away")
+    chosen = {"dra": named, "device_classes": cluster_job.device_classes(given["dra"])}
+    if given["no_dra"] or not _may_ask(given, asked=asked):
+        return chosen
+    why = "" if named else cluster_job.against_dra(advice, given)
+    given = {**given, **chosen}
     try:
-        able = None if why else cluster_job.dra_able(connect(given["context"], tries=2), advice, given)
+        if named:
+            cluster_job.check_dra(connect(given["context"], tries=2), advice, given)
+            return chosen
+        if not why:
+            words = cluster_job.dra_able(connect(given["context"], tries=2), advice, given)
+            click.echo(f"DRA: used: {words}; --no-dra leaves it", err=True)
+            return {**chosen, "dra": True}
     except CannotError as error:
-        able, why = None, str(error)
-    except (AccessError, ApiError, UnknownError) as error:
-        able, why = None, f"unknown whether the cluster can: {error}"
-    if able is not None:
-        click.echo(f"DRA: used: {able.words}; --no-dra leaves it", err=True)
-        return {"dra": True, "device_classes": able.device_classes}
-    click.echo(f"DRA: used, as --dra says: {why}" if forced else f"DRA: not used: {why}", err=True)
-    return {"dra": forced}
+        why = str(error)
+        if named:
+            raise click.ClickException(f"--dra: {why}") from None
+    except (AccessError, ApiError) as error:
+        why = f"unknown whether the cluster can: {error}"
+    click.echo(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
+    return chosen
 
 
 def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:

@@ -1,8 +1,8 @@
 """Whether a cluster can give a job GPU and NIC from one PCIe root by DRA (Dynamic Resource Allocation), and why not.
 
-Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass (agent.cluster.dra_classes),
-ResourceSlice.
-What the claim template of planner.kubernetes.manifests asks for is what is looked for here.
+Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass, ResourceSlice. What a DeviceClass
+selects is a program (CEL) that only the scheduler runs: of the classes that NVIDIA's driver and DRANET install it is
+known, and free devices are counted; a class of another name is taken at the user's word.
 """
 
 from __future__ import annotations
@@ -13,44 +13,79 @@ from typing import Any, NamedTuple
 
 from agent import units
 from agent.cluster.client import ApiError, Client, path_of
-from agent.cluster.dra_classes import GPU, NIC, CannotError, find
-from planner.kubernetes.job import JobSpec
+from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
 from planner.kubernetes.manifests import claim_templates
 
 Json = dict[str, Any]
+MOST_LISTED = 20  # DeviceClasses in a message
 
 
-class Able(NamedTuple):
-    """How a cluster can."""
-
-    words: str
-    device_classes: tuple[str, str]  # of GPU and NIC, by their names in this cluster
+class CannotError(Exception):
+    """Why the cluster cannot, in a few words."""
 
 
-def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) -> Able:
-    """How the cluster can serve the claims of this job's pods; `nodes` are those it may run on.
+class Installed(NamedTuple):
+    """The devices of a class as its driver installs it: an attribute of the driver's domain, and its value."""
 
-    CannotError says why it cannot, ApiError what could not be asked, UnknownError what is not understood: those are
-    unknown.
-    """
-    (template,) = claim_templates(spec)
-    api = template["apiVersion"]
+    driver: str
+    attribute: str
+    value: str | bool
+
+    def fits(self, device: Json) -> bool:
+        """Whether a device of a ResourceSlice of this driver is one; a name without domain is of the driver's own."""
+        told = device.get("attributes") or {}
+        found = told.get(f"{self.driver}/{self.attribute}") or told.get(self.attribute) or {}
+        return self.value in found.values()
+
+
+INSTALLED = dict(
+    zip(
+        DEVICE_CLASSES,
+        (Installed("gpu.nvidia.com", "type", "gpu"), Installed("dra.net", "rdma", True)),  # whole GPUs, RDMA NICs
+        strict=True,
+    )
+)
+
+
+def check(client: Client, spec: JobSpec) -> None:
+    """CannotError says that the API or a DeviceClass that the job's claims name is not there; ApiError: unknown."""
+    api = claim_templates(spec)[0]["apiVersion"]
     group, _, version = api.partition("/")
     _serves(client, group, version)
-    classes = find(client, api, GPU), find(client, api, NIC)
+    for kind, name in zip(("gpu", "nic"), spec.device_classes, strict=True):
+        try:
+            client.get(path_of(api, "deviceclasses", name))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            there = sorted(one["metadata"]["name"] for page, _ in client.pages(path_of(api, "deviceclasses"))
+                           for one in page)  # fmt: skip
+            more = f" and {len(there) - MOST_LISTED} more" if len(there) > MOST_LISTED else ""
+            words = f"there are {', '.join(there[:MOST_LISTED])}{more}" if there else "there is none at all"
+            raise CannotError(f"there is no DeviceClass {name}: {words}; --dra {kind}=NAME names it") from None
+
+
+def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) -> str:
+    """How the cluster can serve the claims of this job's pods; `nodes` are those it may run on.
+
+    The job's classes are those that drivers install. CannotError says why it cannot, ApiError what could not be asked:
+    that is unknown.
+    """
+    check(client, spec)
+    (template,) = claim_templates(spec)
     constraints = template["spec"]["spec"]["devices"]["constraints"]
     attribute = constraints[0]["matchAttribute"]
-    rooted = [Counter[tuple[str, str]]() for _ in classes]  # of each class, (node, PCIe root): devices
-    for driver in {one.driver for one in classes}:
-        for node, device in _devices(client, api, driver):
+    rooted: list[Counter[tuple[str, str]]] = []  # of each class, (node, PCIe root): devices
+    for name in spec.device_classes:
+        one, found = INSTALLED[name], Counter[tuple[str, str]]()
+        for node, device in _devices(client, template["apiVersion"], one.driver):
             root = ((device.get("attributes") or {}).get(attribute) or {}).get("string")
-            for one, found in zip(classes, rooted, strict=True):
-                if one.driver == driver and root and (nodes is None or node in nodes) and one.fits(device):
-                    found[node, root] += 1
-    if bare := [one.name for one, found in zip(classes, rooted, strict=True) if not found]:
-        raise CannotError(f"no device of class {' or '.join(bare)} on these nodes has the attribute {attribute}")
-    gpu, nic = classes
-    return Able(_fit(rooted, each=len(constraints), spec=spec), (gpu.name, nic.name))
+            if root and (nodes is None or node in nodes) and one.fits(device):
+                found[node, root] += 1
+        if not found:
+            raise CannotError(f"no device of class {name} on these nodes has the attribute {attribute}")
+        rooted.append(found)
+    return _fit(rooted, each=len(constraints), spec=spec)
 
 
 def _fit(rooted: Sequence[Counter[tuple[str, str]]], *, each: int, spec: JobSpec) -> str:

@@ -25,7 +25,17 @@ from planner.forecast import models
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes import rails as network_rails
-from planner.kubernetes.job import COMMAND, MOUNT, JobError, JobSpec, check_object_name, check_size, family, from_advice
+from planner.kubernetes.job import (
+    COMMAND,
+    DEVICE_CLASSES,
+    MOUNT,
+    JobError,
+    JobSpec,
+    check_object_name,
+    check_size,
+    family,
+    from_advice,
+)
 from probes.api import Snapshot
 from probes.interfaces.probe import InterfacesFacts
 
@@ -136,7 +146,24 @@ def against_dra(advice: Recommendation, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> dra.Able:
+def device_classes(words: Sequence[str]) -> tuple[str, str]:
+    """The DeviceClasses of GPU and NIC by --dra gpu=NAME and nic=NAME; one that is not named has its usual name."""
+    found = dict(zip(("gpu", "nic"), DEVICE_CLASSES, strict=True))
+    for word in words:
+        kind, name = _pair(word, "--dra")
+        if kind not in found:
+            raise JobError(f"--dra {word}: must be gpu=NAME or nic=NAME, NAME a DeviceClass of the cluster")
+        check_object_name("--dra", name)
+        found[kind] = name
+    return found["gpu"], found["nic"]
+
+
+def check_dra(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> None:
+    """Whether the cluster has what the job's claims name: the exceptions of agent.cluster.dra.check."""
+    dra.check(client, spec_of(advice, {**given, "dra": True}))
+
+
+def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> str:
     """How the cluster can serve this job's claims, or why not: the exceptions of agent.cluster.dra.able."""
     spec = spec_of(advice, {**given, "dra": True})
     nodes = None

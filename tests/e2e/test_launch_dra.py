@@ -28,21 +28,24 @@ WORDS = [
 def cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     """The stand-in, named by KUBECONFIG, with the classes of both drivers as their installations make them."""
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
-    whole = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"
-    for name, expression in (("gpu.nvidia.com", whole), ("dranet.net", 'device.driver == "dra.net"')):
-        selectors = [{"cel": {"expression": expression}}]
-        api.put(f"{API}/deviceclasses", "", {"metadata": {"name": name}, "spec": {"selectors": selectors}})
+    for name in ("gpu.nvidia.com", "dranet.net"):
+        class_of(api, name)
     yield api
 
 
+def class_of(api: ApiServer, name: str) -> None:
+    api.put(f"{API}/deviceclasses", "", {"metadata": {"name": name}, "spec": {}})
+
+
 def slice_of(
-    api: ApiServer, node: str, driver: str, roots: list[str], *, generation: int = 1, kind: str = "gpu"
-) -> None:
+    api: ApiServer, node: str, driver: str, roots: list[str], *, generation: int = 1, kind: str = "gpu",
+    rdma: bool = True,
+) -> None:  # fmt: skip
     """A ResourceSlice with a device per root; an empty one has no such attribute."""
     devices = []
     for number, root in enumerate(roots):
         told: dict[str, Any] = {ROOT: {"string": root}} if root else {}
-        told |= {"type": {"string": kind}} if driver == "gpu.nvidia.com" else {"dra.net/rdma": {"bool": True}}
+        told |= {"type": {"string": kind}} if driver == "gpu.nvidia.com" else {"dra.net/rdma": {"bool": rdma}}
         devices.append({"name": f"d{number}", "attributes": told})
     spec = {
         "driver": driver, "nodeName": node, "devices": devices,
@@ -57,6 +60,7 @@ def node_of(api: ApiServer, name: str, gpus: list[str], nics: list[str]) -> None
     slice_of(api, name, "dra.net", nics)
 
 
+DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 EIGHT = [f"pci0000:{number:02x}" for number in range(8)]
 
 
@@ -149,6 +153,12 @@ def slices_of_gpus(api: ApiServer) -> None:
         slice_of(api, node, "dra.net", EIGHT)
 
 
+def nics_without_rdma(api: ApiServer) -> None:
+    for node in ("a", "b"):
+        slice_of(api, node, "gpu.nvidia.com", EIGHT)
+        slice_of(api, node, "dra.net", EIGHT, rdma=False)
+
+
 def outdated(api: ApiServer) -> None:
     """Of a pool only the newest generation counts: its GPUs have gone."""
     for node in ("a", "b"):
@@ -161,11 +171,12 @@ def outdated(api: ApiServer) -> None:
     [
         (bare, "the cluster serves no resource.k8s.io"),
         (old, "resource.k8s.io v1beta1 is too old: v1 came with Kubernetes 1.34"),
-        (no_class, "there is no DeviceClass dranet.net"),
+        (no_class, "there is no DeviceClass dranet.net: there are gpu.nvidia.com; --dra nic=NAME names it"),
         (no_attribute, f"no device of class dranet.net on these nodes has the attribute {ROOT}"),
         (one_node, "the nodes have room for 1 of 2 pods of 8 GPUs each with a NIC under its PCIe root"),
         (elsewhere, "the nodes have room for 0 of 2 pods"),
         (slices_of_gpus, "no device of class gpu.nvidia.com on these nodes has the attribute"),
+        (nics_without_rdma, "no device of class dranet.net on these nodes has the attribute"),
         (outdated, "the nodes have room for 0 of 2 pods"),
     ],
 )
@@ -210,8 +221,60 @@ def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
     monkeypatch.delenv("KUBECONFIG")
     quiet = fly("--dry-run")
     assert of_dra(quiet.stderr) == [] and "ResourceClaimTemplate" not in quiet.stdout
-    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", "--dra").stdout)}
+    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", *DRA).stdout)}
     assert "ResourceClaimTemplate" in forced and limits(forced["Job"]) == {}
+
+
+def test_the_claim_names_the_classes_that_were_named(cluster: ApiServer) -> None:
+    """A class of another name is taken at the user's word: no device is counted, and nothing more is said."""
+    class_of(cluster, "team-gpu")
+    done = fly("--dra", "gpu=team-gpu")
+    assert of_dra(done.stderr) == []
+    (template,) = cluster.of_kind("ResourceClaimTemplate")
+    requests = template["spec"]["spec"]["devices"]["requests"]
+    assert {each["exactly"]["deviceClassName"] for each in requests} == {"team-gpu", "dranet.net"}
+    assert limits(cluster.of_kind("Job")[0]) == {}
+
+
+def refused(*words: str) -> Result:
+    done = CliRunner().invoke(launch, ["--host", str(H100), *WORDS, "--wait", "0", *words])
+    assert done.exit_code in (1, 2), done.output
+    return done
+
+
+def test_a_class_that_is_not_there_is_refused_with_those_that_are(cluster: ApiServer) -> None:
+    """One that was named, and one that was not and is needed; nothing is made."""
+    class_of(cluster, "team-nic")
+    told = "there is no DeviceClass team-gpu: there are dranet.net, gpu.nvidia.com, team-nic; --dra gpu=NAME names it"
+    assert f"--dra: {told}" in refused("--dra", "gpu=team-gpu").output
+    cluster.delete(f"{API}/deviceclasses", "", "dranet.net")
+    told = "there is no DeviceClass dranet.net: there are gpu.nvidia.com, team-nic; --dra nic=NAME names it"
+    assert f"--dra: {told}" in refused("--dra", "gpu=gpu.nvidia.com").output
+    bare(cluster)
+    assert "--dra: the cluster serves no resource.k8s.io" in refused(*DRA).output
+    assert cluster.of_kind("Job") == []
+
+
+def test_a_class_that_may_not_be_read_is_taken_as_named(cluster: ApiServer) -> None:
+    """403: whether it is there is unknown, and said so."""
+    cluster.forbidden.add(f"{API}/deviceclasses")
+    (line,) = of_dra(fly(*DRA).stderr)
+    assert line.startswith("DRA: used, as --dra says: unknown whether the cluster can:")
+    assert len(cluster.of_kind("ResourceClaimTemplate")) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--dra", "team-gpu"), "--dra 'team-gpu': must be NAME=VALUE"),
+        (("--dra", "tpu=x"), "--dra tpu=x: must be gpu=NAME or nic=NAME"),
+        (("--dra", "gpu=A/b"), "--dra"), (("--dra", "gpu=a", "--no-dra"), "--dra gpu=a and --no-dra"),
+    ],
+)  # fmt: skip
+def test_what_names_no_class_is_refused(cluster: ApiServer, words: tuple[str, ...], told: str) -> None:
+    """By its option, as a usage error."""
+    done = refused(*words)
+    assert done.exit_code == 2 and told in done.output
 
 
 def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
@@ -225,8 +288,8 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
     assert re.fullmatch(r"DRA: not used: the plan's environment is for \S+, which Multus attaches\n", done.stderr)
     made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
     assert limits(made["Job"])["rdma/shared_eth"] == "1"
-    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", "--dra", host=roce).stdout)}
+    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", *DRA, host=roce).stdout)}
     assert limits(forced["Job"]) == {}
-    both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", "--dra", "--resource", "rdma/x=1"])
+    both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", *DRA, "--resource", "rdma/x=1"])
     assert both.exit_code == 2
     assert "--resource rdma/x: with --dra the claim takes GPU and NIC" in both.output
