@@ -38,7 +38,7 @@ CODES = (
 )
 
 _MOST_DIRECT_LINKS = 18  # NVLinks of one GPU up to Blackwell: more in sum over its peers means NVSwitch
-_RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
+RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
 _GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
@@ -311,18 +311,18 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
         carried = nic.pcie_running_bytes_per_second or slot
-        if nic.kind in _RDMA and rate and slot and carried and rate > carried * _RAW_OVER_PLAN:
+        if nic.kind in _RDMA and rate and slot and carried and rate > carried * RAW_OVER_PLAN:
             trained_down = carried < slot
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
             yield Finding(
                 code=PCIE_BOUND,
-                severity=by_loss(1.0 - carried * _RAW_OVER_PLAN / rate),
+                severity=by_loss(1.0 - carried * RAW_OVER_PLAN / rate),
                 subject=nic.name,
                 message=f"{nic.name} links at {gigabytes(rate)}, "
-                f"its PCIe {what} carries {gigabytes(carried * _RAW_OVER_PLAN)}",
+                f"its PCIe {what} carries {gigabytes(carried * RAW_OVER_PLAN)}",
                 evidence=(f"NCCL plans {gigabytes(slot)} for this slot",),
                 remedy="Reseat the NIC or its riser, and look at the slot's speed in the firmware setup."
-                if trained_down and rate <= slot * _RAW_OVER_PLAN
+                if trained_down and rate <= slot * RAW_OVER_PLAN
                 else "Move the NIC to a slot with more lanes or a newer generation.",
             )
 

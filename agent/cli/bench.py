@@ -6,8 +6,9 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -19,6 +20,11 @@ from agent.cli.output import Progress, console, emit, format_option, render
 from agent.gate.report import write_atomic
 from agent.jobs import result_store as keep
 from collectives.bench.results import BenchResult
+
+if TYPE_CHECKING:
+    from agent.gate.verdict import Check
+    from collectives.bench.perftest import RdmaResult
+    from probes.api import Snapshot
 
 
 @click.command()
@@ -58,18 +64,27 @@ from collectives.bench.results import BenchResult
 @click.option("--search", is_flag=True, help="Search for slow hosts by pairs, in place of a sweep.")
 @click.option("--like", "model", default=None, help="Replay one training step's communication of this model.")
 @click.option("--layout", default=None, help="With --like: dp_replicate=1,dp_shard=2,tp=1,pp=1")
+@click.option("--rdma", default=None, metavar="HOST|listen",
+              help="RDMA writes to HOST with perftest, where the same runs with `listen`; no collectives.")  # fmt: skip
+@click.option("--device", "devices", multiple=True, help="With --rdma: only this one (mlx5_0, mlx5_0:1). "
+              "Default: every ACTIVE port, the first of this host to the first of HOST.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="What --save wrote when all was well, or a report.json: under 80 % is low.")  # fmt: skip
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON result here.")
 @format_option
-def bench(form: str, save: Path | None, baseline: Path | None, **options: Any) -> None:
-    """Measure collectives with real ranks. Makes load: one benchmark at a time per host.
+@click.pass_context
+def bench(context: click.Context, /, form: str, save: Path | None, baseline: Path | None, **options: Any) -> None:
+    """Measure collectives with real ranks, or with --rdma the RDMA network alone. Makes load: one at a time per host.
 
     Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry.
     """
+    if options["rdma"]:
+        _refuse_beside_rdma(context)
+        sys.exit(_rdma(options, form, save, baseline))
+    from agent.cli.hosts import snapshots
     from agent.gate.baseline import read_bench
-    from agent.gate.judged import against_baseline
+    from agent.gate.judged import against_baseline, checks_of_bars
     from agent.gate.verdict import GateError
     from agent.jobs.benchmark import replay_spec, spec_of, watch
     from collectives.bench.lock import BusyError
@@ -95,26 +110,91 @@ def bench(form: str, save: Path | None, baseline: Path | None, **options: Any) -
     result = against_baseline(result, before)
     keep.keep_bench(result)
     emit(result, form, lambda out: terminal.bench(out, result))
-    if save is not None:
-        from collectives.bench.wire import result_to_json
+    _save(result, save)
+    sys.exit(_bench_exit(result, _told(checks_of_bars(result, snapshots(())))))
 
+
+def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
+    """Write the JSON result, last: a full disk must not cost the result, which stands on stdout by now."""
+    from collectives.bench.wire import result_to_json
+
+    if path is not None:
         try:
-            write_atomic(save, json.dumps(result_to_json(result), indent=1) + "\n")
-        except OSError as error:  # last: a full disk must not cost the result, which stands on stdout by now
-            raise click.ClickException(f"--save {save}: {error.strerror}") from None
-    sys.exit(_bench_exit(result, _judged(result)))
+            write_atomic(path, json.dumps(result_to_json(result), indent=1) + "\n")
+        except OSError as error:
+            raise click.ClickException(f"--save {path}: {error.strerror}") from None
 
 
-def _judged(result: BenchResult) -> bool:
+def _told(checks: Iterable[Check]) -> bool:
     """Say what is below its bar, on stderr; whether none of it fails."""
-    from agent.cli.hosts import snapshots
-    from agent.gate.judged import checks_of_bars
-
-    checks = [check for check in checks_of_bars(result, snapshots(())) if check.status in ("warn", "fail")]
-    for check in checks:
+    low = [check for check in checks if check.status in ("warn", "fail")]
+    for check in low:
         click.echo(f"{check.status}: {check.id} {check.subject}: {check.message}", err=True)
         click.echo(f"  {check.remedy}", err=True)
-    return all(check.status != "fail" for check in checks)
+    return all(check.status != "fail" for check in low)
+
+
+_BESIDE_RDMA = ("rdma", "devices", "startup", "baseline", "save", "form", "force")
+
+
+def _refuse_beside_rdma(context: click.Context) -> None:
+    """UsageError for an option of the collectives, which would do nothing here."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is click.core.ParameterSource.COMMANDLINE and option.name not in _BESIDE_RDMA:
+            raise click.UsageError(f"--rdma measures no collective: {option.opts[0]} does nothing there")
+
+
+def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
+    """Write to the other host, or be written to; gives the exit code."""
+    from agent.cli.hosts import snapshots
+    from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
+    from agent.gate.verdict import GateError
+    from collectives.bench import lock, perftest
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    seconds = options["startup"] or perftest.WAIT_SECONDS
+    progress = Progress()
+    try:
+        before = read_baseline(baseline) if baseline else {}  # first: a wrong file costs no run
+        perftest.require_program()
+        (found,) = snapshots((), stop=stop)
+        ports = ports_of(found, options["devices"])
+        if not ports:
+            click.echo(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
+            _told(_causes(found))
+            return EXIT_FAILED
+        named = ", ".join(map(str, ports))
+        with lock.hold():
+            if options["rdma"] == "listen":
+                progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
+                served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
+                for problem in problems:
+                    click.echo(problem, err=True)
+                _told(_causes(found) if problems else ())
+                return EXIT_PASS if served and not problems else EXIT_FAILED
+            progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
+            result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
+    except (lock.BusyError, perftest.MissingError) as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        progress.done()
+    result = with_bars(result, found, before)
+    emit(result, form, lambda out: terminal.rdma(out, result))
+    _save(result, save)
+    well = _told([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
+    return EXIT_PASS if well and result.complete else EXIT_FAILED
+
+
+def _causes(found: Snapshot) -> list[Check]:
+    """What this host's own scan knows that keeps RDMA from running."""
+    from agent.gate.verdict import checks_of_snapshot
+
+    return [c for c in checks_of_snapshot(found) if c.status == "fail" and c.id.startswith(("rdma.", "limits.memlock"))]
 
 
 def _bench_exit(result: BenchResult, well: bool) -> int:

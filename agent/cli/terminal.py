@@ -13,11 +13,12 @@ from rich.padding import Padding
 from rich.table import Table
 
 from agent import units
-from agent.gate.judged import expected_rate, expected_words
+from agent.gate.judged import bar_words, expected_rate, expected_words
 from agent.gate.verdict import Check, Verdict, unjudged
 from agent.jobs.run import Comparison, Flight
 from agent.pages.prose import CLASSES
 from agent.view import Group, grouped, passed_ids, reasons
+from collectives.bench.perftest import RdmaResult
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.layout import Layout
@@ -333,6 +334,21 @@ def bench(out: Console, result: BenchResult) -> None:
             f"GPUDirect RDMA: {e.gdrdma} (send {e.send.gdrdma}/{e.send.total}, "
             f"receive {e.receive.gdrdma}/{e.receive.total})"
         )
+
+
+def rdma(out: Console, result: RdmaResult) -> None:
+    """Measured RDMA writes, one row per port."""
+    rows = table("port", "rate", "MTU", "written", "expected")
+    for write in result.writes:
+        bar = next((bar for bar in write.bars if bar.low is not None), None)
+        rows.add_row(
+            write.port, units.bits(write.rate_bytes_per_second), str(write.mtu_bytes or "?"),
+            units.rate(write.bytes_per_second), bar_words(bar) if bar else "unknown",
+        )  # fmt: skip
+    out.print(f"\n[bold]RDMA writes[/bold] from {escape(result.host)} to {escape(result.peer)}")
+    out.print(rows)
+    for problem in result.problems:
+        out.print(f"[red]! {escape(problem)}[/red]")
 
 
 def recommendation(out: Console, advice: Recommendation, *, explain: bool = False) -> None:

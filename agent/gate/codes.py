@@ -5,6 +5,7 @@ from __future__ import annotations
 from agent.cluster.gate import CLUSTER_CODES
 from agent.gate.expect import EXPECT_CODES
 from agent.gate.measured import BENCH_CODES, FLIGHT_CODES
+from agent.gate.rdma_bars import RDMA_BENCH_CODES
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
 from probes.scan import SCAN_CODES
@@ -20,4 +21,4 @@ HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as 
     *BENCH_CODES,
     *FLIGHT_CODES,
 )
-ALL_CODES: tuple[str, ...] = (*HOST_CODES, *CLUSTER_CODES)
+ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *CLUSTER_CODES)

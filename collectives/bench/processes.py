@@ -7,11 +7,13 @@ environment (/proc/PID/environ), which also finds those whose parent has died.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,6 +90,31 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def wait(process: subprocess.Popen[bytes], until: float, stop: threading.Event) -> str:
+    """Wait for the end of a process; says why it is not waited for any longer, else nothing.
+
+    `until` is of the monotonic clock. The process is left as it is: `end` it.
+    """
+    while process.poll() is None:
+        if stop.wait(POLL_SECONDS):
+            return "stopped"
+        if time.monotonic() > until:
+            return "late"
+    return ""
+
+
+def end(process: subprocess.Popen[bytes], grace_seconds: float = KILL_SECONDS) -> None:
+    """End one child, if it has not ended, and reap it: SIGTERM, then SIGKILL after the grace."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                process.wait(KILL_SECONDS)
+
+
 def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[int]:
     """End processes: SIGTERM, then SIGKILL for those left after the grace; returns the pids that needed it.
 
@@ -123,8 +150,6 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    import contextlib
-
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -50,6 +50,7 @@ GUEST_MODULES = (
     "macvlan",
     "bonding",
     "dummy",
+    "sch_tbf",
 )
 UNWANTED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 IMAGE_MIB = 700

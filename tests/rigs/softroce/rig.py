@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -185,17 +186,21 @@ def _collect(folder: Path, rank: int, output: bytes) -> Guest:
 
 
 def probe_paths() -> list[Path]:
-    """What the guest's Python needs to run our probes: the two rooms and the libraries they import."""
-    import attr
-    import attrs
-    import cattr
-    import cattrs
-    import psutil
-    import typing_extensions
+    """What the guest's Python needs to run our probes: the packages and the libraries they import."""
+    return [guest_image.ROOT / name for name in ("contracts", "hardware", "probes", "topology")] + _libraries(
+        "attr", "attrs", "cattr", "cattrs", "psutil", "typing_extensions"
+    )
 
-    packages = (attr, attrs, cattr, cattrs, psutil)
-    folders = [Path(str(package.__file__)).parent for package in packages]
-    return [guest_image.ROOT / "probes", guest_image.ROOT / "topology", *folders, Path(typing_extensions.__file__)]
+
+def command_paths() -> list[Path]:
+    """What the guest's Python needs to run `python3 -m agent.cli`."""
+    packages = [guest_image.ROOT / name for name in ("agent", "collectives", "planner")]
+    return [*probe_paths(), *packages, *_libraries("click", "rich", "yaml", "markupsafe", "jinja2")]
+
+
+def _libraries(*names: str) -> list[Path]:
+    paths = [Path(str(importlib.import_module(name).__file__)) for name in names]
+    return [path.parent if path.name == "__init__.py" else path for path in paths]
 
 
 def _arguments() -> argparse.Namespace:

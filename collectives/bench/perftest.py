@@ -1,0 +1,209 @@
+"""Bandwidth of RDMA writes between two hosts, measured by perftest's `ib_write_bw`: no torch, no NCCL, host memory.
+
+Each port of the one host writes to the port at the same place of the other's list, one after another, as the rails of
+a cluster are wired. Surface: ib_write_bw(1) of Debian's package perftest; the sides meet over TCP, from port 18515 on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from collectives.bench import processes, scratch
+from collectives.bench.results import Bar
+
+PROGRAM = "ib_write_bw"
+TCP_PORT = 18515  # perftest's own; the second port of a host takes the next one
+MESSAGE_BYTES, DEPTH = 65536, 64
+RUN_SECONDS, MARGIN_SECONDS = 6, 1  # writes count after the first margin and before the last
+OVERRUN_SECONDS = 30.0  # beyond RUN_SECONDS, to connect, register memory and part
+WAIT_SECONDS = 120.0  # for the other side to come
+AGAIN_SECONDS = 0.5
+_ROW = re.compile(rf"^\s*{MESSAGE_BYTES}\s+(\d+)\s", re.MULTILINE)
+_MTU = re.compile(r"\bMtu\s*:\s*(\d+)\[B\]")
+_NOT_YET = "Couldn't connect to"
+_HEADER = re.compile(r"^[-*#\s]*$|\s:\s|address:|GID:|^\s*#bytes|BW Test|Waiting for client")
+
+
+class MissingError(RuntimeError):
+    """perftest is not installed on this host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One way out of this host."""
+
+    device: str  # "mlx5_0"
+    port: int = 1
+    gid_index: int | None = None  # of RoCE
+
+    def __str__(self) -> str:
+        return f"{self.device}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaWrite:
+    """One port's writes to the peer."""
+
+    port: str  # "mlx5_0:1"
+    bytes: int  # of one write
+    writes: int
+    seconds: float
+    bytes_per_second: float
+    mtu_bytes: int | None = None  # that both ends agreed on
+    rate_bytes_per_second: float | None = None  # of the port
+    bars: tuple[Bar, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaResult:
+    """What the writing host measured."""
+
+    host: str
+    peer: str
+    writes: tuple[RdmaWrite, ...]
+    started_at_seconds: float
+    seconds: float
+    problems: tuple[str, ...] = ()
+    stopped_by: str | None = None
+    schema_version: int = 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every port was measured."""
+        return bool(self.writes) and not self.problems
+
+
+def require_program() -> None:
+    """Raise MissingError, which names the package, where perftest is not installed."""
+    if shutil.which(PROGRAM) is None:
+        raise MissingError(
+            f"{PROGRAM} is not installed on {socket.gethostname()}: it comes with the package perftest "
+            "(apt-get install perftest, dnf install perftest), which both hosts need"
+        )
+
+
+def command(port: Port, tcp_port: int, peer: str | None = None) -> list[str]:
+    """The line of one side; the one that names its peer writes.
+
+    -Q 1: a completion for each write; the default counts a hundred at a time, which is coarse on a slow link. -u 18: a
+    packet is sent again after 1 s, NCCL's order; after the default of 67 ms a queue on the way is a storm.
+    """
+    words = [PROGRAM, "-d", port.device, "-i", str(port.port), "-p", str(tcp_port), "-F"]
+    words += f"-s {MESSAGE_BYTES} -t {DEPTH} -Q 1 -u 18 -D {RUN_SECONDS} -f {MARGIN_SECONDS}".split()
+    return [*words, *(("-x", str(port.gid_index)) if port.gid_index is not None else ()), *((peer,) if peer else ())]
+
+
+def write(
+    ports: Sequence[Port], peer: str, *, wait_seconds: float = WAIT_SECONDS, stop: threading.Event | None = None
+) -> RdmaResult:
+    """Write from each port to the peer that listens, and measure. Raises MissingError.
+
+    Both sides may be started in any order: until the first port has connected it is tried again.
+    """
+    require_program()
+    stop = stop or threading.Event()
+    began, clock = time.time(), time.monotonic()
+    found: list[RdmaWrite] = []
+    problems: list[str] = []
+    until = clock + wait_seconds
+    with scratch.folder() as folder:
+        for place, port in enumerate(ports):
+            if stop.is_set():
+                problems.append(f"{port}: not measured: stopped")
+                continue
+            said, code = _attempts(port, place, peer, folder / "output", until, stop)
+            made = _read(port, said) if code == 0 else None
+            if made is not None:
+                found.append(made)
+                until = time.monotonic() + OVERRUN_SECONDS  # it listens for all its ports at once
+            else:
+                problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_words(said, code)}")
+    return RdmaResult(
+        host=socket.gethostname(), peer=peer, writes=tuple(found), started_at_seconds=began,
+        seconds=time.monotonic() - clock, problems=tuple(problems), stopped_by="its caller" if stop.is_set() else None,
+    )  # fmt: skip
+
+
+def listen(
+    ports: Sequence[Port], *, wait_seconds: float = WAIT_SECONDS, stop: threading.Event | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Be written to, once for each port; gives the ports that were and what went wrong. Raises MissingError.
+
+    Ends when every port has been written to, or when nobody has come for `wait_seconds`.
+    """
+    require_program()
+    stop = stop or threading.Event()
+    with scratch.folder() as folder:
+        outputs = [folder / str(place) for place, _ in enumerate(ports)]
+        running = {place: _start(command(port, TCP_PORT + place), outputs[place]) for place, port in enumerate(ports)}
+        served: list[str] = []
+        problems: list[str] = []
+        until = time.monotonic() + wait_seconds
+        try:
+            while running and time.monotonic() < until and not stop.wait(processes.POLL_SECONDS):
+                for place in [place for place, process in running.items() if process.poll() is not None]:
+                    until = time.monotonic() + wait_seconds
+                    code = running.pop(place).returncode
+                    if code == 0:
+                        served.append(str(ports[place]))
+                    else:
+                        problems.append(f"{ports[place]}: {_words(outputs[place].read_text(errors='replace'), code)}")
+        finally:
+            for process in running.values():
+                processes.end(process)
+        waited = "stopped" if stop.is_set() else f"nobody wrote to it within {wait_seconds:g} s"
+        problems += [f"{ports[place]}: {waited}" for place in running]
+    return tuple(served), tuple(problems)
+
+
+def _start(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as stream:
+        return processes.start(words, os.environ, stream)
+
+
+def _attempts(
+    port: Port, place: int, peer: str, output: Path, until: float, stop: threading.Event
+) -> tuple[str, int | None]:
+    """What the run printed, and its exit code: None where it was ended here."""
+    while True:
+        process = _start(command(port, TCP_PORT + place, peer), output)
+        try:
+            processes.wait(process, time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
+        finally:
+            code = process.poll()
+            processes.end(process)
+        said = output.read_text(errors="replace")
+        if code in (0, None) or _NOT_YET not in said or time.monotonic() > until or stop.wait(AGAIN_SECONDS):
+            return said, code
+
+
+def _read(port: Port, said: str) -> RdmaWrite | None:
+    """The count of completed writes, as it reports it; None where there is none.
+
+    Not its MB/s: those come from a CPU frequency that it estimates, which an emulated CPU under load gets wrong.
+    """
+    row, mtu = _ROW.search(said), _MTU.search(said)
+    if row is None:
+        return None
+    writes, seconds = int(row[1]), RUN_SECONDS - 2.0 * MARGIN_SECONDS
+    return RdmaWrite(
+        port=str(port), bytes=MESSAGE_BYTES, writes=writes, seconds=seconds,
+        bytes_per_second=writes * MESSAGE_BYTES / seconds, mtu_bytes=int(mtu[1]) if mtu else None,
+    )  # fmt: skip
+
+
+def _words(said: str, code: int | None) -> str:
+    """What a run said beside its table."""
+    if code is None:
+        return f"{PROGRAM} did not end within {RUN_SECONDS + OVERRUN_SECONDS:g} s"
+    told = [line.strip() for line in said.splitlines() if not _HEADER.search(line)]
+    return f"{'; '.join(told[-3:]) or 'no word'} ({PROGRAM} ended with {code})"

@@ -1,0 +1,144 @@
+"""Driving ib_write_bw: the lines of both sides, how its words are read, and how it ends. A stand-in meets over TCP as
+perftest does; real traffic runs on the Soft-RoCE guests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from collectives.bench import perftest
+from collectives.bench.perftest import MissingError, Port, command, listen, write
+from collectives.bench.wire import rdma_from_json, result_to_json
+
+PORTS = (Port(device="mlx5_0", gid_index=3), Port(device="mlx5_1", port=2))
+STAND_IN = """#!{python}
+# As perftest 4.5: both sides meet at -p, the one without a peer waits for it.
+import os, socket, sys, time
+words = sys.argv[1:]
+value = lambda name: words[words.index(name) + 1]
+device, port, peer = value("-d"), int(value("-p")), None if words[-2].startswith("-") else words[-1]
+peer = peer if peer and "." in peer else None
+print(" Dual-port       : OFF\\t\\tDevice         : " + device)
+if device == os.environ.get("HANGS"):
+    time.sleep(600)
+if device == os.environ.get("FAILS"):
+    sys.stderr.write("Couldn't allocate MR\\nfailed to create mr\\n")
+    sys.exit(1)
+if peer is None:
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        listener.accept()[0].recv(1)
+else:
+    try:
+        meeting = socket.create_connection((peer, port), timeout=5)
+    except OSError:
+        print(" Couldn't connect to " + peer + ":" + str(port), file=sys.stderr)
+        sys.exit(1)
+    meeting.sendall(b".")
+    print(" Mtu             : 4096[B]\\n #bytes     #iterations    BW peak[MiB/sec]    BW average[MiB/sec]")
+    print(" 65536      {writes}           0.00               0.00                    0.000000")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / perftest.PROGRAM
+    program.parent.mkdir()
+    program.write_text(STAND_IN.replace("{python}", sys.executable).replace("{writes}", "12000"))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    with socket.create_server(("127.0.0.1", 0)) as free:  # other tests of this machine may hold perftest's own
+        monkeypatch.setattr(perftest, "TCP_PORT", free.getsockname()[1])
+
+
+def listening(wait_seconds: float, *, ports: tuple[Port, ...] = PORTS, stop: threading.Event | None = None):  # type: ignore[no-untyped-def]
+    answer: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    thread = threading.Thread(target=lambda: answer.append(listen(ports, wait_seconds=wait_seconds, stop=stop)))
+    thread.start()
+    return thread, answer
+
+
+def test_each_port_meets_the_one_at_its_place() -> None:
+    """The side that writes names its peer last; an InfiniBand port has no GID index."""
+    assert command(PORTS[0], 18515)[:7] == ["ib_write_bw", "-d", "mlx5_0", "-i", "1", "-p", "18515"]
+    assert command(PORTS[0], 18515)[-2:] == ["-x", "3"]
+    assert command(PORTS[1], 18516, "node0")[-1] == "node0" and "-x" not in command(PORTS[1], 18516)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_both_sides_in_any_order_and_the_count_over_the_known_time() -> None:
+    late: list[threading.Thread] = []
+    answers: list[list[tuple[tuple[str, ...], tuple[str, ...]]]] = []
+
+    def start() -> None:
+        thread, answer = listening(30.0)
+        late.append(thread)
+        answers.append(answer)
+
+    timer = threading.Timer(1.5, start)
+    timer.start()
+    result = write(PORTS, "127.0.0.1", wait_seconds=60.0)
+    timer.join()
+    late[0].join(60.0)
+    assert result.complete and [each.port for each in result.writes] == ["mlx5_0:1", "mlx5_1:2"]
+    assert result.writes[0].bytes_per_second == 12000 * 65536 / 4.0
+    assert result.writes[0].mtu_bytes == 4096
+    assert answers[0] == [(("mlx5_0:1", "mlx5_1:2"), ())]
+    assert rdma_from_json(result_to_json(result)) == result
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_port_that_the_other_side_has_not_is_a_problem_and_the_rest_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(perftest, "OVERRUN_SECONDS", 1.0)
+    thread, _answer = listening(30.0, ports=PORTS[:1])
+    result = write(PORTS, "127.0.0.1", wait_seconds=30.0)
+    thread.join(60.0)
+    assert [each.port for each in result.writes] == ["mlx5_0:1"] and not result.complete
+    assert f"mlx5_1:2 to 127.0.0.1:{perftest.TCP_PORT + 1}: Couldn't connect to" in result.problems[0]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_its_own_words_tell_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides; header lines are left out."""
+    monkeypatch.setenv("FAILS", "mlx5_0")
+    told = "Couldn't allocate MR; failed to create mr (ib_write_bw ended with 1)"
+    assert write(PORTS[:1], "127.0.0.1").problems == (f"mlx5_0:1 to 127.0.0.1:{perftest.TCP_PORT}: {told}",)
+    assert listen(PORTS[:1]) == ((), (f"mlx5_0:1: {told}",))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_nobody_comes_and_nothing_is_left_running() -> None:
+    served, problems = listen(PORTS, wait_seconds=0.5)
+    assert served == () and problems[0] == "mlx5_0:1: nobody wrote to it within 0.5 s"
+    assert not [child for child in psutil.Process().children(recursive=True) if perftest.PROGRAM in child.cmdline()]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_run_that_hangs_is_ended_and_so_is_one_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANGS", "mlx5_0")
+    monkeypatch.setattr(perftest, "OVERRUN_SECONDS", perftest.RUN_SECONDS * -0.5)
+    assert "did not end within" in write(PORTS[:1], "127.0.0.1").problems[0]
+    stop = threading.Event()
+    thread, answer = listening(600.0, stop=stop)
+    time.sleep(0.5)
+    stop.set()
+    thread.join(30.0)
+    assert answer == [((), ("mlx5_0:1: stopped", "mlx5_1:2: stopped"))]
+
+
+def test_perftest_that_is_not_installed_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for side in (lambda: write(PORTS, "127.0.0.1"), lambda: listen(PORTS)):
+        with pytest.raises(MissingError, match="apt-get install perftest"):
+            side()
