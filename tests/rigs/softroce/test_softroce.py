@@ -57,12 +57,12 @@ wire() {  # slower than the emulated processors, so that other work of the machi
 }
 
 ip link set net1 mtu 9000
-wire 40mbit
+wire 12mbit
 date +%s
 if [ "$RANK" = 1 ]; then
   bench base "$MANAGEMENT_PEER" --save /out/base.result
   bench healthy "$MANAGEMENT_PEER" --baseline /out/base.result
-  wire 13mbit
+  wire 4mbit
   bench shaped "$MANAGEMENT_PEER" --baseline /out/base.result
   part memlock small python3 -m agent.cli bench --wait 300 --rdma "$MANAGEMENT_PEER"
   part after look after
