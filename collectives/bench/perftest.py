@@ -26,6 +26,7 @@ MESSAGE_BYTES, DEPTH = 65536, 64
 RUN_SECONDS, MARGIN_SECONDS = 6, 1  # writes count after the first margin and before the last
 OVERRUN_SECONDS = 30.0  # beyond RUN_SECONDS, to connect, register memory and part
 WAIT_SECONDS = 120.0  # for the other side to come
+LATER_SECONDS = 5.0  # for its other ports: it listens for all of them at once
 AGAIN_SECONDS = 0.5
 _ROW = re.compile(rf"^\s*{MESSAGE_BYTES}\s+(\d+)\s", re.MULTILINE)
 _MTU = re.compile(r"\bMtu\s*:\s*(\d+)\[B\]")
@@ -124,7 +125,7 @@ def write(
             made = _read(port, said) if code == 0 else None
             if made is not None:
                 found.append(made)
-                until = time.monotonic() + OVERRUN_SECONDS  # it listens for all its ports at once
+                until = time.monotonic() + LATER_SECONDS
             else:
                 problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_words(said, code)}")
     return RdmaResult(
