@@ -1,13 +1,16 @@
 """Scrapes and load: `python bench/load.py [--seconds 10] [--scrapes 2000]`.
 
-One scraper's latency from /metrics, in turn with node_exporter's in the same run, and answers a second for 100
-keep-alive clients. The clients are one process without an HTTP library: sockets in one epoll, each request one write,
-each answer read to the length it names. It shares the machine's cores with the server.
+One scraper's latency from /metrics, in turn with node_exporter's in the same run; the same beside 200 clients on costly
+questions, no two of which ask the same; and answers a second for 100 keep-alive clients. The clients are one process
+without an HTTP library: sockets in one epoll, each request one write, each answer read to the length it names. It
+shares the machine's cores with the server.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import re
 import select
 import socket
@@ -16,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe, Process
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -25,7 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import resident
 
 CLIENTS = 100
-DOORS = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/healthz")
+ASKERS = 200  # of costly questions, from several addresses: one address has fewer connections
+PER_ADDRESS = 50
+COSTLY = "/recommendations?model=Llama-3.1-405B&nodes=64&lora_rank={}&sequence_length={}"
+ENDPOINTS = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/healthz")
 LONGEST_SECONDS = 120.0  # for the least number of answers
 BLOCK = 50  # scrapes of one server before it is the other's turn, so that both see the same machine
 _HEAD = re.compile(rb"HTTP/1\.1 (\d+) .*?\r\ncontent-length: (\d+)\r\n", re.IGNORECASE | re.DOTALL)
@@ -50,9 +58,9 @@ class Load:
 class Client:
     """One keep-alive connection that asks the same again and again."""
 
-    def __init__(self, port: int, path: str, headers: str = SCRAPER) -> None:
+    def __init__(self, port: int, path: str, headers: str = SCRAPER, source: str = "127.0.0.1") -> None:
         self.request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{headers}\r\n".encode()
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=90)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=90, source_address=(source, 0))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._left, self._status, self._head = 0, 0, b""
 
@@ -133,6 +141,52 @@ def load(port: int, path: str, *, clients: int = CLIENTS, seconds: float = 10.0,
     return found
 
 
+@contextlib.contextmanager
+def asked(port: int, clients: int = ASKERS) -> Iterator[Counter[int]]:
+    """Costly questions for the length of the block, each another one; how many answers of each status there were.
+
+    The clients are a process of their own, as they would be on other machines.
+    """
+    ours, theirs = Pipe()
+    crowd = Process(target=_crowd, args=(port, clients, theirs), daemon=True)
+    crowd.start()
+    found: Counter[int] = Counter()
+    ours.recv()  # the first have asked
+    try:
+        yield found
+    finally:
+        ours.send("enough")
+        found.update(ours.recv())
+        crowd.join()
+
+
+def _crowd(port: int, clients: int, pipe: Connection) -> None:
+    poll, everyone, numbers, found = select.epoll(), dict[int, Client](), itertools.count(), Counter[int]()
+
+    def again(one: Client) -> None:
+        path = COSTLY.format(1 + (number := next(numbers)) % 4096, 2048 + number)
+        one.request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
+        one.ask()
+
+    for number in range(clients):
+        one = Client(port, "/", source=f"127.0.0.{2 + number // PER_ADDRESS}")
+        everyone[one.socket.fileno()] = one
+        poll.register(one.socket, select.EPOLLIN)
+        again(one)
+    pipe.send("asked")
+    while not pipe.poll(0):
+        for descriptor, _ in poll.poll(0.1):
+            one = everyone[descriptor]
+            try:
+                if (status := one.take()) is not None:
+                    found[status] += 1
+                    again(one)
+            except OSError:
+                found[0] += 1
+                poll.unregister(descriptor)
+    pipe.send(found)
+
+
 def side_by_side(ports: Sequence[int], scrapes: int) -> list[list[float]]:
     """Latencies of /metrics of several servers, taken in turns."""
     clients = [Client(port, "/metrics") for port in ports]
@@ -163,6 +217,7 @@ def main() -> int:
         words = ("--root", root, "--interval", given.interval)
         with resident.agent(folder, *words, environment=environment) as (pid, port, _):
             scraped(port, given.scrapes)
+            beside_questions(pid, port, given.scrapes)
             crowded(pid, port, given.seconds)
     return 0
 
@@ -183,11 +238,28 @@ def scraped(port: int, scrapes: int) -> None:
     print(f"\np99 is {late:.2f} of node_exporter's, the median {usual:.2f}.")
 
 
+def beside_questions(pid: int, port: int, scrapes: int) -> None:
+    """One scraper, alone and beside many who ask the planner; what the worker process takes."""
+    resident.get(port, COSTLY.format(1, 1024))  # the worker is there
+    idle = latencies(port, "/metrics", scrapes)
+    with asked(port) as found:
+        loaded = latencies(port, "/metrics", scrapes)
+        memory = [(one.pid, one.memory_info().rss / resident.MIB, one.memory_full_info().pss / resident.MIB)
+                  for one in resident.family(pid)]  # fmt: skip
+    print(f"\n| /metrics beside {ASKERS} clients on costly questions | median ms | p99 ms |\n|---|---|---|")
+    for name, values in (("idle", idle), ("loaded", loaded)):
+        print(f"| {name} | {statistics.median(values) * 1e3:.2f} | {percentile(values, 0.99) * 1e3:.2f} |")
+    print(f"\np99 is {percentile(loaded, 0.99) / percentile(idle, 0.99):.2f} of its idle value; "
+          f"answers by status: {dict(found)}.")  # fmt: skip
+    for process, rss, pss in memory:
+        print(f"process {process}: {rss:.0f} MiB resident, {pss:.0f} MiB PSS")
+
+
 def crowded(pid: int, port: int, seconds: float) -> None:
     """Many clients that never pause."""
     print(f"\n| {CLIENTS} keep-alive clients | answers/s | other statuses | errors | server's CPU ms per answer |")
     print("|---|---|---|---|---|")
-    for path in DOORS:
+    for path in ENDPOINTS:
         resident.get(port, path)
         before = resident.cpu_seconds(pid)
         found = load(port, path, seconds=seconds)

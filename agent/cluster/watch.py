@@ -71,6 +71,12 @@ class Watcher:
             self._answered.wait_for(lambda: self._listed or self._refused, seconds)
             return self._listed
 
+    @property
+    def refused(self) -> bool:
+        """Whether the last try was refused, before any list was there."""
+        with self._answered:
+            return self._refused and not self._listed
+
     def _tell(self, *, listed: bool = False, refused: bool = False) -> None:
         with self._answered:
             self._listed, self._refused = self._listed or listed, refused

@@ -1,4 +1,4 @@
-"""The cluster view over HTTP: /nodes, and scope=cluster for topology and recommendations.
+"""The cluster view: the records of all nodes, and the documents that are made of them.
 
 Where the records come from: a watch of the NodeTopology resources, or the hosts that this agent itself serves. The
 watch begins with the first question and ends some minutes after the last one: were every agent of a large cluster to
@@ -7,23 +7,20 @@ watch always, each write would go out as many times as there are nodes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
-
-from fastapi import FastAPI, Query, Request
-from fastapi.responses import Response
+from typing import Any
 
 from agent import advise, units
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import published
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, row
 from agent.cluster.watch import Watcher
-from agent.gate.report import render
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.metrics.counters import WatchTally
@@ -38,6 +35,7 @@ from topology.render import cluster_document, json_document
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+LOOK_SECONDS = 0.05
 LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
 IDLE_SECONDS = 600.0
 MORE = "what this agent itself scans; in Kubernetes, agents started with --publish show every node"
@@ -58,7 +56,7 @@ class Cluster:
         self._watcher: Watcher | None = None
         self.tally = WatchTally()
         self._timer: threading.Timer | None = None
-        self._asked = 0.0
+        self._requested = 0.0
 
     @property
     def source(self) -> str:
@@ -81,14 +79,21 @@ class Cluster:
             return ()
         return records_of(view, name=self._name, interval_seconds=self._interval)
 
-    def fleet(self) -> Fleet:
-        """The records, current. ProblemError 503 before the first scan, and where the API server does not answer."""
+    @property
+    def scanned(self) -> tuple[str | None, float] | None:
+        """Where the records are those of this agent's own scans: the node's name, and seconds between scans."""
+        return (self._name, self._interval) if self.source == "hosts" else None
+
+    async def records(self) -> Mapping[str, NodeRecord] | None:
+        """The records by name, current; None where they are this agent's own. Holds no thread while it waits.
+
+        ProblemError 503 before the first scan, and where the API server does not answer.
+        """
         self.ready()
         if self._client is not None:
-            self._follow(self._client)
-        else:
-            self._fleet.set(self.own())
-        return self._fleet
+            await self._listed(self._follow(self._client))
+            return {record.name: record for record in self._fleet.records()}
+        return None
 
     def ready(self) -> None:
         """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""
@@ -109,17 +114,24 @@ class Cluster:
         """Why the records may be behind; None where they are not."""
         return self._watcher.error if self._watcher else None
 
-    def _follow(self, client: Client) -> None:
+    def _follow(self, client: Client) -> Watcher:
         with self._lock:
-            self._asked = time.monotonic()
+            self._requested = time.monotonic()
             if self._watcher is None:
                 self._watcher = Watcher(client, path_of(API_VERSION, PLURAL), self._fleet, tally=self.tally)
                 self._watcher.start()
                 self._arm(self._idle)
-            watcher = self._watcher
-        if not watcher.wait(LIST_SECONDS):
-            detail = watcher.error or f"the API server has not answered within {LIST_SECONDS:.0f} s"
-            raise ProblemError(503, f"the cluster's records cannot be read: {detail}", headers={"Retry-After": "10"})
+            return self._watcher
+
+    async def _listed(self, watcher: Watcher) -> None:
+        """Wait for the first list, no longer than the first refusal."""
+        until = time.monotonic() + LIST_SECONDS
+        while not watcher.wait(0):
+            if watcher.refused or time.monotonic() > until:
+                detail = watcher.error or f"the API server has not answered within {LIST_SECONDS:.0f} s"
+                detail = f"the cluster's records cannot be read: {detail}"
+                raise ProblemError(503, detail, headers={"Retry-After": "10"})
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _arm(self, seconds: float) -> None:
         self._timer = threading.Timer(seconds, self._rest)
@@ -129,7 +141,7 @@ class Cluster:
     def _rest(self) -> None:
         """End the watch where nobody has asked for a while; look again later where somebody has."""
         with self._lock:
-            left = self._asked + self._idle - time.monotonic()
+            left = self._requested + self._idle - time.monotonic()
             if left > 0:
                 self._arm(left)
             elif self._watcher is not None:
@@ -238,30 +250,3 @@ def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> 
             node = replace(cut[record.graph], hostname=record.name)
         found.append(node)
     return found
-
-
-def install(app: FastAPI, cluster: Cluster) -> None:
-    """Add the door."""
-
-    @app.get("/nodes", tags=["facts"], operation_id="nodes")
-    def nodes(
-        request: Request,
-        form: Annotated[str | None, Query(alias="format", max_length=32)] = None,
-        scope: Annotated[str, Query(pattern="^(node|cluster)$")] = "cluster",
-    ) -> Response:
-        """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        if scope == "node":
-            cluster.ready()
-            fleet = Fleet()
-            fleet.set(cluster.own())
-            document = nodes_document(fleet, "scan")
-        else:
-            document = nodes_document(cluster.fleet(), cluster.source)
-            if error := cluster.watch_error():
-                document["behind"] = error
-        wanted = form or ("yaml" if "yaml" in request.headers.get("accept", "") else "json")
-        if wanted not in ("json", "yaml"):
-            raise ProblemError(400, f"format={wanted}: must be json or yaml here", allowed=["json", "yaml"])
-        return Response(
-            render(document, wanted), media_type=f"application/{wanted}", headers={"Cache-Control": "no-store"}
-        )

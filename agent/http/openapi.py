@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from agent.http.pages import FORM
 from agent.http.problem import MEDIA_TYPE
 
 _CLOSED = (401, 403, 429)  # the token is missing or unknown, not allowed, or one of too many
@@ -83,7 +82,6 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
             if name == "metrics":
                 content["application/openmetrics-text"] = {"schema": _TEXT}
             if name == "what_if":  # a form: an empty field is one left out, so that the handler reads them itself
-                operation["parameters"] = [{"name": n, "in": "query", "schema": _TEXT} for n in FORM]
                 answers["400"] = {"description": _WORDS[400], "content": {"text/html": {"schema": _TEXT}}}
             for status in {*_ERRORS.get(name, _OTHERS), 400}:  # 400: an unknown parameter, which no endpoint takes
                 answer = answers.setdefault(str(status), {"description": _WORDS[status], "content": {}})

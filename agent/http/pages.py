@@ -1,4 +1,4 @@
-"""Doors for people: the page, the what-if form, the list of doors, and the stream that keeps an open page fresh.
+"""Endpoints for people: the page, the what-if form, the list of endpoints, and the stream that keeps pages fresh.
 
 Specifications: HTML server-sent events (text/event-stream); Content Security Policy level 3. Every page works
 without scripts and asks no other host for anything; the stream is comfort.
@@ -9,104 +9,96 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 from agent import advise
+from agent.http.answers import Rendered, respond
 from agent.http.cluster import Cluster
-from agent.http.desk import Desk
 from agent.http.problem import ProblemError
 from agent.http.state import State
+from agent.http.worker import Answer, Worker
 from agent.view import View, digest, only
 from planner.advice import Recommendation
 
 MOST_STREAMS = 64  # open pages that are kept fresh; one more is told to come back later
 LOOK_SECONDS = 0.5  # how often a stream looks whether there is a newer view
 QUIET_SECONDS = 15.0  # a comment is sent after so long, so that proxies keep the connection
-_METHODS = ("full", "lora", "qlora")
-FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch")  # what the what-if page asks
-_SECURITY = {
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+
+Field = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
 
 
-def install(app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster, desk: Desk) -> None:
-    """Add the doors; `current` hands out the newest view or raises.
+def install(
+    app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster, worker: Worker, rendered: Rendered
+) -> None:  # fmt: skip
+    """Add the endpoints; `current` hands out the newest view or raises.
 
     What draws a page is imported with the first one: a node that only a scraper asks does not pay for it.
     """
-    _pages(app, state, current, cluster, desk)
-    _fleet(app, cluster)
-    _events(app, state)
 
-
-def _answer(html: str, status: int = 200) -> HTMLResponse:
-    from agent.pages import render as pages
-
-    return HTMLResponse(html, status, headers={**_SECURITY, "Content-Security-Policy": pages.policy()})
-
-
-def _fleet(app: FastAPI, cluster: Cluster) -> None:
-    @app.get("/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse)
-    def whole() -> HTMLResponse:
-        """Every node that publishes: verdict, first thing to read, age, and which nodes are alike."""
-        from agent.pages import render as pages
-
-        fleet = cluster.fleet()
-        page = pages.fleet_page(fleet, source=cluster.source, behind=cluster.watch_error(), more=cluster.more)
-        return _answer(page)
-
-
-def _pages(
-    app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster, desk: Desk
-) -> None:  # fmt: skip
     @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse)
-    def page(
+    async def page(
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
-    ) -> HTMLResponse:  # fmt: skip
+    ) -> Response:  # fmt: skip
         """The page: verdict, findings with remedies, topology, measurements, recommendation, flights."""
-        from agent.pages import render as pages
-
-        view = current(state)
+        view, trouble = current(state), state.error
         names = [snapshot.hostname for snapshot in view.snapshots]
         if node is not None and node not in names:
             raise ProblemError(404, f"node={node}: not among the nodes served here", allowed=names)
-        now: dict[str, Any] = {"digest": digest(view), "trouble": state.error}
-        if node is None and len(names) != 1:
-            return _answer(pages.cluster_page(view, *_advice(view), **now))
-        mine, others = only(view, node or names[0]), cluster.source != "hosts"
-        return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names), others=others))
 
-    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse)
-    async def what_if(request: Request) -> HTMLResponse:
-        """Layouts for a model on this machine or one of the catalogue, side by side."""
-        view, asked = current(state), dict(request.query_params)
-
-        def answer() -> HTMLResponse:
+        def drawn() -> Answer:
             from agent.pages import render as pages
 
-            if not asked.get("model"):
-                return _answer(pages.what_if_page(view, asked, None, ""))
-            try:
-                return _answer(pages.what_if_page(view, asked, advise.for_view(view, question(asked)), ""))
-            except advise.RequestError as error:
-                return _answer(pages.what_if_page(view, asked, None, str(error)), 400)
+            now: dict[str, Any] = {"digest": digest(view), "trouble": trouble}
+            if node is None and len(names) != 1:
+                return _answer(pages.cluster_page(view, *_advice(view), **now))
+            mine, others = only(view, node or names[0]), cluster.source != "hosts"
+            return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names), others=others))
 
-        return await desk.ask(request, answer)
+        return await rendered.of(view, ("/", node, trouble), drawn)
+
+    @app.get("/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse)
+    async def whole(request: Request) -> Response:
+        """Every node that publishes: verdict, first thing to read, age, and which nodes are alike."""
+        records = await cluster.records()
+        return respond(await worker.ask(
+            request, "cluster_page", view=current(state), records=records, source=cluster.source,
+            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned,
+        ))  # fmt: skip
+
+    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse)
+    async def what_if(
+        request: Request, model: Field = "", method: Field = "", machine: Field = "", nodes: Field = "",
+        sequence_length: Field = "", global_batch: Field = "",
+    ) -> Response:  # fmt: skip
+        """Layouts for a model on this machine or one of the catalogue, side by side."""
+        fields = {"model": model, "method": method, "machine": machine, "nodes": nodes,
+                  "sequence_length": sequence_length, "global_batch": global_batch}  # fmt: skip
+        view, given = current(state), tuple(fields.items())
+        answer = rendered.get(view, ("/what-if", given))
+        if answer is None:
+            answer = await worker.ask(request, "what_if", view=view, fields=given)
+            rendered.put(view, ("/what-if", given), answer)
+        return respond(answer)
 
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
-    def docs() -> HTMLResponse:
-        """Every door with its parameters, from the OpenAPI document."""
+    def docs() -> Response:
+        """Every endpoint with its parameters, from the OpenAPI document."""
         from agent.pages import render as pages
 
-        return _answer(pages.doors_page(app.openapi()))
+        return respond(_answer(pages.endpoints_page(app.openapi())))
+
+    _events(app, state)
+
+
+def _answer(html: str) -> Answer:
+    from agent.pages import render as pages
+
+    return Answer(body=html.encode(), media_type="text/html", headers=pages.headers())
 
 
 def _advice(view: View) -> tuple[Recommendation | None, str]:
@@ -115,31 +107,6 @@ def _advice(view: View) -> tuple[Recommendation | None, str]:
         return advise.for_view(view, advise.Request()), ""
     except advise.RequestError as error:
         return None, str(error)
-
-
-def question(asked: Mapping[str, str]) -> advise.Request:
-    """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
-    method = asked.get("method") or "lora"
-    if method not in _METHODS:
-        raise advise.RequestError(f"method={method[:40]}: must be one of {', '.join(_METHODS)}")
-    return advise.Request(
-        model=(asked.get("model") or "")[:200] or None,
-        method=method,
-        machine=(asked.get("machine") or "")[:64] or None,
-        nodes=_whole(asked, "nodes", 100_000),
-        sequence_length=_whole(asked, "sequence_length", 10_000_000) or 2048,
-        global_batch=_whole(asked, "global_batch", 10_000_000),
-        allow_files=False,
-    )
-
-
-def _whole(asked: Mapping[str, str], name: str, most: int) -> int | None:
-    text = (asked.get(name) or "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= most):
-        raise advise.RequestError(f"{name}={text[:40]}: must be a whole number from 1 to {most}")
-    return int(text)
 
 
 def _events(app: FastAPI, state: State) -> None:

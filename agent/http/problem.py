@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+if TYPE_CHECKING:  # the worker process refuses questions too, and serves no HTTP
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -29,6 +29,8 @@ def response(
     request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
 ) -> JSONResponse:
     """One problem document."""
+    from starlette.responses import JSONResponse
+
     body = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -40,24 +42,10 @@ def response(
     return JSONResponse(body, status_code=status, media_type=MEDIA_TYPE, headers=headers)
 
 
-def refuse_unknown_parameters(request: Request) -> None:
-    """Dependency of every route: a query parameter that the route does not declare is refused, never ignored."""
-    if not request.query_params:
-        return
-    paths = request.app.openapi()["paths"]  # made once, and only where parameters are given
-    operation = paths.get(request.scope["route"].path, {}).get(request.method.lower(), {})
-    known = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
-    for name in request.query_params:
-        if name in known:
-            continue
-        close = difflib.get_close_matches(name[:64], known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        allowed = f"must be one of {', '.join(known)}" if known else "this path takes none"
-        raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=known)
-
-
 def install(app: FastAPI) -> None:
     """Make every error of the application a problem document."""
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
 
     @app.exception_handler(ProblemError)
     async def problem(request: Request, error: ProblemError) -> JSONResponse:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, Response
+from prometheus_client.exposition import gzip_accepted
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
 from agent import advise
+from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.gate.codes import ALL_CODES
-from agent.gate.report import render
 from agent.gate.verdict import FailOn, GateError, judge, select, worst_first
-from agent.http import cluster as server_cluster
-from agent.http import load as server_load
-from agent.http import openapi as answers
-from agent.http import pages as page_routes
-from agent.http import problem
-from agent.http import runs as server_flights
+from agent.http import load, openapi, pages, problem, runs
 from agent.http.access import Guard, Tokens
-from agent.http.cluster import Cluster, advise_cluster, topology_document
-from agent.http.desk import Desk
+from agent.http.answers import Rendered, document, form_of, respond
+from agent.http.cluster import Cluster, nodes_document
 from agent.http.problem import ProblemError
-from agent.http.response_cache import Kept, repeatable, takes_gzip
 from agent.http.state import State, age_seconds
-from agent.metrics import counters as tallies
+from agent.http.worker import Answer, Worker
+from agent.metrics import counters
 from agent.metrics import families as metrics
 from agent.version import VERSION
 from agent.view import View
@@ -38,6 +36,8 @@ from topology.render import json_document
 
 MOST_WAIT_SECONDS = 60.0
 LOOK_SECONDS = 0.1
+WORTH_BYTES = 1024  # below it gzip saves less than a packet
+GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready once this many scans in a row have been missed
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
@@ -46,14 +46,14 @@ Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node,
 
 def create(
     state: State, *, tokens: Tokens | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
-    desk: Desk | None = None,
+    worker: Worker | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application around one state; scanning and publishing start and end with it.
 
     Without `tokens` whatever needs a token is closed; without `cluster` the cluster is what this agent scans. Costly
-    questions are asked at `desk`, by default one of their own.
+    questions go to `worker`, by default one of its own.
     """
-    tokens, cluster, desk = tokens or Tokens(), cluster or Cluster(state), desk or Desk()
+    tokens, cluster, worker = tokens or Tokens(), cluster or Cluster(state), worker or Worker()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -62,6 +62,7 @@ def create(
             publisher.start()
         yield
         await run_in_threadpool(bencher.stop)
+        await run_in_threadpool(worker.stop)
         cluster.stop()
         if publisher is not None:
             await run_in_threadpool(publisher.stop)
@@ -69,24 +70,38 @@ def create(
 
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
-        max_body_size=server_load.MOST_BODY_BYTES, dependencies=[Depends(problem.refuse_unknown_parameters)],
-        docs_url=None, redoc_url=None,  # both load scripts from elsewhere; page_routes has a page of our own
+        max_body_size=load.MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
+        docs_url=None, redoc_url=None,  # both load scripts from elsewhere; agent.http.pages has a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
     problem.install(app)
-    answers.install(app)
-    app.add_middleware(Kept, current=lambda: state.view)
+    openapi.install(app)
+    app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
     posts: set[str] = set()
     app.add_middleware(Guard, tokens=tokens, posts=posts)
-    _health(app, state, lambda: tallies.samples(publisher.tally if publisher else None, cluster.tally))
-    page_routes.install(app, state, _current, cluster, desk)
-    _facts(app, state, cluster, desk)
-    _advice(app, state, cluster, desk)
-    server_cluster.install(app, cluster)
-    server_flights.install(app, state)
-    bencher = server_load.install(app, state, tokens)
+    rendered = Rendered()
+    _health(app, state, lambda: counters.samples(publisher.tally if publisher else None, cluster.tally))
+    pages.install(app, state, _current, cluster, worker, rendered)
+    _facts(app, state, cluster, worker, rendered)
+    _advice(app, state, cluster, worker, rendered)
+    runs.install(app, state)
+    bencher = load.install(app, state, tokens)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
+
+
+def _refuse_unknown_parameters(request: Request) -> None:
+    """Dependency of every route: a query parameter that the route does not declare is refused, never ignored."""
+    if not request.query_params:
+        return
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name[:64], known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        allowed = f"must be one of {', '.join(known)}" if known else "this path takes none"
+        raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=known)
 
 
 def _current(state: State) -> View:
@@ -95,14 +110,6 @@ def _current(state: State) -> View:
         detail = state.error or "the first scan is not done yet"
         raise ProblemError(503, detail, headers={"Retry-After": "2"})
     return view
-
-
-def _answer(request: Request, value: Any, form: str | None) -> Response:
-    """`value` as JSON or YAML, by `?format=` or the Accept header."""
-    wanted = form or ("yaml" if "yaml" in request.headers.get("accept", "") else "json")
-    if wanted not in ("json", "yaml"):
-        raise ProblemError(400, f"format={wanted}: must be json or yaml here", allowed=["json", "yaml"])
-    return Response(render(value, wanted), media_type=f"application/{wanted}", headers={"Cache-Control": "no-store"})
 
 
 def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
@@ -131,55 +138,78 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
-        view, zipped = _current(state), takes_gzip(request.headers.get("accept-encoding", "").encode("latin-1"))
-        body, content_type = rendered(view, request.headers.get("accept", ""), zipped=zipped)
-        repeatable(request, view)
+        zipped = gzip_accepted(request.headers.get("accept-encoding", ""))
+        body, content_type = rendered(_current(state), request.headers.get("accept", ""), zipped=zipped)
         encoding = {"Content-Encoding": "gzip"} if zipped else {}
-        return Response(body, headers={"Content-Type": content_type, **encoding})
+        return Response(body, headers={"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **encoding})
 
 
-def _facts(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
+def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
+    async def of_view(request: Request, form: str | None, make: Callable[[View], Any]) -> Response:
+        """What follows from the newest view alone."""
+        view, form = _current(state), form_of(request, form)
+        return await rendered.of(view, (request.url.path, form), lambda: document(make(view), form))
+
     @app.get("/snapshot", tags=["facts"], operation_id="snapshot")
-    def snapshot(request: Request, form: Format = None) -> Response:
+    async def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
-        view = _current(state)
-        repeatable(request, view)
-        return _answer(request, _one_or_all(view.snapshots), form)
+        return await of_view(request, form, lambda view: _one_or_all(view.snapshots))
 
     @app.get("/topology", tags=["facts"], operation_id="topology")
     async def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
         """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
-        if scope == "cluster":
-            fleet = await run_in_threadpool(cluster.fleet)
-            return await desk.ask(request, lambda: _answer(request, topology_document(fleet), form))
+        if scope == "node":
+            return await of_view(request, form, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
+        form, records = form_of(request, form), await cluster.records()
         view = _current(state)
-        repeatable(request, view)
-        return await run_in_threadpool(
-            lambda: _answer(request, _one_or_all([json_document(n) for n in view.topologies]), form)
-        )
+        return respond(await worker.ask(
+            request, "topology", view=view, records=records, form=form, own=cluster.scanned
+        ))  # fmt: skip
 
     @app.get("/findings", tags=["facts"], operation_id="findings")
-    def findings(request: Request, form: Format = None) -> Response:
+    async def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
-        view = _current(state)
-        repeatable(request, view)
-        return _answer(request, [c for c in worst_first(view.checks) if c.status != "pass"], form)
+        return await of_view(
+            request, form, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"]
+        )  # fmt: skip
 
     @app.get("/measurements", tags=["facts"], operation_id="measurements")
-    def measurements(request: Request, form: Format = None) -> Response:
+    async def measurements(request: Request, form: Format = None) -> Response:
         """The last benchmark; 404 where none has been run."""
-        view = _current(state)
-        if view.bench is None:
+        if _current(state).bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
-        return _answer(request, view.bench, form)
+        return await of_view(request, form, lambda view: view.bench)
 
     @app.get("/flights", tags=["facts"], operation_id="flights")
-    def flights(request: Request, form: Format = None) -> Response:
+    async def flights(request: Request, form: Format = None) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
-        return _answer(request, list(_current(state).flights), form)
+        return await of_view(request, form, lambda view: list(view.flights))
+
+    @app.get("/nodes", tags=["facts"], operation_id="nodes")
+    async def nodes(
+        request: Request,
+        form: Format = None,
+        scope: Annotated[str, Query(pattern="^(node|cluster)$")] = "cluster",
+    ) -> Response:
+        """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
+        cluster.ready()
+        if scope == "node":
+            form = form_of(request, form)
+            return respond(await run_in_threadpool(lambda: document(_own_nodes(cluster), form)))
+        records = await cluster.records()
+        return respond(await worker.ask(
+            request, "nodes", view=_current(state), records=records, source=cluster.source,
+            form=form_of(request, form), behind=cluster.watch_error(), own=cluster.scanned,
+        ))  # fmt: skip
 
 
-def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
+def _own_nodes(cluster: Cluster) -> dict[str, Any]:
+    fleet = Fleet()
+    fleet.set(cluster.own())
+    return nodes_document(fleet, "scan")
+
+
+def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
     @app.get("/recommendations", tags=["advice"], operation_id="recommendations")
     async def recommendations(
         request: Request,
@@ -204,41 +234,32 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
         scope: Scope = "node",
     ) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
-        wanted = advise.Request(
-            model=model, method=method, sequence_length=sequence_length, global_batch=global_batch, engine=engine,
-            precision=precision, optimizer=optimizer, packing=packing, lengths=lengths, lora_rank=lora_rank,
-            steps=steps, tokens=tokens, hours=hours, machine=machine, nodes=nodes, nccl_version=nccl,
-            ranks_per_node=ranks_per_node, allow_files=False,
-        )  # fmt: skip
+        options = {
+            "model": model, "method": method, "sequence_length": sequence_length, "global_batch": global_batch,
+            "engine": engine, "precision": precision, "optimizer": optimizer, "packing": packing, "lengths": lengths,
+            "lora_rank": lora_rank, "steps": steps, "tokens": tokens, "hours": hours, "machine": machine,
+            "nodes": nodes, "nccl_version": nccl, "ranks_per_node": ranks_per_node, "allow_files": False,
+        }  # fmt: skip
         view = _current(state)
         if form is not None and form not in advise.FORMATS:
             raise ProblemError(
                 400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
             )
-        whole = scope == "cluster" and machine is None
-        fleet = await run_in_threadpool(cluster.fleet) if whole else None
-
-        def answer() -> Response:
-            if fleet is not None:
-                advice, hosts = advise_cluster(fleet, wanted)
-            else:
-                advice = advise.for_view(view, wanted)
-                hosts = nodes or (1 if machine else len(view.snapshots))
-            if form in advise.EXPORTS:
-                text = advise.export(advice, form, nodes=hosts)
-                return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
-            return _answer(request, advice, form)
-
-        try:
-            response = await desk.ask(request, answer)
-        except advise.RequestError as error:
-            raise ProblemError(400, str(error)) from None
-        if not whole:
-            repeatable(request, view)
-        return response
+        form = form if form in advise.EXPORTS else form_of(request, form)
+        given: dict[str, Any] = {"options": tuple(options.items()), "form": form}
+        if scope == "cluster" and machine is None:
+            records = await cluster.records()
+            given |= {"cluster_wide": True, "own": cluster.scanned}
+            return respond(await worker.ask(request, "recommendations", view=view, records=records, **given))
+        key = "/recommendations", form, given["options"]
+        answer = rendered.get(view, key)
+        if answer is None:
+            answer = await worker.ask(request, "recommendations", view=view, **given)
+            rendered.put(view, key, answer)
+        return respond(answer)
 
     @app.get("/preflight", tags=["gate"], operation_id="preflight")
-    def preflight(
+    async def preflight(
         request: Request,
         form: Format = None,
         require: Annotated[list[str] | None, Query(description="Checks that must be measured.")] = None,
@@ -246,15 +267,18 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, desk: Desk) -> None:
         fail_on: Annotated[str, Query(pattern="^(fail|warn|unknown)$")] = "fail",
     ) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
-        view = _current(state)
+        view, form = _current(state), form_of(request, form)
         checked: FailOn = fail_on  # type: ignore[assignment]
-        try:
-            checks = select(view.checks, require=require or (), skip=skip or (), known=ALL_CODES)
-        except GateError as error:
-            raise ProblemError(400, str(error)) from None
-        verdict = judge(checks, fail_on=checked)
-        repeatable(request, view)
-        return _answer(request, {"verdict": verdict, "checks": worst_first(checks)}, form)
+        required, skipped = tuple(require or ()), tuple(skip or ())
+
+        def judged() -> Answer:
+            try:
+                checks = select(view.checks, require=required, skip=skipped, known=ALL_CODES)
+            except GateError as error:
+                raise ProblemError(400, str(error)) from None
+            return document({"verdict": judge(checks, fail_on=checked), "checks": worst_first(checks)}, form)
+
+        return await rendered.of(view, ("/preflight", form, required, skipped, fail_on), judged)
 
 
 def _one_or_all(values: Any) -> Any:

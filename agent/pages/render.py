@@ -123,15 +123,15 @@ def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | 
     return _page("what_if", view, asked=given, query=given, advice=advice, error=error)
 
 
-def doors_page(document: Mapping[str, Any]) -> str:
-    """Every door of the agent, from its OpenAPI document."""
-    doors = [
+def endpoints_page(document: Mapping[str, Any]) -> str:
+    """Every endpoint of the agent, from its OpenAPI document."""
+    endpoints = [
         {"path": path, "method": method, "about": about.get("description", ""), "takes": about.get("parameters", [])}
         for path, methods in document["paths"].items()
         for method, about in methods.items()
     ]
-    template = _environment(html=True).get_template("doors.html.j2")
-    return template.render(doors=doors, style=_file("style.css"), script=_file("page.js"))
+    template = _environment(html=True).get_template("endpoints.html.j2")
+    return template.render(endpoints=endpoints, style=_file("style.css"), script=_file("page.js"))
 
 
 def report_page(report: Report) -> str:
@@ -153,6 +153,14 @@ def policy() -> str:
         f"default-src 'none'; style-src '{_hash('style.css')}'; script-src '{_hash('page.js')}'; img-src data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     )
+
+
+def headers() -> dict[str, str]:
+    """What each of the agent's pages is sent with."""
+    return {
+        "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy(),
+    }  # fmt: skip
 
 
 def when(seconds: float) -> str:

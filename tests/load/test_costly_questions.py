@@ -1,195 +1,213 @@
-"""What-ifs that cost much: few at once, some waiting, dropped when the client leaves or it takes too long."""
+"""Costly questions go to one worker process: a bounded queue, a time limit, killed and replaced, gone when idle."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import itertools
 import json
+import os
+import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import load
 import psutil
 import pytest
 import resident
 from load_served import H100, Served
-from starlette.requests import Request
 
-from agent.http.desk import AT_ONCE, MOST_WAITING, Desk
-from agent.http.problem import ProblemError
-
-AGENT = """
+MOST_WAITING = 8
+LONGEST_SECONDS = 8.0
+IDLE_SECONDS = 6.0
+# The agent with two endpoints and its worker with two questions more: one that has no end, and one that has an error.
+ASKED_TOO = """
+from agent.http import questions
+def endless(known, number):
+    while True:
+        sum(range(1000))
+def wrong(known):
+    raise ZeroDivisionError
+questions.QUESTIONS.update(endless=endless, wrong=wrong)
+questions.main()
+"""
+AGENT = f"""
 import sys
 from pathlib import Path
 from fastapi import Request
-from agent import advise
-from agent.cli import serve as cmd_serve
-from agent.http.desk import Desk
+from agent.cli import serve
 from agent.cli.hosts import snapshots
-from agent.http.server import create
-from agent.http.state import State
-desk, state = Desk(longest_seconds=3600), State(lambda: snapshots((Path(sys.argv[2]),)), interval_seconds=3600)
-app = create(state, desk=desk)
+from agent.http import answers, server, state, worker
+shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MOST_WAITING},
+                       longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
+view = state.State(lambda: snapshots((Path(sys.argv[2]),)), interval_seconds=3600)
+app = server.create(view, worker=shared)
 @app.get("/endless")
-async def endless(request: Request):
-    def plan():
-        while True:
-            advise.for_view(state.view, advise.Request(model="Llama-3.1-405B", nodes=60000))
-    return await desk.ask(request, plan)
-@app.get("/taken")
-async def taken():
-    return [desk.present, desk.running]
-cmd_serve.listen(app, "127.0.0.1", int(sys.argv[1]))
+async def endless(request: Request, number: int = 0):
+    return answers.respond(await shared.ask(request, "endless", view=view.view, number=number))
+@app.get("/wrong")
+async def wrong(request: Request):
+    return answers.respond(await shared.ask(request, "wrong", view=view.view))
+serve.listen(app, "127.0.0.1", int(sys.argv[1]))
 """
-CHEAP = b"GET /recommendations?model=Llama-3.1-8B&nodes=3 HTTP/1.1\r\nHost: x\r\n\r\n"
+CHEAP = "/recommendations?model=Llama-3.1-8B&nodes={}"
 
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One with two doors more: a question that the planner answers again and again, and who is at the desk."""
     port, log = resident.free_port(), tmp_path_factory.mktemp("agent") / "log"
     with resident.process([sys.executable, "-c", AGENT, str(port), str(H100)], log=log) as one:
         resident.wait(port, "/readyz", one)
         yield Served(one.pid, port, log)
 
 
-def ask(agent: Served, request: bytes = b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n") -> socket.socket:
+def ask(agent: Served, path: str) -> socket.socket:
     one = socket.create_connection(("127.0.0.1", agent.port), timeout=120)
-    one.sendall(request)
+    one.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     return one
 
 
-def taken(agent: Served) -> tuple[int, int]:
-    """How many questions are at the desk, and how many of them are being computed."""
-    present, running = json.loads(resident.get(agent.port, "/taken")[1])
-    return present, running
+def read(one: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    return b"".join(iter(lambda: one.recv(65536), b""))
 
 
-def busy(agent: Served, seconds: float = 0.5) -> float:
-    """The share of a core that the agent takes now."""
-    process = psutil.Process(agent.pid)
-    before, began = sum(process.cpu_times()[:2]), time.monotonic()
-    time.sleep(seconds)
-    return float(sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
+def worker(agent: Served) -> psutil.Process | None:
+    """The process that answers questions; None where there is none."""
+    found = psutil.Process(agent.pid).children()
+    assert len(found) <= 1, "one worker process at a time"
+    return found[0] if found else None
 
 
-@pytest.fixture
-def crowd(agent: Served, eventually: Callable[..., None]) -> Iterator[list[socket.socket]]:
-    """As many endless questions as are taken; gone afterwards."""
-    asked = [ask(agent) for _ in range(AT_ONCE + MOST_WAITING)]
-    eventually(lambda: taken(agent) == (AT_ONCE + MOST_WAITING, AT_ONCE), "every place is taken")
-    yield asked
+def cheap(agent: Served, number: int) -> int:
+    return resident.get(agent.port, CHEAP.format(number))[0]
+
+
+def works(agent: Served) -> bool:
+    """Whether the worker computes: most of a second's time is its own, less where the machine is busy."""
+    process = worker(agent)
+    if process is None:
+        return False
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.3)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(sum(process.cpu_times()[:2]) - before > 0.02)
+    return False
+
+
+def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent: Served) -> None:
+    """503 says so; the next question is answered by another process; everything else is served meanwhile."""
+    assert cheap(agent, 2) == 200
+    before = worker(agent)
+    with ask(agent, "/endless") as one:
+        agent.honest()
+        answer = read(one)
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"longer than" in answer
+    assert b"application/problem+json" in answer
+    assert cheap(agent, 3) == 200
+    assert before is not None and worker(agent) != before
+
+
+def test_one_more_than_may_wait_is_told_to_come_back(agent: Served, eventually: Callable[..., None]) -> None:
+    """503 with Retry-After as a problem document; scrapes and probes do not wait behind questions."""
+    asked = [ask(agent, f"/endless?number={number}") for number in range(MOST_WAITING)]
+
+    numbers = itertools.count(100)
+
+    def full() -> bool:
+        with ask(agent, CHEAP.format(next(numbers))) as one:
+            one.settimeout(0.5)
+            with contextlib.suppress(TimeoutError):
+                answer = read(one)
+                return answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 5" in answer.lower()
+        return False
+
+    eventually(full, "every place is taken")
+    agent.honest()
     for one in asked:
         one.close()
-    eventually(lambda: taken(agent) == (0, 0), "the places are free again")
+    eventually(lambda: cheap(agent, 5) == 200, "the places are free again")
 
 
-def test_one_more_is_told_to_come_back_and_others_are_served(agent: Served, crowd: list[socket.socket]) -> None:
-    """503 with Retry-After as a problem document; scrapes and probes do not wait behind questions."""
-    with ask(agent, CHEAP) as one:
-        answer = one.recv(65536)
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert b"retry-after: 5" in answer.lower()
-    assert b"application/problem+json" in answer
-    agent.honest()
-
-
-def test_who_leaves_stops_the_computing(
-    agent: Served, crowd: list[socket.socket], eventually: Callable[..., None]
-) -> None:
-    """Those at work and those that wait; afterwards a question is answered and the process rests."""
-    for one in crowd:
-        one.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            one.recv(1)  # not one of them is answered: they have no end
+def test_who_leaves_stops_the_computing(agent: Served, eventually: Callable[..., None]) -> None:
+    """Those at work and those that wait; afterwards a question is answered."""
+    asked = [ask(agent, f"/endless?number={number}") for number in range(3)]
+    eventually(lambda: works(agent), "one of them is computed")
+    for one in asked:
         one.close()
-    eventually(lambda: taken(agent) == (0, 0), "nobody is at the desk")
-    eventually(lambda: busy(agent) < 0.5, "nothing is computed that nobody waits for")
-    assert resident.get(agent.port, "/recommendations?model=Llama-3.1-8B&nodes=2")[0] == 200
+    eventually(lambda: not works(agent), "nothing is computed that nobody waits for")
+    assert cheap(agent, 6) == 200
 
 
-def test_the_next_in_line_is_answered_when_one_leaves(agent: Served, eventually: Callable[..., None]) -> None:
-    """A cheap question behind costly ones waits for a slot, not for their end."""
-    working = [ask(agent) for _ in range(AT_ONCE)]
-    eventually(lambda: taken(agent) == (AT_ONCE, AT_ONCE), "they are being computed")
-    waiting = ask(agent, CHEAP)
-    eventually(lambda: taken(agent) == (AT_ONCE + 1, AT_ONCE), "it waits")
-    waiting.settimeout(0.5)
-    with pytest.raises(TimeoutError):
-        waiting.recv(1)
-    working[0].close()
-    waiting.settimeout(120)
-    assert waiting.recv(15) == b"HTTP/1.1 200 OK"
-    for one in (*working, waiting):
+def test_who_asks_the_same_shares_the_answer(agent: Served) -> None:
+    """More of them than there are places: it is one question."""
+    asked = [ask(agent, "/endless?number=99") for _ in range(2 * MOST_WAITING)]
+    answers = [read(one) for one in asked]
+    assert all(b"longer than" in answer for answer in answers)
+    for one in asked:
         one.close()
 
 
-def request_of(gone: asyncio.Event) -> Request:
-    async def receive() -> dict[str, str]:
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    return Request({"type": "http", "method": "GET", "path": "/", "headers": []}, receive)
+def test_an_error_of_ours_is_500_and_the_next_is_answered(agent: Served) -> None:
+    status, body = resident.get(agent.port, "/wrong")
+    assert status == 500 and json.loads(body)["detail"]
+    assert cheap(agent, 7) == 200
 
 
-def spin() -> None:
-    while True:
-        sum(range(1000))
+def test_a_process_that_is_killed_is_replaced(agent: Served, eventually: Callable[..., None]) -> None:
+    """As where memory ends: who waits is told, and the next is answered."""
+    with ask(agent, "/endless") as one:
+        eventually(lambda: works(agent), "it is computed")
+        process = worker(agent)
+        assert process is not None
+        process.kill()
+        assert read(one).startswith(b"HTTP/1.1 503 ")
+    assert cheap(agent, 8) == 200
 
 
-def test_a_question_that_takes_too_long_is_ended() -> None:
-    """503 says so, and its thread is gone before the next one is let in."""
-
-    async def drive() -> None:
-        before = threading.enumerate()  # one that has answered another test may still be on its way out
-        desk = Desk(at_once=1, longest_seconds=0.2)
-        with pytest.raises(ProblemError, match="longer than"):
-            await desk.ask(request_of(asyncio.Event()), spin)
-        assert (desk.present, desk.running, desk.dropped) == (0, 0, 1)
-        assert not [thread for thread in threading.enumerate() if thread.name == "question" and thread not in before]
-        for _ in range(300):  # a busy machine may take longer than that to start a thread
-            with contextlib.suppress(ProblemError):
-                assert await desk.ask(request_of(asyncio.Event()), lambda: 7) == 7
-                return
-        pytest.fail("the slot did not come back")
-
-    asyncio.run(drive())
+def test_where_memory_ends_the_worker_goes_first(agent: Served) -> None:
+    """And whoever scrapes is scheduled before it."""
+    assert cheap(agent, 9) == 200
+    process = worker(agent)
+    assert process is not None
+    assert Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "1000\n"
+    assert process.nice() > psutil.Process(agent.pid).nice()
 
 
-def test_an_error_in_a_question_is_the_askers() -> None:
-    """And frees the slot."""
-
-    async def drive() -> None:
-        desk = Desk(at_once=1)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                await desk.ask(request_of(asyncio.Event()), lambda: 1 / 0)
-        assert desk.present == 0
-
-    asyncio.run(drive())
+def test_an_idle_process_ends_and_comes_back(agent: Served, eventually: Callable[..., None]) -> None:
+    assert cheap(agent, 10) == 200
+    assert worker(agent) is not None
+    eventually(lambda: worker(agent) is None, "it has ended")
+    assert cheap(agent, 11) == 200
 
 
-def test_leaving_at_random_moments_loses_no_slot() -> None:
-    """Before, during and after the work, 200 times: every slot comes back, no thread stays."""
+def test_it_ends_with_the_agent(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    """In the middle of a question, whether the agent is told to end or killed."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        port = resident.free_port()
+        with resident.process([sys.executable, "-c", AGENT, str(port), str(H100)], log=tmp_path / "log") as one:
+            resident.wait(port, "/readyz", one)
+            served = Served(one.pid, port)
+            with ask(served, "/endless"):
+                eventually(lambda served=served: works(served), "it is computed")
+                process = worker(served)
+                assert process is not None
+                os.kill(one.pid, how)
+                eventually(lambda process=process: not process.is_running(), "the worker has gone too")
+                one.wait(60)
 
-    async def one(desk: Desk, number: int) -> None:
-        gone = asyncio.Event()
-        asyncio.get_running_loop().call_later(number % 17 / 1000, gone.set)
-        try:
-            await desk.ask(request_of(gone), lambda: time.sleep(number % 7 / 1000) or sum(range(number * 50)))
-        except ProblemError as error:
-            assert error.status == 503
 
-    async def drive() -> None:
-        desk = Desk(at_once=2, most_waiting=1000)
-        await asyncio.gather(*(one(desk, number) for number in range(200)))
-        assert (desk.present, desk.running) == (0, 0)
-        assert await desk.ask(request_of(asyncio.Event()), lambda: "still here") == "still here"
-
-    asyncio.run(drive())
-    for thread in threading.enumerate():
-        if thread.name == "question":
-            thread.join(30)  # one that has just answered may still be on its way out
-            assert not thread.is_alive()
+def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
+    """p99 of /metrics beside many clients on costly questions: within three times what it is alone, in some round."""
+    resident.get(served.port, load.COSTLY.format(1, 1024))
+    seen = []
+    for _ in range(5):  # the three latest of three hundred are other work's as often as the agent's
+        alone = load.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
+        with load.asked(served.port):
+            beside = load.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
+        seen.append((alone, beside))
+        if beside <= 3 * alone:
+            return
+    pytest.fail(f"p99 of the rounds, alone and beside the questions: {seen}")

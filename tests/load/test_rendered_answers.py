@@ -1,4 +1,4 @@
-"""Answers are made once per scan and question, and given again to whoever asks the same."""
+"""Answers are rendered once per scan and question, and given again to whoever asks the same."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from load_served import H100, Served
 from starlette.testclient import TestClient
 
 from agent.http.access import Tokens
-from agent.http.response_cache import MOST_ANSWERS, WORTH_BYTES, takes_gzip
-from agent.http.server import create
+from agent.http.answers import MOST_ANSWERS
+from agent.http.server import WORTH_BYTES, create
 from agent.http.state import State
 from agent.metrics.families import exposition
 from probes.host.recording import load as recording
 from probes.scan import scan
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
-KEPT = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",
+STORED = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",
         "/preflight")  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def quiet() -> Iterator[tuple[State, TestClient]]:
     yield agent()
 
 
-@pytest.mark.parametrize("path", KEPT)
+@pytest.mark.parametrize("path", STORED)
 def test_the_second_answer_is_the_first(quiet: tuple[State, TestClient], path: str) -> None:
     """Byte for byte, compressed or not, until the next scan."""
     _, client = quiet
@@ -93,7 +93,7 @@ def test_the_exposition_of_the_next_scan_is_ready_before_it_is_asked() -> None:
     assert packed.content.splitlines()[0] == plain.splitlines()[0]
 
 
-def test_errors_are_not_kept(quiet: tuple[State, TestClient]) -> None:
+def test_errors_are_not_stored(quiet: tuple[State, TestClient]) -> None:
     """A wrong question is judged each time."""
     _, client = quiet
     for _ in range(2):
@@ -101,8 +101,8 @@ def test_errors_are_not_kept(quiet: tuple[State, TestClient]) -> None:
         assert client.get("/nowhere").status_code == 404
 
 
-def test_a_kept_answer_needs_the_token_too(tmp_path: Path) -> None:
-    """The door is in front of what is kept."""
+def test_a_stored_answer_needs_the_token_too(tmp_path: Path) -> None:
+    """The token is judged before what is stored."""
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-enough-letters\n")
     tokens.chmod(0o600)
@@ -117,19 +117,10 @@ def test_a_kept_answer_needs_the_token_too(tmp_path: Path) -> None:
 
 
 def test_many_questions_do_not_fill_the_memory(quiet: tuple[State, TestClient]) -> None:
-    """More different ones than are kept are answered all the same."""
+    """More different ones than are stored are answered all the same."""
     _, client = quiet
     for number in range(2 * MOST_ANSWERS):
         assert client.get(f"/recommendations?lora_rank={number + 1}").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("header", "taken"),
-    [(b"gzip", True), (b"br;q=1.0, GZIP;q=0.8", True), (b"gzip;q=0", False), (b"gzip; q=0.0", False), (b"br", False),
-     (b"", False), (b"x-gzip", False)],
-)  # fmt: skip
-def test_who_takes_gzip(header: bytes, taken: bool) -> None:
-    assert takes_gzip(header) is taken
 
 
 def test_gzip_on_the_wire(served: Served) -> None:
@@ -168,8 +159,8 @@ def test_a_scrape_is_no_slower_than_node_exporters(served: Served, node_exporter
     pytest.fail(f"p99 of the rounds, ours and theirs: {late}")
 
 
-def test_kept_answers_cost_less_than_made_ones(served: Served) -> None:
-    """Fifteen that are made anew each, beside as many from what is kept: the best of three rounds is quicker."""
+def test_stored_answers_cost_less_than_made_ones(served: Served) -> None:
+    """Fifteen that are made anew each, beside as many from what is stored: the best of three rounds is quicker."""
 
     def timed(paths: list[str]) -> float:
         began = time.perf_counter()
@@ -180,11 +171,11 @@ def test_kept_answers_cost_less_than_made_ones(served: Served) -> None:
 
     same = "/recommendations?model=Llama-3.1-8B"
     timed([same])
-    made, kept = [], []
+    made, stored = [], []
     for first in (1000, 2000, 3000):
         made.append(timed([f"{same}&sequence_length={first + n}" for n in range(15)]))
-        kept.append(timed([same] * 15))
-    assert min(kept) < min(made)
+        stored.append(timed([same] * 15))
+    assert min(stored) < min(made)
 
 
 def test_waiting(eventually: Callable[..., None]) -> None:

@@ -1,0 +1,188 @@
+"""The worker process (agent.http.worker): answers costly questions, one at a time, from what it was handed.
+
+Each question is a function of what is known and of plain arguments, under the name by which it is asked. Whatever is
+wrong with a question is a Refusal; an error of ours is logged and refused with 500.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from agent import advise
+from agent.cluster.nodes import Fleet, NodeRecord, records_of
+from agent.gate.report import render
+from agent.http import cluster
+from agent.http.worker import Answer, Refusal
+from agent.view import View
+
+log = logging.getLogger(__name__)
+
+_NICENESS = 10  # whoever scrapes goes before whoever plans
+
+
+@dataclass(slots=True)
+class Known:
+    """What was handed over."""
+
+    view: View | None = None
+    records: dict[str, NodeRecord] = field(default_factory=dict)
+    fleet: Fleet | None = None  # of the records; None where they have changed
+
+    def take(self, kind: str, given: Any) -> bool:
+        """Whether this was something to know, and not a question."""
+        if kind == "view":
+            self.view = given
+        elif kind == "records":
+            changed, removed = given
+            self.records.update((record.name, record) for record in changed)
+            for name in removed:
+                del self.records[name]
+            self.fleet = None
+        return kind in ("view", "records")
+
+    def nodes(self, own: tuple[str | None, float] | None) -> Fleet:
+        """The cluster: what was published, or with `own` (name, seconds between scans) what this agent scans."""
+        if own is not None:
+            fleet = Fleet()
+            fleet.set(records_of(self.current(), name=own[0], interval_seconds=own[1]))
+            return fleet
+        if self.fleet is None:
+            self.fleet = Fleet()
+            self.fleet.set(self.records.values())
+        return self.fleet
+
+    def current(self) -> View:
+        """The newest view."""
+        assert self.view is not None  # noqa: S101 - handed over with every question
+        return self.view
+
+
+def recommendations(
+    known: Known, *, options: tuple[tuple[str, Any], ...], form: str, cluster_wide: bool = False,
+    own: tuple[str | None, float] | None = None,
+) -> Answer:  # fmt: skip
+    """Environment and layout, in any format."""
+    wanted, view = advise.Request(**dict(options)), known.current()
+    if cluster_wide:
+        advice, hosts = cluster.advise_cluster(known.nodes(own), wanted)
+    else:
+        advice = advise.for_view(view, wanted)
+        hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
+    if form in advise.EXPORTS:
+        return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")
+    return _document(advice, form)
+
+
+def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
+    """The page of layouts; its form is read here, so that a wrong field is told on the page."""
+    from agent.pages import render as pages
+
+    asked, view = dict(fields), known.current()
+    if not asked.get("model"):
+        return _page(pages.what_if_page(view, asked, None, ""))
+    try:
+        return _page(pages.what_if_page(view, asked, advise.for_view(view, question(asked)), ""))
+    except advise.RequestError as error:
+        return _page(pages.what_if_page(view, asked, None, str(error)), 400)
+
+
+def nodes(
+    known: Known, *, source: str, form: str, behind: str | None,
+    own: tuple[str | None, float] | None = None,
+) -> Answer:  # fmt: skip
+    """Every node as a row."""
+    document = cluster.nodes_document(known.nodes(own), source)
+    return _document({**document, "behind": behind} if behind else document, form)
+
+
+def topology(known: Known, *, form: str, own: tuple[str | None, float] | None = None) -> Answer:
+    """The cluster, each kind of node once."""
+    return _document(cluster.topology_document(known.nodes(own)), form)
+
+
+def cluster_page(
+    known: Known, *, source: str, behind: str | None, more: str,
+    own: tuple[str | None, float] | None = None,
+) -> Answer:  # fmt: skip
+    """Every node that publishes, for people."""
+    from agent.pages import render as pages
+
+    return _page(pages.fleet_page(known.nodes(own), source=source, behind=behind, more=more))
+
+
+QUESTIONS: dict[str, Callable[..., Answer]] = {
+    one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page)
+}
+
+
+def _document(value: Any, form: str) -> Answer:
+    return Answer(body=render(value, form).encode(), media_type=f"application/{form}")
+
+
+def _page(html: str, status: int = 200) -> Answer:
+    from agent.pages import render as pages
+
+    return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
+
+
+def question(asked: Mapping[str, str]) -> advise.Request:
+    """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
+    method, methods = asked.get("method") or "lora", ("full", "lora", "qlora")
+    if method not in methods:
+        raise advise.RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
+    return advise.Request(
+        model=(asked.get("model") or "")[:200] or None,
+        method=method,
+        machine=(asked.get("machine") or "")[:64] or None,
+        nodes=_whole(asked, "nodes", 100_000),
+        sequence_length=_whole(asked, "sequence_length", 10_000_000) or 2048,
+        global_batch=_whole(asked, "global_batch", 10_000_000),
+        allow_files=False,
+    )
+
+
+def _whole(asked: Mapping[str, str], name: str, most: int) -> int | None:
+    text = (asked.get(name) or "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= most):
+        raise advise.RequestError(f"{name}={text[:40]}: must be a whole number from 1 to {most}")
+    return int(text)
+
+
+def answer(known: Known, name: str, given: Mapping[str, Any]) -> Answer | Refusal:
+    """One question, whatever becomes of it."""
+    try:
+        return QUESTIONS[name](known, **given)
+    except advise.RequestError as error:
+        return Refusal(status=400, detail=str(error))
+    except Exception:
+        log.exception("a question could not be answered: %s", name)
+        return Refusal(status=500, detail="the question could not be answered; the agent's log says why")
+
+
+def main() -> None:
+    """Serve the descriptor named on the command line until the other side closes it."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this goes and not the agent
+    logging.basicConfig(level=logging.WARNING)
+    pipe, known = Connection(int(sys.argv[1])), Known()
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            kind, given = pipe.recv()
+            if not known.take(kind, given):
+                pipe.send(answer(known, kind, given))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Costly questions are answered in a process of their own: recommendations, what-if, and whatever is about the cluster.
+
+The event loop and /metrics share no interpreter with the planner. One worker process (agent.http.questions) is started
+when something is first asked, answers one question at a time, is killed and replaced when a question takes too long or
+nobody waits for it any more, and ends after some idle minutes. What it knows is handed over once: each view whole, of
+the cluster's records those that have changed. Why a process, and what it costs: docs/decisions/0010.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.cluster.nodes import NodeRecord
+from agent.http.problem import ProblemError
+from agent.view import View
+from collectives.bench import processes
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 256  # questions that differ; who asks what another has asked shares the answer
+LONGEST_SECONDS = 60.0  # of one question
+START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
+LEFT_SECONDS = 1.0  # a question that nobody waits for may take so much longer before its process is killed
+IDLE_SECONDS = 600.0
+FRESH_SECONDS = 1.0  # an answer about the cluster is given again for so long
+MOST_HELD_BYTES = 64 << 20  # of answers that clients are still reading
+RECORDS_AT_ONCE = 250  # packing them holds the interpreter for some milliseconds
+COMMAND = (sys.executable, "-P", "-m", "agent.http.questions")
+_LOOK_SECONDS = 0.1
+
+_BUSY = {"Retry-After": "5"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Answer:
+    """What is sent, whole."""
+
+    body: bytes
+    media_type: str
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a question has no answer."""
+
+    status: int
+    detail: str
+
+
+class _LateError(Exception):
+    """The process was too slow, or nobody waits any more."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    """One question, and how many wait for its answer."""
+
+    name: str
+    given: Mapping[str, Any]
+    view: View | None
+    records: Mapping[str, NodeRecord] | None
+    answered: Future[Answer] = field(default_factory=Future)
+    waiting: int = 0
+    begun: bool = False
+    done_at: float | None = None
+
+    def refuse(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
+        """Tell whoever waits."""
+        self.done_at = time.monotonic()
+        self.answered.set_exception(ProblemError(status, detail, headers=headers))
+
+
+class _Process:
+    """The worker process, and what it has been told. Belongs to one thread, and dies with it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self._process = subprocess.Popen(
+                processes.tethered([*command, str(theirs.fileno())]), pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )  # fmt: skip
+        self._pipe = Connection(ours.detach())
+        self._view: View | None = None
+        self._records: Mapping[str, NodeRecord] = {}
+        if not self._pipe.poll(START_SECONDS):
+            self.kill()
+            raise _LateError(f"the worker process has not started within {START_SECONDS:.0f} s")
+        self._pipe.recv()
+
+    def ask(self, job: _Job, longest: float) -> Answer | Refusal:
+        """Raises _LateError, and EOFError or OSError where the process has ended."""
+        self._tell(job)
+        self._pipe.send((job.name, dict(job.given)))
+        until = time.monotonic() + longest
+        while not self._pipe.poll(_LOOK_SECONDS):
+            now = time.monotonic()
+            if not job.waiting:
+                until = min(until, now + LEFT_SECONDS)
+            if now > until:
+                raise _LateError(f"the question takes longer than {longest:.0f} s: ask for less")
+        answer: Answer | Refusal = self._pipe.recv()
+        return answer
+
+    def _tell(self, job: _Job) -> None:
+        """Hand over what has changed since the last question."""
+        if job.view is not None and job.view is not self._view:
+            self._pipe.send(("view", replace(job.view, flights=(), benches=())))
+            self._view = job.view
+        if job.records is not None and job.records is not self._records:
+            before, now = self._records, job.records
+            changed = [record for name, record in now.items() if before.get(name) is not record]
+            for first in range(0, len(changed), RECORDS_AT_ONCE):
+                self._pipe.send(("records", (changed[first : first + RECORDS_AT_ONCE], ())))
+            self._pipe.send(("records", ((), [name for name in before if name not in now])))
+            self._records = now
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+
+class Worker:
+    """Where costly questions are asked."""
+
+    def __init__(
+        self, *, command: Sequence[str] = COMMAND, most_waiting: int = MOST_WAITING,
+        longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
+    ) -> None:  # fmt: skip
+        self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds
+        self._jobs: dict[Hashable, _Job] = {}  # asked and not answered, first first; or answered a moment ago
+        self._held: weakref.WeakSet[Answer] = weakref.WeakSet()
+        self._lock = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._process: _Process | None = None
+        self._stopping = False
+
+    async def ask(
+        self, request: Request, name: str, *, view: View | None = None,
+        records: Mapping[str, NodeRecord] | None = None, **given: Any,
+    ) -> Answer:  # fmt: skip
+        """The answer of agent.http.questions to `name`, whose arguments are plain and hashable.
+
+        ProblemError: 503 where too many wait, it takes too long or the client leaves; else as the worker refuses it.
+        """
+        job = self._job(name, given, view, records)
+        gone = asyncio.ensure_future(_gone(request))
+        answered = asyncio.wrap_future(job.answered)
+        try:
+            await asyncio.wait((answered, gone), timeout=2 * self._longest, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done():
+                return answered.result()
+            raise ProblemError(
+                503, "the client has gone" if gone.done() else "too much was asked before", headers=_BUSY
+            )
+        finally:
+            gone.cancel()
+            self._leave(job)
+
+    def stop(self) -> None:
+        """End the process and the thread; whoever waits is refused."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+            process, thread = self._process, self._thread
+        if process is not None:
+            process._process.kill()
+        if thread is not None:
+            thread.join(2)
+
+    def _job(
+        self, name: str, given: Mapping[str, Any], view: View | None, records: Mapping[str, NodeRecord] | None
+    ) -> _Job:
+        """The question, asked by one more."""
+        key = name, tuple(sorted(given.items(), key=lambda pair: pair[0])), id(view), records is None
+        with self._lock:
+            fresh = time.monotonic() - FRESH_SECONDS
+            self._jobs = {k: job for k, job in self._jobs.items() if job.done_at is None or job.done_at > fresh}
+            job = self._jobs.get(key)
+            if job is None or job.view is not view:
+                if self._stopping or sum(job.done_at is None for job in self._jobs.values()) >= self._most:
+                    raise ProblemError(503, f"{self._most} such questions wait already", headers=_BUSY)
+                if sum(len(answer.body) for answer in self._held) > MOST_HELD_BYTES:
+                    raise ProblemError(503, "answers of too many bytes are still being read", headers=_BUSY)
+                job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
+                self._lock.notify_all()
+            job.waiting += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+                self._thread.start()
+            return job
+
+    def _leave(self, job: _Job) -> None:
+        """One waits no more; a question that nobody waits for, and that is not begun, gives its place back."""
+        with self._lock:
+            job.waiting -= 1
+            if not job.waiting and not job.begun:
+                self._jobs = {key: other for key, other in self._jobs.items() if other is not job}
+
+    def _run(self) -> None:
+        """Serve the questions in this thread, which lives as long as the process that it starts."""
+        while (job := self._next()) is not None:
+            self._serve(job)
+
+    def _next(self) -> _Job | None:
+        """The next question; None, with the process ended, where none came for long, or all is to end."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._stopping or self._first() is not None, self._idle)
+            job = None if self._stopping else self._first()
+            if job is not None:
+                job.begun = True
+            else:  # whoever asks from here on starts another thread
+                self._end()
+                self._thread = None
+            return job
+
+    def _first(self) -> _Job | None:
+        return next((job for job in self._jobs.values() if not job.begun), None)
+
+    def _serve(self, job: _Job) -> None:
+        try:
+            if self._process is None:
+                self._process = _Process(self._command)
+            answer = self._process.ask(job, self._longest)
+        except Exception as error:  # noqa: BLE001 - whatever ends a process, another takes its place
+            self._end()
+            if not isinstance(error, _LateError):
+                log.warning("the worker process has ended: %r", error)
+            late = str(error) if isinstance(error, _LateError) else "the worker process has ended: ask again"
+            job.refuse(503, late, _BUSY)
+            return
+        if isinstance(answer, Refusal):
+            job.refuse(answer.status, answer.detail)
+            return
+        self._held.add(answer)
+        job.done_at = time.monotonic()
+        job.answered.set_result(answer)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+
+async def _gone(request: Request) -> None:
+    """Ends when the client does."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
