@@ -519,7 +519,7 @@ def flight(data: bytes) -> object:
 def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
     from agent import advise
-    from agent.http.pages import question
+    from agent.http.questions import question
     from agent.whatif import values_of
     from contracts.layout import Layout
 

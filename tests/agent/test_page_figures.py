@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agent.cli import terminal
 from agent.gate.report import Report
-from agent.http.pages import question
+from agent.http.questions import question
 from agent.pages import charts, drawing
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
