@@ -68,17 +68,20 @@ def sbom() -> dict[str, Any]:
     }  # fmt: skip
 
 
+_LICENCES = """\
+# Licences of the resident agent's packages
+
+By `make sbom` from the packages' metadata, for `locks/agent.txt`.
+"""
+
+
 def table() -> str:
     """docs/licences.md."""
     rows = []
     for one in components():
         said = one["licenses"][0]["license"]["name"]
-        rows.append(f"| {one['name']} | {one['version']} | {said} | {'copyleft' if COPYLEFT.search(said) else ''} |")
-    return (
-        "# Licences of the resident agent's packages\n\nWritten by `make sbom` from the packages' own metadata, for "
-        "the versions in `locks/agent.txt`.\nThe last column marks what is copyleft in any of its licences.\n\n"
-        "| package | version | licence as stated | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-    )
+        rows.append(f"- {one['name']} {one['version']}: {said}{' (copyleft)' if COPYLEFT.search(said) else ''}")
+    return "\n".join((_LICENCES, *rows)) + "\n"
 
 
 def main() -> None:
