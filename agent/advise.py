@@ -15,7 +15,6 @@ from agent.view import Group, View, grouped, look
 from collectives.bench.results import Measurement
 from contracts.layout import LayoutError
 from planner.advice import Interval, Note, Recommendation
-from planner.exports import frameworks as exports
 from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
 from planner.forecast.lengths import LengthsError, check_histogram
@@ -23,15 +22,16 @@ from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.render import render_env, render_k8s, render_shell
 from planner.recommend import recommend
+from planner.stacks import known as stacks
+from planner.stacks.export import ExportError, request_of
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
 from topology.complete import with_gpus
 from topology.graph import ClusterTopology
 
-_FRAMEWORKS = tuple(name for name in exports.formats() if name not in ("env", "shell"))
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
-EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *_FRAMEWORKS)
+EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 _FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
 
@@ -308,6 +308,6 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
         raise RequestError(f"format {form}: name a model, this is a format for layouts")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
     try:
-        return exports.export(form, exports.request_of(advice, ranks_per_node=max(1, world // nodes)))
-    except exports.ExportError as error:
+        return stacks.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
+    except ExportError as error:
         raise RequestError(str(error)) from None

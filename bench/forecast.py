@@ -65,16 +65,16 @@ def _layout(row: Row) -> Layout:
     if row.raw.get("act_recompute"):
         return row.layout
     choice = row.stack.default_checkpointing
-    if row.stack.name == "litgpt" and row.layout.world_size > 1:
+    if row.stack.engine.name == "litgpt" and row.layout.world_size > 1:
         choice = "full"  # its FSDP strategy checkpoints every block
-    if row.stack.name == "torchtune" and row.train.method != "qlora":
+    if row.stack.engine.name == "torchtune" and row.train.method != "qlora":
         # Its tables give the larger card the faster run without it; QLoRA's recipe is for the least memory.
         light = replace(row.layout, checkpointing="none")
-        fits = memory_parts(row.model, row.train, light, row.stack).total <= row.gpu.memory_bytes
+        fits = memory_parts(row.model, row.train, light, row.stack.engine).total <= row.gpu.memory_bytes
         choice = "none" if fits else choice
     layout = replace(row.layout, checkpointing=choice)
-    needed = memory_parts(row.model, row.train, layout, row.stack).total
-    if choice == "none" and row.stack.name not in ("megatron", "litgpt") and needed > 1.3 * row.gpu.memory_bytes:
+    needed = memory_parts(row.model, row.train, layout, row.stack.engine).total
+    if choice == "none" and row.stack.engine.name not in ("megatron", "litgpt") and needed > 1.3 * row.gpu.memory_bytes:
         return replace(row.layout, checkpointing="full")
     return layout
 
@@ -89,13 +89,14 @@ def _parts(job: Job, row: Row, layout: Layout) -> StepParts:
 
 def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
-    rates = gpu_rates(row.gpu, row.train, row.stack, row.precision, constants)
-    job = Job(model=row.model, train=row.train, links=row.links, rates=rates, stack=row.stack, constants=constants)
+    engine = row.stack.engine
+    rates = gpu_rates(row.gpu, row.train, engine, row.precision, constants)
+    job = Job(model=row.model, train=row.train, links=row.links, rates=rates, engine=engine, constants=constants)
     parts = _parts(job, row, layout)
-    fullest = memory_parts(row.model, row.train, layout, row.stack)
+    fullest = memory_parts(row.model, row.train, layout, engine)
     printed = fullest
     if "as printed" in (row.raw.get("mem_kind") or ""):  # a log line of rank 0
-        printed = memory_parts(row.model, row.train, layout, row.stack, first_stage=True)
+        printed = memory_parts(row.model, row.train, layout, engine, first_stage=True)
     memory = printed.tensors if row.memory_kind == "tensors" else printed.total
     if row.memory_kind == "reserved":
         memory -= printed.context

@@ -11,13 +11,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from stacks import Stack, stack_matching
+
 from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from hardware.gpus import Gpu, gpu_named
 from planner.forecast.hardware import GIGA
 from planner.forecast.links import NETWORK_SHARE, Links, Speed
 from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.stacks import Stack, stack_matching
 from planner.forecast.weights import weights
 
 Raw = dict[str, str]
@@ -162,7 +163,9 @@ def fused_loss(raw: Raw, stack: Stack) -> bool:
     if note.startswith("+") and "chunked" not in note:  # a table that adds one technique per row, this one not yet
         return False
     return (
-        "liger" in note or "chunked" in note or (stack.fused_cross_entropy and stack.name not in ("deepspeed", "trl"))
+        "liger" in note
+        or "chunked" in note
+        or (stack.engine.fused_cross_entropy and stack.engine.name not in ("deepspeed", "trl"))
     )
 
 
@@ -328,7 +331,7 @@ def read_row(raw: Raw) -> Row:
     checkpointing = read_checkpointing(raw)
     mfu, hfu = number(raw, "mfu_pct"), number(raw, "hfu_pct")
     share = None
-    if checkpointing == "selective" and mfu and hfu and hfu >= mfu and "megatron" not in stack.name:
+    if checkpointing == "selective" and mfu and hfu and hfu >= mfu and "megatron" not in stack.engine.name:
         share = min(1.0, 3.0 * (hfu / mfu - 1.0))
     try:
         layout = Layout(
@@ -338,7 +341,7 @@ def read_row(raw: Raw) -> Row:
             schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
             gradient_accumulation=accumulation, checkpointing=checkpointing or "none", precision=precision,
             offload=read_offload(raw),
-            compile=(raw.get("compile") or "").lower() == "yes" or (stack.compile and not raw.get("compile")),
+            compile=(raw.get("compile") or "").lower() == "yes" or (stack.engine.compile and not raw.get("compile")),
             fused_cross_entropy=fused_loss(raw, stack),
         )  # fmt: skip
     except LayoutError as error:

@@ -16,8 +16,6 @@ from planner.forecast.step_time import (
     ADAM_RANK_BYTES_PER_SECOND,
     Job,
     StepParts,
-    gathers,
-    scatters,
     step_parts,
     strides,
 )
@@ -85,12 +83,12 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     wide = 4.0 if layout.precision == "fp32" else 2.0
     if part == "gather":
         times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0)
-        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * gathers(job, layout)
+        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * job.engine.gathers(layout)
     if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
         n = layout.data_parallel
-        sent = (4.0 if layout.precision == "fp32" else job.stack.gradient_bytes) * trained * (n - 1) / n
+        sent = job.engine.reduced_bytes(layout) * trained * (n - 1) / n
         if layout.sharding == "zero3" and n > 1:
-            return sent * scatters(job, layout)
+            return sent * job.engine.scatters(job.train, layout)
         return 2.0 * sent
     if part == "tensor_parallel":
         rounds = 6.0 if layout.checkpointing == "full" else 4.0
@@ -207,7 +205,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     ideas: list[tuple[float, str]] = []
     double = replace(layout, micro_batch=layout.micro_batch * 2)
     gain = 1.0 - step_parts(job, double).total / double.global_batch / per_sequence
-    needed = memory_parts(job.model, job.train, double, job.stack, on_cpu=job.rates.device == "CPU").total
+    needed = memory_parts(job.model, job.train, double, job.engine, on_cpu=job.rates.device == "CPU").total
     if capacity is None or needed <= DEFAULT_MEMORY.safe_share * capacity:
         ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
                             "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
@@ -236,8 +234,8 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         gain = 1.0 - step_parts(quick, layout).total / base
         ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
     gpu = gpu_named(job.rates.device)
-    if gpu and gpu.matmul_fp8 and job.stack.fp8 and layout.precision == "bf16":
-        rates = gpu_rates(gpu, job.train, job.stack, "fp8", job.constants)
+    if gpu and gpu.matmul_fp8 and job.engine.fp8 and layout.precision == "bf16":
+        rates = gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)
         gain = 1.0 - step_parts(replace(job, rates=rates, _layers={}, _heads={}), layout).total / base
         ideas.append((gain, f"fp8 multiplications: {gain:.0%} less time, if the loss stays what it was"))
     if layout.offload != "none" and job.train.host_threads == 1:

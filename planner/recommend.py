@@ -21,11 +21,11 @@ from planner.forecast.lengths import check_histogram
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.stacks import engine_named
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.rules import Question, first_broken
 from planner.search import Candidate, Found, fitting, search
+from planner.stacks.known import engine_named
 from probes.api import Snapshot
 from probes.gpu.health import held_bytes
 from probes.gpu.probe import GpuFacts
@@ -66,16 +66,16 @@ def _rates(
     unknowns: list[str],
 ) -> Rates:  # fmt: skip
     node = cluster.nodes[0]
-    stack = engine_named(train.engine)
+    engine = engine_named(train.engine)
     if node.gpus:
         gpu = gpu_named(node.gpus[0].model)
         if gpu is not None:
-            return gpu_rates(gpu, train, stack, precision)
+            return gpu_rates(gpu, train, engine, precision)
         unknowns.append(f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an A100's; calibrate")
         fallback = gpu_named("A100")
         if fallback is None:
             raise LookupError("the table of GPUs lost its A100")
-        rates = gpu_rates(fallback, train, stack, precision)
+        rates = gpu_rates(fallback, train, engine, precision)
         memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
         return Rates(
             gemm=rates.gemm, attention=rates.attention, hbm=rates.hbm, memory_bytes=memory,
@@ -161,7 +161,7 @@ def plan(
     check_histogram(train.length_histogram)
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
-    stack = engine_named(train.engine)
+    engine = engine_named(train.engine)
     links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
     if train.precision not in _PRECISIONS:
@@ -178,7 +178,7 @@ def plan(
     if calibration is not None:
         check_device(calibration, rates.device, precision)
         links = with_links(calibration, links)
-        rates = apply_calibration(calibration, rates, stack, constants)
+        rates = apply_calibration(calibration, rates, engine, constants)
         calibrated = rates.how == "measured"
         if calibration.step_scale and calibration.engine == train.engine:
             scale, calibrated = calibration.step_scale, True
@@ -203,10 +203,10 @@ def plan(
         if speed is not None and speed.how == "assumed" and world > 1
     )
     return Planned(
-        job=Job(model=model, train=train, links=links, rates=rates, stack=stack, constants=constants,
+        job=Job(model=model, train=train, links=links, rates=rates, engine=engine, constants=constants,
                 host_adam_bytes_per_second=adam),
         question=Question(
-            model=model, train=train, links=links, stack=stack, has_gpu=has_gpu,
+            model=model, train=train, links=links, engine=engine, has_gpu=has_gpu,
             compute_capability=capability,
             host_memory_bytes=_host_memory(cluster, snapshots),
         ),
@@ -268,7 +268,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     """
     parts = step_parts(planned.job, layout)
     memory = memory_parts(
-        planned.question.model, planned.question.train, layout, planned.question.stack,
+        planned.question.model, planned.question.train, layout, planned.question.engine,
         on_cpu=not planned.question.has_gpu,
     )  # fmt: skip
     candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contracts.layout import Layout
+from planner.forecast.engine import Engine
 from planner.forecast.hardware import GIB, GIGA
 from planner.forecast.links import Links
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.stacks import Stack, as_run
 from planner.forecast.weights import weights
 
 
@@ -23,7 +23,7 @@ class Question:
     model: ModelSpec
     train: TrainSpec
     links: Links
-    stack: Stack
+    engine: Engine
     has_gpu: bool = True
     compute_capability: tuple[int, int] | None = None
     host_memory_bytes: float | None = None  # of one node; None unknown
@@ -41,7 +41,7 @@ def heads_divide(q: Question, at: Layout) -> str | None:
 
 def kv_heads_divide(q: Question, at: Layout) -> str | None:
     """Key and value heads are split too; Megatron copies them where there are too few."""
-    if q.model.kv_heads % at.tp and not (q.stack.name == "megatron" and at.tp % q.model.kv_heads == 0):
+    if q.model.kv_heads % at.tp and not (q.engine.copies_kv_heads and at.tp % q.model.kv_heads == 0):
         return f"{q.model.kv_heads} key/value heads do not divide by TP={at.tp}"
     return None
 
@@ -145,61 +145,77 @@ def precision_exists(q: Question, at: Layout) -> str | None:
 
 def engine_runs(q: Question, at: Layout) -> str | None:
     """What the chosen engine can really do."""
-    can, name = q.stack.can, q.stack.name
-    for word, used in (("tp", at.tp > 1), ("pp", at.pp > 1), ("cp", at.cp > 1), ("ep", at.ep > 1)):
-        if used and word not in can:
-            return f"{name} has no {word.upper()}"
-    if at.sequence_parallel and "sp" not in can:
-        return f"{name} has no sequence parallelism"
-    sharded = at.dp_shard > 1 and at.sharding != "ddp"
-    hybrid = at.sharding == "zero3" and at.dp_shard > 1 and at.dp_replicate > 1
-    if sharded and at.sharding not in can:
-        return f"{name} has no {at.sharding}"
-    if hybrid and "hsdp" not in can:
-        return f"{name} has no HSDP"
-    if at.data_parallel > 1 and not sharded and "ddp" not in can:
-        return f"{name} has no DDP"
-    axes = [w for w, used in (("tp", at.tp > 1), ("pp", at.pp > 1), ("dp", at.data_parallel > 1)) if used]
-    if len(axes) > 1 and "+".join(axes) not in q.stack.together:
-        return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
-    if name == "topoflight" and q.model.family == "gpt2" and (at.tp > 1 or at.pp > 1):
-        return "topoflight splits Llama-like modules over TP and PP, not GPT-2's"
-    if name == "topoflight" and q.model.experts and (at.tp > 1 or at.pp > 1):
-        return "topoflight splits dense models only over TP and PP"
-    if name == "topoflight" and at.pp > 1 and q.model.tied_embeddings:
-        return "topoflight has no PP for tied embeddings: both ends would train their own copy"
-    if name == "topoflight" and at.sequence_parallel and (q.train.method != "full" or q.train.packing):
-        return "topoflight has no sequence parallelism with adapters or packed rows"
-    flash = q.train.attention == "flash" and q.has_gpu
-    if name == "topoflight" and at.sequence_parallel and not flash:
-        if q.train.attention == "eager":
-            return "topoflight has no sequence parallelism with eager attention: its mask needs the whole sequence"
-        if q.model.sliding_window is not None:
-            return "topoflight has no sequence parallelism with a sliding window: its mask needs the whole sequence"
-    if name == "topoflight" and at.precision == "fp16":
-        return "topoflight has no fp16"
-    if at.checkpointing not in q.stack.checkpointing:
-        return f"{name} has no {at.checkpointing} checkpointing"
-    if at.offload != "none" and at.offload not in q.stack.offloads:
-        return f"{name} has no offload of {at.offload}"
-    if at.offload != "none" and not q.has_gpu:
-        return "without a GPU everything is in host memory already"
-    if at.offload == "all" and not (as_run(at, q.stack).sharding == "zero3" and at.dp_shard > 1):
-        return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
-    if at.precision == "fp8" and not q.stack.fp8:
-        return f"{name} has no fp8"
-    return None
+    return engine_lacks(q.engine, q.model, q.train, at, has_gpu=q.has_gpu)
 
 
 def method_runs(q: Question, at: Layout) -> str | None:
     """LoRA and QLoRA where the engine has them; 4-bit blocks need whole matrices, and a forecast of them a GPU."""
-    if q.train.method not in q.stack.methods:
-        return f"{q.stack.name} has no {q.train.method}"
-    if q.train.method == "qlora":
-        if not q.has_gpu:
-            return "QLoRA is planned for GPUs: a CPU unpacks 4-bit weights too, for a time that is not forecast"
-        if at.tp > 1 or at.cp > 1:  # a pipeline's stages hold whole layers
-            return "QLoRA's 4-bit blocks do not split over TP or CP"
+    return method_lacks(q.engine, q.train, at, has_gpu=q.has_gpu)
+
+
+def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
+    """What an engine would need to run a layout."""
+    return (
+        _degrees_lacking(engine, at)
+        or _sharding_lacking(engine, at)
+        or _combination_lacking(engine, at)
+        or engine.refuses(model, train, at, has_gpu=has_gpu)
+        or _memory_savers_lacking(engine, at, has_gpu=has_gpu)
+        or (f"{engine.name} has no fp8" if at.precision == "fp8" and not engine.fp8 else None)
+    )
+
+
+def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
+    for word, degree in (("tp", at.tp), ("pp", at.pp), ("cp", at.cp), ("ep", at.ep)):
+        if degree > 1 and word not in engine.can:
+            return f"{engine.name} has no {word.upper()}"
+    if at.sequence_parallel and "sp" not in engine.can:
+        return f"{engine.name} has no sequence parallelism"
+    return None
+
+
+def _sharding_lacking(engine: Engine, at: Layout) -> str | None:
+    sharded = at.dp_shard > 1 and at.sharding != "ddp"
+    if sharded and at.sharding not in engine.can:
+        return f"{engine.name} has no {at.sharding}"
+    if sharded and at.sharding == "zero3" and at.dp_replicate > 1 and "hsdp" not in engine.can:
+        return f"{engine.name} has no HSDP"
+    if at.data_parallel > 1 and not sharded and "ddp" not in engine.can:
+        return f"{engine.name} has no DDP"
+    return None
+
+
+def _combination_lacking(engine: Engine, at: Layout) -> str | None:
+    axes = [w for w, degree in (("tp", at.tp), ("pp", at.pp), ("dp", at.data_parallel)) if degree > 1]
+    if len(axes) > 1 and "+".join(axes) not in engine.together:
+        return f"{engine.name} does not combine {' and '.join(a.upper() for a in axes)}"
+    return None
+
+
+def _memory_savers_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+    if at.checkpointing not in engine.checkpointing:
+        return f"{engine.name} has no {at.checkpointing} checkpointing"
+    if at.offload == "none":
+        return None
+    if at.offload not in engine.offloads:
+        return f"{engine.name} has no offload of {at.offload}"
+    if not has_gpu:
+        return "without a GPU everything is in host memory already"
+    if at.offload == "all" and not (engine.as_run(at).sharding == "zero3" and at.dp_shard > 1):
+        return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
+    return None
+
+
+def method_lacks(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
+    """What would be needed to train by this method."""
+    if train.method not in engine.methods:
+        return f"{engine.name} has no {train.method}"
+    if train.method != "qlora":
+        return None
+    if not has_gpu:
+        return "QLoRA is planned for GPUs: a CPU unpacks 4-bit weights too, for a time that is not forecast"
+    if at.tp > 1 or at.cp > 1:  # a pipeline's stages hold whole layers
+        return "QLoRA's 4-bit blocks do not split over TP or CP"
     return None
 
 

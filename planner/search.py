@@ -62,32 +62,32 @@ def _expert_degrees(most: int, island: int) -> list[int]:
 
 def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
     """Sharding, dp_shard, dp_replicate, reshard_after_forward."""
-    can = question.stack.can
+    can = question.engine.can
     if dp == 1:
         yield "zero3" if "zero3" in can else "ddp", 1, 1, True
         return
     if "ddp" in can:
         yield "ddp", 1, dp, True
     for zero in ("zero1", "zero2"):
-        if zero in can and not (zero == "zero2" and question.stack.states == "fsdp_fp32"):  # FSDP's comes below
+        if zero in can and (zero == "zero1" or question.engine.has_zero2):  # FSDP's comes below
             yield zero, dp, 1, True
     if "zero3" in can:
         yield "zero3", dp, 1, True
-        if question.stack.reshard:
+        if question.engine.reshard:
             yield "zero3", dp, 1, False
     if "hsdp" in can:
         group = max(2, in_node)
         while group < dp:
             if dp % group == 0:
                 yield "zero3", group, dp // group, True
-                if question.stack.reshard and group == in_node:
+                if question.engine.reshard and group == in_node:
                     yield "zero3", group, dp // group, False
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
 def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
     yield 1
-    if pp == 1 or not question.stack.interleaved or question.model.layers % pp or micro_batches % pp:
+    if pp == 1 or not question.engine.interleaved or question.model.layers % pp or micro_batches % pp:
         return
     chunks = question.model.layers // pp
     for v in _divisors(chunks):
@@ -177,14 +177,10 @@ def search(
     over: dict[str, float] = {}  # by how many bytes the lightest layout of a family misses the memory
     uneven: dict[int, None] = {}  # data-parallel degrees that do not divide the batch, in the order met
     forbidden: dict[str, Rejected] = {}
-    train, stack = question.train, question.stack
-    fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else stack.fused_cross_entropy
+    train, engine = question.train, question.engine
+    fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
     budget = capacity * DEFAULT_MEMORY.safe_share if capacity else None
     on_cpu = not question.has_gpu
-    # The fine-tune job's adapters need whole sequences, as do its packed rows.
-    splits_sequence = "sp" in stack.can and not (
-        stack.name == "topoflight" and (train.method != "full" or train.packing)
-    )
     for tp, pp, cp, ep in _degrees(question, world, found):
         if any(named.get(name, degree) != degree for name, degree in (("tp", tp), ("pp", pp), ("cp", cp))):
             continue
@@ -205,11 +201,11 @@ def search(
                     base = Layout(
                         world_size=world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                         sharding=sharding, reshard_after_forward=reshard,
-                        sequence_parallel=tp > 1 and splits_sequence,
+                        sequence_parallel=tp > 1 and engine.splits_sequence(train),
                         schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
                         stage_layers=_stages(question.model.layers, pp), micro_batch=micro,
                         gradient_accumulation=accumulation, precision=precision, fused_cross_entropy=fused,
-                        compile=stack.compile,
+                        compile=engine.compile,
                     )  # fmt: skip
                     if any(getattr(base, name) != value for name, value in named.items() if name not in _FITTED):
                         continue
@@ -262,22 +258,22 @@ def fitting(
     least = float("inf")
     choices: tuple[Checkpointing, ...] = ("none", "selective", "full")
     for choice in choices:
-        if choice not in question.stack.checkpointing or named.get("checkpointing", choice) != choice:
+        if choice not in question.engine.checkpointing or named.get("checkpointing", choice) != choice:
             continue
         if named.get("offload", "none") != "none":
             break
         layout = base if choice == "none" else replace(base, checkpointing=choice)
-        memory = memory_parts(question.model, question.train, layout, question.stack, on_cpu=on_cpu)
+        memory = memory_parts(question.model, question.train, layout, question.engine, on_cpu=on_cpu)
         if budget is None or memory.total <= budget:
             return layout, memory
         least = min(least, memory.total - budget)
-    for where in question.stack.offloads:  # slow, so only where nothing else fits
+    for where in question.engine.offloads:  # slow, so only where nothing else fits
         if named.get("offload", where) != where or named.get("checkpointing", "full") != "full":
             continue
         layout = replace(base, checkpointing="full", offload=where)
         if first_broken(question, layout) is not None:
             continue
-        memory = memory_parts(question.model, question.train, layout, question.stack, on_cpu=on_cpu)
+        memory = memory_parts(question.model, question.train, layout, question.engine, on_cpu=on_cpu)
         if budget is None or memory.total <= budget:
             return layout, memory
     return least

@@ -20,7 +20,6 @@ from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import GateError, select
 from agent.jobs.launch import plan_document
 from planner.advice import Reason, Recommendation, Setting
-from planner.exports import frameworks as exports
 from planner.forecast import models
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
@@ -36,6 +35,8 @@ from planner.kubernetes.job import (
     family,
     from_advice,
 )
+from planner.stacks.export import request_of
+from planner.stacks.known import export
 from probes.api import Snapshot
 from probes.interfaces.probe import InterfacesFacts
 
@@ -513,7 +514,7 @@ def _delete(client: Client, job: Document) -> None:
 
 
 def _config(advice: Recommendation, spec: JobSpec) -> str:
-    return exports.export("finetune", exports.request_of(advice, ranks_per_node=spec.processes_per_node))
+    return export("finetune", request_of(advice, ranks_per_node=spec.processes_per_node))
 
 
 def _pair(word: str, option: str) -> tuple[str, str]:

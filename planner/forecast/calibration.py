@@ -16,10 +16,10 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from hardware.gpus import gpu_named
 from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
+from planner.forecast.engine import Engine
 from planner.forecast.links import Links
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec
-from planner.forecast.stacks import Stack
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -186,7 +186,7 @@ def with_links(calibration: Calibration, links: Links) -> Links:
     return links
 
 
-def apply_calibration(calibration: Calibration, rates: Rates, stack: Stack, constants: Constants = DEFAULT) -> Rates:
+def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, constants: Constants = DEFAULT) -> Rates:
     """Rates with the measured ones in place of the derived; a layer's timing scales every rate alike."""
     inputs: list[str] = []
     if calibration.gemm_flops_per_second:
@@ -197,7 +197,7 @@ def apply_calibration(calibration: Calibration, rates: Rates, stack: Stack, cons
     if calibration.layer:
         timing = calibration.layer
         cost = layer_cost(
-            _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, stack,
+            _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
             constants=constants,
         )  # fmt: skip
         took = timing.forward_seconds + timing.backward_seconds

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hardware.gpus import Gpu
+from planner.forecast.engine import Engine
 from planner.forecast.hardware import ASSUMED_CPU_FLOPS_PER_CORE, ASSUMED_CPU_MEMORY_BYTES_PER_SECOND, GIB
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.stacks import Stack
 from planner.forecast.weights import mlp_width
 
 
@@ -95,9 +95,9 @@ def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float]:
     return attention, sustained
 
 
-def gpu_rates(gpu: Gpu, train: TrainSpec, stack: Stack, precision: str, constants: Constants = DEFAULT) -> Rates:
+def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Rates of a known GPU."""
-    kernel = "unfused" if train.attention == "eager" else stack.attention
+    kernel = "unfused" if train.attention == "eager" else engine.attention
     share, sustained = _shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share
@@ -156,65 +156,85 @@ def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
 
 
 def layer_cost(
-    model: ModelSpec, tokens: float, sequence: float, tp: int, sequence_parallel: bool, rates: Rates, stack: Stack,
+    model: ModelSpec, tokens: float, sequence: float, tp: int, sequence_parallel: bool, rates: Rates, engine: Engine,
     *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, constants: Constants = DEFAULT,
 ) -> LayerCost:  # fmt: skip
     """Forward seconds of one layer for `tokens` on this rank, of sequences `sequence` long."""
     if model.dense_layers:  # the mean over the layers
         share = model.dense_layers / model.layers
         sparse, dense = (
-            layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, stack, ep=ep, lora_targets=lora_targets,
+            layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, engine, ep=ep, lora_targets=lora_targets,
                        compiled=compiled, constants=constants)
             for kind in (replace(model, dense_layers=0), replace(model, dense_layers=0, experts=0))
         )  # fmt: skip
         return LayerCost(*(s + share * (d - s) for s, d in zip(sparse, dense, strict=True)))
-    h = float(model.hidden)
+    fused = engine.fused or compiled
+    hidden_passes = constants.hidden_passes_compiled if compiled else constants.hidden_passes_eager
+    if engine.fused:
+        hidden_passes = constants.hidden_passes_fused
+    ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
+    moved = tokens * rates.element_bytes * (
+        hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
+    )  # fmt: skip
+    kernels = constants.kernels_fused if fused else constants.kernels_eager
+    for into, out in _adapted(model, tp, lora_targets):
+        inputs = 1.0 if fused else constants.lora_inputs
+        moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
+        kernels += constants.lora_kernels
+    return LayerCost(
+        _products(model, tokens, tp, ep, constants) / rates.gemm,
+        _attention(model, tokens, sequence, tp, rates, constants),
+        moved / rates.hbm,
+        kernels * rates.launch_seconds,
+    )
+
+
+def _widths(model: ModelSpec, tp: int) -> tuple[float, float, float]:
+    """Columns of the queries, of the keys, and of one MLP or expert, on one rank."""
     q = model.heads * model.head_dim / tp
     kv = model.kv_heads * model.head_dim / max(1, min(tp, model.kv_heads))
-    qkv = q + 2 * kv
-    width = (model.expert_ffn if model.experts else model.ffn) / tp
+    return q, kv, (model.expert_ffn if model.experts else model.ffn) / tp
+
+
+def _products(model: ModelSpec, tokens: float, tp: int, ep: int, constants: Constants) -> float:
+    """FLOPs of a layer's multiplications, each raised by what its shape loses."""
+    h, (q, kv, width) = float(model.hidden), _widths(model, tp)
     rows, copies = tokens, 1
     if model.experts:  # one of the local experts, balanced, and how many there are
         rows = tokens * model.experts_per_token / model.experts * ep
         copies = max(1, model.experts // ep)
     shapes: tuple[tuple[float, float, float, int], ...] = (
-        (tokens, qkv, h, 1), (tokens, h, q, 1),
+        (tokens, q + 2 * kv, h, 1), (tokens, h, q, 1),
         (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies),
     )  # fmt: skip
     if model.experts and model.shared_expert_ffn:
         shared = model.shared_expert_ffn / tp
         shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))
-    gemm = sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
+    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes)
+
+
+def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates: Rates, constants: Constants) -> float:
+    """Seconds of the attention kernel."""
     window = min(sequence, model.sliding_window) if model.sliding_window else sequence
     if model.sliding_window and model.sliding_layers is not None:
         window += (sequence - window) * (1.0 - model.sliding_layers / model.layers)  # the mean over the layers
     elif model.sliding_window and model.family == "gemma2":
         window = (window + sequence) / 2.0  # every other layer is global
-    attention = 4.0 * tokens * window * q / rates.attention
+    seconds = 4.0 * tokens * window * _widths(model, tp)[0] / rates.attention
     if model.head_dim % 8:
-        attention *= constants.head_misalign
+        seconds *= constants.head_misalign
     if rates.attention_unfused:
-        attention += 2.0 * constants.score_passes * tokens * window * (model.heads / tp) / rates.hbm
-    else:  # causal: the upper triangle is skipped, but for the tiles on the diagonal
-        attention *= 0.5 * (1.0 + constants.attention_short / window)
-    fused = stack.fused or compiled
-    hidden_passes = constants.hidden_passes_compiled if compiled else constants.hidden_passes_eager
-    if stack.fused:
-        hidden_passes = constants.hidden_passes_fused
-    ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
-    moved = tokens * rates.element_bytes * (
-        hidden_passes * h / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
-    )  # fmt: skip
-    kernels = constants.kernels_fused if fused else constants.kernels_eager
-    if lora_targets:
-        sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "gate_proj": (h, width),
-                 "up_proj": (h, width), "down_proj": (width, h)}  # fmt: skip
-        for target in lora_targets:
-            into, out = sides.get(target, (0.0, 0.0))
-            inputs = 1.0 if fused else constants.lora_inputs
-            moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
-            kernels += constants.lora_kernels
-    return LayerCost(gemm, attention, moved / rates.hbm, kernels * rates.launch_seconds)
+        return seconds + 2.0 * constants.score_passes * tokens * window * (model.heads / tp) / rates.hbm
+    # Causal: the upper triangle is skipped, but for the tiles on the diagonal.
+    return seconds * (0.5 * (1.0 + constants.attention_short / window))
+
+
+def _adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[tuple[float, float]]:
+    """Input and output columns of each adapted product."""
+    h, (q, kv, width) = float(model.hidden), _widths(model, tp)
+    sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "gate_proj": (h, width),
+             "up_proj": (h, width), "down_proj": (width, h)}  # fmt: skip
+    return [sides.get(target, (0.0, 0.0)) for target in targets]
 
 
 def head_cost(

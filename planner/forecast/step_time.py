@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
+from planner.forecast.engine import NF4_BYTES, Engine, fullest_stage
 from planner.forecast.lengths import expected_longest, mean_length
 from planner.forecast.links import Links
-from planner.forecast.memory import NF4_BYTES
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.stacks import Stack, as_run
-from planner.forecast.weights import trained_weights, weights
+from planner.forecast.weights import Weights, trained_weights, weights
 
 
 class StepParts(NamedTuple):
@@ -70,7 +69,7 @@ class Job:
     train: TrainSpec
     links: Links
     rates: Rates
-    stack: Stack
+    engine: Engine
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class Job:
             adapters = self.train.lora_targets if self.train.method != "full" else ()
             cost = self._layers[key] = layer_cost(
                 self.model, tokens, self.sequence(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
-                self.stack, ep=layout.ep, lora_targets=adapters, compiled=layout.compile, constants=self.constants,
+                self.engine, ep=layout.ep, lora_targets=adapters, compiled=layout.compile, constants=self.constants,
             )  # fmt: skip
         return cost
 
@@ -127,175 +126,279 @@ def strides(layout: Layout) -> tuple[int, int, int, int]:
     return cp, shard, replicate, replicate * layout.dp_replicate
 
 
-def scatters(job: Job, layout: Layout) -> int:
-    """How often one step reduces sharded gradients.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What the parts of one layout's step follow from."""
 
-    The fine-tune job scatters a whole model's after each micro-batch, adapters' and a pipeline's after the last.
-    """
-    once = job.stack.name == "topoflight" and (job.train.method != "full" or layout.pp > 1)
-    every = layout.reshard_after_forward or layout.pp == 1
-    return layout.gradient_accumulation if every and not once else 1
+    job: Job
+    layout: Layout  # as the engine runs it
+    count: Weights
+    tokens: float  # of a micro-batch on one rank
+    layers: float  # of the fullest stage
+    cost: LayerCost
+    local: float  # weights of one rank before data parallelism shards them
+    trained: float  # of these, with a gradient
+    on_cpu: bool  # starting an operator and running it share one thread: nothing hides it
+    sharded: bool
+
+    @property
+    def full(self) -> bool:
+        """Whether every weight is trained."""
+        return self.job.train.method == "full"
+
+    @property
+    def wide(self) -> float:
+        """Bytes of an activation or a gathered weight."""
+        return 4.0 if self.layout.precision == "fp32" else 2.0
+
+    @property
+    def ends(self) -> float:
+        """FSDP units beside the layers."""
+        return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
+
+    @property
+    def hooks(self) -> float:
+        """Seconds of the hooks of one unit and pass."""
+        return self.job.constants.unit_kernels * self.job.rates.launch_seconds if self.sharded else 0.0
 
 
-def gathers(job: Job, layout: Layout) -> int:
-    """How often one step gathers what it keeps gathered until the backward pass, or until the step is over."""
-    kept = not layout.reshard_after_forward and (layout.pp > 1 or job.stack.name == "topoflight")
-    return 1 if kept else layout.gradient_accumulation
+class _Layer(NamedTuple):
+    """Seconds of one layer and micro-batch on one rank."""
+
+    forward: float
+    backward: float
+    recompute: float
+    host: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+
+
+class _Micro(NamedTuple):
+    """Seconds of one micro-batch on the fullest stage."""
+
+    forward: float
+    backward: float  # with the head, both ways
+    head: float
+    head_gemm: float
+    head_loss: float
+
+
+class _Exchange(NamedTuple):
+    """What data parallelism adds to a step: seconds that show, and seconds of copies of each micro-batch."""
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    copied: float = 0.0
 
 
 def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast one layout."""
-    model, train, stack, links, k = job.model, job.train, job.stack, job.links, job.constants
-    layout = as_run(layout, stack)
-    count = weights(model)
-    full = train.method == "full"
-    tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
-    micro_batches = layout.gradient_accumulation
-    per_rank = model.layers / layout.pp
-    if layout.stage_layers:
-        per_rank = float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
-    elif model.layers % layout.pp:
-        per_rank = float(-(-model.layers // layout.pp))
-
-    cost = job.layer(layout, tokens)
-    forward_layer = cost.gemm + cost.attention + cost.elementwise
-    gemm_back = 2.0 if full else 1.0  # frozen weights get no gradient
-    backward_layer = cost.gemm * gemm_back + cost.attention * 2.5 + cost.elementwise * 2.0
-    recompute_layer = forward_layer if layout.checkpointing == "full" else 0.0
-    if layout.checkpointing == "selective":
-        # Megatron runs the core of attention again; FSDP stacks every second product and what lies between.
-        core = stack.states in ("megatron", "deepspeed")
-        recompute_layer = cost.attention if core else 0.5 * cost.gemm + cost.elementwise
-    on_cpu = job.rates.device == "CPU"  # where starting an operator and running it share one thread: nothing hides it
-    sharded = layout.sharding == "zero3" and layout.dp_shard > 1
-    ends = (2.0 if stack.ends_apart else 1.0) if sharded else 0.0  # FSDP units beside the layers
-    hooks = k.unit_kernels * job.rates.launch_seconds if sharded else 0.0
-    forward_host, backward_host = cost.host + hooks, 1.7 * cost.host + hooks
-    forward_host = forward_host if on_cpu else max(0.0, forward_host - forward_layer)
-    backward_host = backward_host if on_cpu else max(0.0, backward_host - backward_layer)
-    host_layer = forward_host * (2.0 if layout.checkpointing == "full" else 1.0) + backward_host
-    host_ends = 2.0 * ends * hooks if on_cpu else 0.0  # beside a GPU, the head's product hides them
-
-    head_gemm, head_loss = job.head(layout, tokens)
-    head = head_gemm * (2.0 + (1.0 if full else 0.0)) + head_loss
-
-    wide = 4.0 if layout.precision == "fp32" else 2.0  # bytes of an activation or a gathered weight
-    # Tensor parallelism: an all-reduce (or its two halves) after attention and after the MLP, forward and backward.
-    tp_layer = 0.0
-    if layout.tp > 1:
-        rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
-        exposed = 1.0 - k.tp_hidden if stack.tp_overlap and layout.sequence_parallel else 1.0
-        tp_layer = rounds * exposed * links.all_reduce_seconds(wide * tokens * model.hidden, layout.tp, 1)
-    cp_stride, shard_stride, replicate_stride, pp_stride = strides(layout)
-    cp_layer = 0.0
-    if layout.cp > 1:
-        kv = 2.0 * wide * tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
-        ring = links.ring_seconds(kv, layout.cp, cp_stride)
-        cp_layer = max(0.0, ring - cost.attention) + max(0.0, 2.0 * ring - 2.5 * cost.attention) + 0.3 * ring
-    ep_layer = 0.0
-    if layout.ep > 1:
-        sent = wide * tokens * model.experts_per_token * model.hidden
-        ep_layer = 4.0 * links.all_to_all_seconds(sent, layout.ep, layout.tp)
-
-    # One micro-batch on the fullest stage, forward and backward.
-    forward = per_rank * (forward_layer + tp_layer / 2.0 + cp_layer / 3.0 + ep_layer / 2.0)
-    backward = per_rank * (
-        backward_layer + recompute_layer + tp_layer / 2.0 + cp_layer * 2.0 / 3.0 + ep_layer / 2.0 + host_layer
-    )
-    backward += head
-    compute_micro = forward + backward
-
-    local = (count.total / (layout.tp * layout.pp)) if layout.pp == 1 else (
-        (count.all_layers / layout.pp + max(count.embedding, count.head)) / layout.tp
-    )  # fmt: skip
-    gradient_bytes = 4.0 if layout.precision == "fp32" else float(stack.gradient_bytes)
-    gather = reduce = 0.0
-    gathered_bytes = (NF4_BYTES if train.method == "qlora" else wide) * local
-    copied = 0.0
-    if sharded:
-        gather_once = links.ring_seconds(gathered_bytes, layout.dp_shard, shard_stride, per_rank + ends)
-        again = gather_once if layout.reshard_after_forward else 0.0
-        reduced = gradient_bytes * (local if full else trained_weights(model, train) / (layout.tp * layout.pp))
-        scatter = links.scatter_seconds(reduced, layout.dp_shard, shard_stride, per_rank + ends)
-        if on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
-            ahead, behind, late = gather_once, again, scatter
-            # A gather copies the shard in and everything out again; so does a scatter.
-            once_copied = (2.0 + 2.0 / layout.dp_shard) / job.rates.hbm
-            passes = gathers(job, layout) * (2.0 if layout.reshard_after_forward else 1.0)
-            copied = once_copied * (gathered_bytes * passes + reduced * scatters(job, layout)) / micro_batches
-        else:
-            ahead = _overlap(forward, gather_once, k.overlap_loss) - forward + gather_once / max(1.0, per_rank)
-            shown = _overlap(backward, again + scatter, k.overlap_loss) - backward
-            late = shown * scatter / (again + scatter) if scatter else 0.0
-            behind = shown - late
-            late += scatter / max(1.0, per_rank)
-        gather, reduce = gathers(job, layout) * (ahead + behind), scatters(job, layout) * late
-        if layout.dp_replicate > 1:
-            across = links.all_reduce_seconds(
-                gradient_bytes * trained_weights(model, train) / (layout.tp * layout.pp * layout.dp_shard),
-                layout.dp_replicate, replicate_stride,
-            )  # fmt: skip
-            reduce += _overlap(backward, across, k.overlap_loss) - backward + across / max(1.0, per_rank)
-    elif layout.data_parallel > 1:
-        trained = local if full else trained_weights(model, train) / (layout.tp * layout.pp)
-        group, stride = layout.data_parallel, shard_stride
-        one_way = links.ring_seconds(gradient_bytes * trained, group, stride, per_rank)
-        back_way = one_way
-        if layout.sharding in ("zero1", "zero2"):
-            back_way = links.ring_seconds(wide * trained, group, stride, per_rank)  # updated weights, as computed with
-        if stack.dp_overlap:
-            # gloo's threads and the compute share the cores of one host; what waits for a network is hidden
-            loss = 1.0 if on_cpu and links.network is None else k.overlap_loss
-            last = one_way / max(2.0, per_rank)
-            if layout.pp == 1 and full:  # the embedding's gradient comes last and is one bucket
-                last = max(last, one_way * count.embedding / count.total)
-            if layout.sharding == "ddp":
-                reduce = _overlap(backward, 2.0 * (one_way - last), loss) - backward + 2.0 * last
-            else:  # updated weights are gathered under the next forward pass
-                reduce = _overlap(backward, one_way - last, loss) - backward + last
-                reduce += _overlap(forward, back_way, loss) - forward
-        else:
-            reduce = one_way + back_way
-        if stack.reduce_every_micro_batch and layout.sharding == "zero2":
-            reduce *= micro_batches
-
-    gathered_micro = gather / micro_batches
-    bubble = send = 0.0
-    if layout.pp > 1:
-        bubble = (layout.pp - 1) / layout.virtual_stages * (compute_micro - head + gathered_micro)
-        message = wide * tokens * model.hidden / layout.tp
-        one = links.send_seconds(message, pp_stride)
-        # Each boundary: activations forward, gradients back; sends run under the compute of other micro-batches,
-        # but a stage waits for its neighbour once per chunk.
-        send = 2.0 * one * (layout.pp - 1) + 0.5 * one * layout.virtual_stages * micro_batches
-    trained_here = (local if full else trained_weights(model, train) / (layout.tp * layout.pp)) / (
-        layout.dp_shard if layout.sharding != "ddp" else 1
-    )
-    if layout.sharding in ("zero1", "zero2") and layout.dp_shard == 1:
-        trained_here /= layout.dp_replicate
-    optimizer = k.optimizer_bytes * trained_here / job.rates.hbm
-    offload = 0.0
-    if layout.offload != "none":
-        optimizer = 0.0
-        offload = 28.0 * trained_here / job.host_adam_bytes_per_second
-        offload += (wide + 4.0) * trained_here / links.host.bytes_per_second
-        if layout.offload == "all":
-            shard = local / layout.dp_shard  # weights in for both passes, gradients out, each micro-batch
-            offload += (2.0 * wide + wide) * shard * micro_batches / links.host.bytes_per_second
-    m, layers = micro_batches, per_rank
+    step = _step(job, job.engine.as_run(layout))
+    layout, cost = step.layout, step.cost
+    layer = _layer(step)
+    micro = _micro_batch(step, layer)
+    exchange = _sharded(step, micro) if step.sharded else _replicated(step, micro)
+    bubble, send = _pipeline(step, micro, exchange.gather)
+    optimizer, offload = _optimizer(step)
+    m, layers = layout.gradient_accumulation, step.layers
+    head_passes = 2.0 + (1.0 if step.full else 0.0)
+    host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # beside a GPU, the head's product hides them
     return StepParts(
-        gemm=m * (layers * cost.gemm * (1.0 + gemm_back) + head_gemm * (2.0 + (1.0 if full else 0.0))),
+        gemm=m * (layers * cost.gemm * (1.0 + (2.0 if step.full else 1.0)) + micro.head_gemm * head_passes),
         attention=m * layers * cost.attention * 3.5,
-        elementwise=m * (layers * cost.elementwise * 3.0 + head_loss + copied),
-        recompute=m * layers * recompute_layer,
-        host=m * (layers * host_layer + host_ends),
-        tensor_parallel=m * layers * tp_layer,
-        context_parallel=m * layers * cp_layer,
-        expert_parallel=m * layers * ep_layer,
-        gather=gather,
-        reduce=reduce,
+        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + exchange.copied),
+        recompute=m * layers * layer.recompute,
+        host=m * (layers * layer.host + host_ends),
+        tensor_parallel=m * layers * layer.tensor_parallel,
+        context_parallel=m * layers * layer.context_parallel,
+        expert_parallel=m * layers * layer.expert_parallel,
+        gather=exchange.gather,
+        reduce=exchange.reduce,
         pipeline_send=send,
         bubble=bubble,
         optimizer=optimizer,
         offload=offload,
     )
+
+
+def _step(job: Job, layout: Layout) -> _Step:
+    count = weights(job.model)
+    tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
+    local = count.total / (layout.tp * layout.pp)
+    if layout.pp > 1:
+        local = (count.all_layers / layout.pp + max(count.embedding, count.head)) / layout.tp
+    full = job.train.method == "full"
+    return _Step(
+        job=job,
+        layout=layout,
+        count=count,
+        tokens=tokens,
+        layers=fullest_stage(job.model, layout),
+        cost=job.layer(layout, tokens),
+        local=local,
+        trained=local if full else trained_weights(job.model, job.train) / (layout.tp * layout.pp),
+        on_cpu=job.rates.device == "CPU",
+        sharded=layout.sharding == "zero3" and layout.dp_shard > 1,
+    )
+
+
+def _layer(step: _Step) -> _Layer:
+    cost = step.cost
+    forward = cost.gemm + cost.attention + cost.elementwise
+    # Frozen weights get no gradient.
+    backward = cost.gemm * (2.0 if step.full else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
+    gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
+    return _Layer(
+        forward=forward,
+        backward=backward,
+        recompute=gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise,
+        host=_host(step, forward, backward),
+        tensor_parallel=_tensor_parallel(step),
+        context_parallel=_context_parallel(step),
+        expert_parallel=_expert_parallel(step),
+    )
+
+
+def _host(step: _Step, forward: float, backward: float) -> float:
+    """Starting a layer's kernels, as far as their work does not hide it."""
+    forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
+    if not step.on_cpu:
+        forward_host, backward_host = max(0.0, forward_host - forward), max(0.0, backward_host - backward)
+    return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
+
+
+def _tensor_parallel(step: _Step) -> float:
+    """An all-reduce (or its two halves) after attention and after the MLP, forward and backward."""
+    layout, job = step.layout, step.job
+    if layout.tp == 1:
+        return 0.0
+    rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
+    exposed = 1.0 - job.constants.tp_hidden if job.engine.tp_overlap and layout.sequence_parallel else 1.0
+    return rounds * exposed * job.links.all_reduce_seconds(step.wide * step.tokens * job.model.hidden, layout.tp, 1)
+
+
+def _context_parallel(step: _Step) -> float:
+    """Keys and values go round the ring, under attention as far as it lasts."""
+    layout, model, attention = step.layout, step.job.model, step.cost.attention
+    if layout.cp == 1:
+        return 0.0
+    kv = 2.0 * step.wide * step.tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
+    ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])
+    return max(0.0, ring - attention) + max(0.0, 2.0 * ring - 2.5 * attention) + 0.3 * ring
+
+
+def _expert_parallel(step: _Step) -> float:
+    """Tokens go to their experts and back, forward and backward."""
+    layout, model = step.layout, step.job.model
+    if layout.ep == 1:
+        return 0.0
+    sent = step.wide * step.tokens * model.experts_per_token * model.hidden
+    return 4.0 * step.job.links.all_to_all_seconds(sent, layout.ep, layout.tp)
+
+
+def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
+    head_gemm, head_loss = step.job.head(step.layout, step.tokens)
+    head = head_gemm * (2.0 + (1.0 if step.full else 0.0)) + head_loss
+    tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
+    forward = step.layers * (layer.forward + tp / 2.0 + cp / 3.0 + ep / 2.0)
+    backward = step.layers * (layer.backward + layer.recompute + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host)
+    return _Micro(forward, backward + head, head, head_gemm, head_loss)
+
+
+def _sharded(step: _Step, micro: _Micro) -> _Exchange:
+    """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
+    job, layout, links, loss = step.job, step.layout, step.job.links, step.job.constants.overlap_loss
+    _, shard_stride, replicate_stride, _ = strides(layout)
+    gathered = (NF4_BYTES if job.train.method == "qlora" else step.wide) * step.local
+    gather_once = links.ring_seconds(gathered, layout.dp_shard, shard_stride, step.layers + step.ends)
+    again = gather_once if layout.reshard_after_forward else 0.0
+    reduced = job.engine.reduced_bytes(layout) * step.trained
+    scatter = links.scatter_seconds(reduced, layout.dp_shard, shard_stride, step.layers + step.ends)
+    gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
+    copied = 0.0
+    if step.on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
+        ahead, behind, late = gather_once, again, scatter
+        # A gather copies the shard in and everything out again; so does a scatter.
+        once_copied = (2.0 + 2.0 / layout.dp_shard) / job.rates.hbm
+        passes = gathers * (2.0 if layout.reshard_after_forward else 1.0)
+        copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
+    else:
+        ahead = _overlap(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
+        shown = _overlap(micro.backward, again + scatter, loss) - micro.backward
+        late = shown * scatter / (again + scatter) if scatter else 0.0
+        behind = shown - late
+        late += scatter / max(1.0, step.layers)
+    reduce = scatters * late
+    if layout.dp_replicate > 1:
+        trained = trained_weights(job.model, job.train) / (layout.tp * layout.pp * layout.dp_shard)
+        across = links.all_reduce_seconds(
+            job.engine.reduced_bytes(layout) * trained, layout.dp_replicate, replicate_stride
+        )
+        reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
+    return _Exchange(gathers * (ahead + behind), reduce, copied)
+
+
+def _replicated(step: _Step, micro: _Micro) -> _Exchange:
+    """Gradients reduced over ranks that hold all weights; of ZeRO-1 and 2 the updated weights come back."""
+    job, layout, links = step.job, step.layout, step.job.links
+    group, stride = layout.data_parallel, strides(layout)[1]
+    if group == 1:
+        return _Exchange()
+    one_way = links.ring_seconds(job.engine.reduced_bytes(layout) * step.trained, group, stride, step.layers)
+    back_way = one_way
+    if layout.sharding in ("zero1", "zero2"):
+        back_way = links.ring_seconds(step.wide * step.trained, group, stride, step.layers)  # as computed with
+    reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
+    if job.engine.reduce_every_micro_batch and layout.sharding == "zero2":
+        reduce *= layout.gradient_accumulation
+    return _Exchange(reduce=reduce)
+
+
+def _reduction(step: _Step, micro: _Micro, one_way: float, back_way: float) -> float:
+    """What shows of a reduction under the backward pass."""
+    layout, count = step.layout, step.count
+    # gloo's threads and the compute share the cores of one host; what waits for a network is hidden
+    loss = 1.0 if step.on_cpu and step.job.links.network is None else step.job.constants.overlap_loss
+    last = one_way / max(2.0, step.layers)
+    if layout.pp == 1 and step.full:  # the embedding's gradient comes last and is one bucket
+        last = max(last, one_way * count.embedding / count.total)
+    if layout.sharding == "ddp":
+        return _overlap(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
+    # Updated weights are gathered under the next forward pass.
+    reduce = _overlap(micro.backward, one_way - last, loss) - micro.backward + last
+    return reduce + (_overlap(micro.forward, back_way, loss) - micro.forward)
+
+
+def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
+    """The schedule's bubble and its sends.
+
+    Each boundary: activations forward, gradients back; sends run under the compute of other micro-batches, but a stage
+    waits for its neighbour once per chunk.
+    """
+    layout = step.layout
+    if layout.pp == 1:
+        return 0.0, 0.0
+    gathered_micro = gather / layout.gradient_accumulation
+    compute = micro.forward + micro.backward
+    bubble = (layout.pp - 1) / layout.virtual_stages * (compute - micro.head + gathered_micro)
+    message = step.wide * step.tokens * step.job.model.hidden / layout.tp
+    one = step.job.links.send_seconds(message, strides(layout)[3])
+    send = 2.0 * one * (layout.pp - 1) + 0.5 * one * layout.virtual_stages * layout.gradient_accumulation
+    return bubble, send
+
+
+def _optimizer(step: _Step) -> tuple[float, float]:
+    """Seconds of the optimizer on the device, or of what is offloaded."""
+    job, layout, wide = step.job, step.layout, step.wide
+    trained = step.trained / (layout.dp_shard if layout.sharding != "ddp" else 1)
+    if layout.sharding in ("zero1", "zero2") and layout.dp_shard == 1:
+        trained /= layout.dp_replicate
+    if layout.offload == "none":
+        return job.constants.optimizer_bytes * trained / job.rates.hbm, 0.0
+    offload = 28.0 * trained / job.host_adam_bytes_per_second
+    offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
+    if layout.offload == "all":
+        shard = step.local / layout.dp_shard  # weights in for both passes, gradients out, each micro-batch
+        offload += (2.0 * wide + wide) * shard * layout.gradient_accumulation / job.links.host.bytes_per_second
+    return 0.0, offload

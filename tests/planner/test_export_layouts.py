@@ -15,11 +15,12 @@ from contracts.job_config import parse_config
 from contracts.layout import Layout
 from finetune.plan import settle_layout
 from planner.advice import Reason, Setting
-from planner.exports.frameworks import ExportError, Request, export, formats, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
+from planner.stacks.export import ExportError, Request, request_of
+from planner.stacks.known import FORMATS, export
 
 LLAMA = model_named("Llama-3-8B")
 FSDP = Layout(world_size=8, dp_shard=8, micro_batch=2, gradient_accumulation=4, checkpointing="full")
@@ -170,12 +171,9 @@ def test_megatron_arguments() -> None:
     assert "--num-query-groups 8" in words
 
 
-def test_environment_in_three_shapes() -> None:
-    """File, shell and pod say the same, and quoting survives a shell."""
-    asked = request(FSDP)
-    assert export("env", asked) == "NCCL_SOCKET_IFNAME==net1\nPYTORCH_CUDA_ALLOC_CONF=a b'c\n"
-    assert "export PYTORCH_CUDA_ALLOC_CONF='a b'\"'\"'c'" in export("shell", asked)
-    pod = yaml.safe_load(export("pod", asked))
+def test_environment_of_a_pod() -> None:
+    """The container's variables and its GPUs."""
+    pod = yaml.safe_load(export("pod", request(FSDP)))
     assert pod["env"][0] == {"name": "NCCL_SOCKET_IFNAME", "value": "=net1"}
     assert pod["resources"]["limits"]["nvidia.com/gpu"] == "8"
 
@@ -220,4 +218,4 @@ def test_unknown_format_and_empty_recommendation_are_errors() -> None:
     answer = recommend(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-405B"), train)
     with pytest.raises(ExportError, match="GiB over"):
         request_of(answer, ranks_per_node=8)
-    assert "deepspeed" in formats()
+    assert "deepspeed" in FORMATS

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from contracts.layout import Layout
-from planner.forecast.memory import activation_bytes_per_layer, memory_parts
+from planner.forecast.engine import share_of
+from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config, model_named
 from planner.forecast.specs import Method, TrainSpec
-from planner.forecast.stacks import TOPOFLIGHT
 from planner.forecast.weights import weights
 from planner.recommend import forecast_layout, plan
+from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from topology.graph import ClusterTopology, NodeTopology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,7 @@ def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
     train = TrainSpec(method=method, sequence_length=ROW_TOKENS, lora_rank=8, precision="fp32")
     shape = model_from_config({**SHAPE})
     layout = Layout(world_size=1, micro_batch=MICRO_BATCH, precision="fp32")
-    said = activation_bytes_per_layer(shape, train, MICRO_BATCH * ROW_TOKENS, layout, TOPOFLIGHT, on_cpu=True)
+    said = TOPOFLIGHT.layer_activations(share_of(shape, train, layout, on_cpu=True))
     assert said == pytest.approx(counted, rel=0.05)
 
 

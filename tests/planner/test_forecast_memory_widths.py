@@ -11,13 +11,14 @@ from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from planner.explain import traffic_bytes
 from planner.forecast.compute import gpu_rates
+from planner.forecast.engine import share_of
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import activation_bytes_per_layer, memory_parts
+from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import Method, TrainSpec
-from planner.forecast.stacks import engine_named
 from planner.forecast.step_time import Job, step_parts
 from planner.forecast.weights import trained_weights, weights
+from planner.stacks.known import engine_named
 
 MODEL = model_named("Llama-3.2-1B")
 FULL = TrainSpec(method="full", sequence_length=1024, fused_cross_entropy=False)
@@ -51,16 +52,16 @@ def test_in_fp32_frozen_weights_activations_and_what_is_gathered_are_twice_as_wi
     assert wide.weights - narrow.weights == pytest.approx(2.0 * weights(MODEL).total / 2)
     assert (wide.gradients, wide.optimizer) == (narrow.gradients, narrow.optimizer)
     fused = engine_named("megatron")  # nothing is copied to fp32 there in half precision either
-    kept = [activation_bytes_per_layer(MODEL, FULL, 4096.0, at, fused) for at in (half, in_fp32(half))]
+    kept = [fused.layer_activations(share_of(MODEL, FULL, at)) for at in (half, in_fp32(half))]
     assert kept[1] == 2.0 * kept[0]
 
 
 def test_eager_scores_in_fp32_are_nine_bytes() -> None:
     """Two tensors of four bytes and a mask of one, where half precision has two of two."""
-    layout, tokens = Layout(world_size=1), 1024.0
+    layout, tokens = Layout(world_size=1), float(FULL.sequence_length)
     flash, eager = (replace(FULL, attention=kind) for kind in ("sdpa", "eager"))
     for at, each in ((layout, 5.0), (in_fp32(layout), 9.0)):
-        without, stored = (activation_bytes_per_layer(MODEL, train, tokens, at, OURS) for train in (flash, eager))
+        without, stored = (OURS.layer_activations(share_of(MODEL, train, at)) for train in (flash, eager))
         assert stored - without == each * tokens * MODEL.heads * 1024
 
 
@@ -94,9 +95,9 @@ def test_in_fp32_offload_and_tensor_parallelism_move_wider_words() -> None:
     """Half-precision weights go back to the GPU in two bytes each, fp32 ones in four."""
     node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
     given = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
-    gpu, stack = gpu_named("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
+    gpu, engine = gpu_named("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
     assert gpu is not None
-    job = Job(model=MODEL, train=FULL, links=given, rates=gpu_rates(gpu, FULL, stack, "bf16"), stack=stack)
+    job = Job(model=MODEL, train=FULL, links=given, rates=gpu_rates(gpu, FULL, engine, "bf16"), engine=engine)
     half = Layout(world_size=8, dp_shard=8, sharding="zero2", offload="optimizer")
     tensor = Layout(world_size=8, tp=8)
     narrow, wide = (step_parts(job, at).offload for at in (half, in_fp32(half)))

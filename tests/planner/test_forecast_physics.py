@@ -13,14 +13,15 @@ import pytest
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from planner.forecast.compute import cpu_rates, gpu_rates
+from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.hardware import GIB
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import activation_bytes_per_layer, memory_parts
+from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.stacks import OBSERVED, engine_named
 from planner.forecast.step_time import Job, step_parts
 from planner.forecast.weights import weights
+from planner.stacks.known import engine_named
 
 GB = 1e9
 NVLINK = Speed(bytes_per_second=336 * GB, how="derived", link="NVLink")
@@ -37,9 +38,9 @@ def links(nodes: int, network: float = 340 * GB) -> Links:
 
 def job(given: Links, train: TrainSpec = FULL, engine: str = "topoflight") -> Job:
     """The model on H100s."""
-    gpu, stack = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
+    gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
     assert gpu is not None
-    return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, stack, "bf16"), stack=stack)
+    return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, runs, "bf16"), engine=runs)
 
 
 def test_a_ring_takes_its_bytes_over_its_bandwidth() -> None:
@@ -54,7 +55,8 @@ def test_a_ring_takes_its_bytes_over_its_bandwidth() -> None:
 
 def test_states_are_eighteen_bytes_per_weight_as_published() -> None:
     """GPT-3 175B on TP=8 PP=8: 45.56 GiB of weights and optimizer, 12.35 GiB of activations (arXiv 2205.05198)."""
-    stack = next(s for s in OBSERVED if "megatron.?lm" in s.pattern)
+    engine = Engine(name="megatron-2022", fused=True, attention="unfused", states=StateBytes(2.0, 4.0, 12.0, copy=4.0),
+                   gradient_buffer=True, selective_attention=True)  # fmt: skip
     model = replace(
         model_named("GPT-2"), layers=96, hidden=12288, heads=96, kv_heads=96, head_dim=128, ffn=49152, vocab=51200
     )
@@ -63,7 +65,7 @@ def test_states_are_eighteen_bytes_per_weight_as_published() -> None:
         gradient_accumulation=64, checkpointing="selective", precision="fp16", sharding="ddp",
     )  # fmt: skip
     train = TrainSpec(method="full", sequence_length=2048, precision="fp16")
-    parts = memory_parts(model, train, layout, stack)
+    parts = memory_parts(model, train, layout, engine)
     states = (parts.weights + parts.gradients + parts.optimizer) / GIB
     assert states == pytest.approx(45.56, rel=0.05)
     assert parts.activations / GIB == pytest.approx(12.35, rel=0.1)
@@ -108,7 +110,7 @@ def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:
     full = replace(none, checkpointing="full")
     plain, again = step_parts(given, none), step_parts(given, full)
     assert again.recompute / (plain.gemm + plain.attention + plain.elementwise) == pytest.approx(1 / 3, abs=0.05)
-    held, kept = (memory_parts(MODEL, FULL, at, given.stack) for at in (none, full))
+    held, kept = (memory_parts(MODEL, FULL, at, given.engine) for at in (none, full))
     assert kept.activations < 0.25 * held.activations
 
 
@@ -128,7 +130,7 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     two = Links(ranks_per_node=2, nodes=1, island_size=2, island=inside, node=inside, network=None,
                 alpha_intra_seconds=0.0)  # fmt: skip
     train = replace(FULL, method="lora", sequence_length=512)
-    given = Job(model=MODEL, train=train, links=two, rates=cpu_rates(1.0, None), stack=engine_named("topoflight"))
+    given = Job(model=MODEL, train=train, links=two, rates=cpu_rates(1.0, None), engine=engine_named("topoflight"))
     layout = Layout(world_size=2, dp_shard=2, precision="fp32")
     parts = step_parts(given, layout)
     assert parts.gather == pytest.approx(2 * two.ring_seconds(4.0 * weights(MODEL).total, 2, 1))
@@ -151,11 +153,11 @@ def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once()
     gathered = replace(once, sharding="zero2"), replace(thrice, sharding="zero2")
     first, more = (step_parts(job(slow, lora), at).gather for at in gathered)
     assert more == pytest.approx(first, rel=0.1)  # and what stays gathered is gathered once
-    stack = engine_named("topoflight")
-    kept = [memory_parts(MODEL, lora, at, stack).gradients for at in (once, thrice)]
+    engine = engine_named("topoflight")
+    kept = [memory_parts(MODEL, lora, at, engine).gradients for at in (once, thrice)]
     assert kept[1] == pytest.approx(32 * kept[0])
     accumulating = replace(once, checkpointing="full"), replace(thrice, checkpointing="full")
-    assert memory_parts(MODEL, FULL, accumulating[1], stack).gradients < 2 * GIB
+    assert memory_parts(MODEL, FULL, accumulating[1], engine).gradients < 2 * GIB
 
 
 def test_a_pipeline_of_the_job_keeps_its_units_whole() -> None:
@@ -170,10 +172,10 @@ def test_a_pipeline_of_the_job_keeps_its_units_whole() -> None:
 def test_what_stays_gathered_of_four_bit_weights_is_four_bit_weights() -> None:
     """NF4 layers and two bytes per weight of embedding and head, which are not quantised."""
     layout = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)
-    stack, count = engine_named("topoflight"), weights(MODEL)
-    kept = memory_parts(MODEL, replace(FULL, method="qlora"), layout, stack).gathered
+    engine, count = engine_named("topoflight"), weights(MODEL)
+    kept = memory_parts(MODEL, replace(FULL, method="qlora"), layout, engine).gathered
     assert kept == pytest.approx(0.53 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
-    assert kept < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, stack).gathered
+    assert kept < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, engine).gathered
 
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[3] / "shared" / "corpus"))
@@ -209,26 +211,26 @@ def test_published_runs_are_forecast_within_the_promise() -> None:
 def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
     """Full training in bf16 without sharding keeps 2 bytes per weight more than with FSDP; adapters do not."""
     alone = Layout(world_size=1, micro_batch=1)
-    stack = engine_named("topoflight")
+    engine = engine_named("topoflight")
     sharded = replace(alone, world_size=2, dp_shard=2)
-    kept, cast = (memory_parts(MODEL, FULL, at, stack) for at in (alone, sharded))
+    kept, cast = (memory_parts(MODEL, FULL, at, engine) for at in (alone, sharded))
     weights_in_half = kept.weights / 2
     assert kept.activations - cast.activations == pytest.approx(weights_in_half, rel=0.01)
-    saved, cast = (memory_parts(MODEL, FULL, replace(at, checkpointing="full"), stack) for at in (alone, sharded))
+    saved, cast = (memory_parts(MODEL, FULL, replace(at, checkpointing="full"), engine) for at in (alone, sharded))
     # Nothing keeps a copy beyond its layer.
     assert 0 <= saved.activations - cast.activations < 0.1 * weights_in_half
     lora = TrainSpec(sequence_length=4096)
-    frozen = memory_parts(MODEL, lora, alone, stack)
-    assert frozen.activations == memory_parts(MODEL, lora, sharded, stack).activations
+    frozen = memory_parts(MODEL, lora, alone, engine)
+    assert frozen.activations == memory_parts(MODEL, lora, sharded, engine).activations
 
 
 def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
     """The larger of the two counts, not their sum."""
     layout = Layout(world_size=1, checkpointing="full", micro_batch=4)
-    train, stack = TrainSpec(sequence_length=4096), engine_named("torchtitan")
-    parts = memory_parts(MODEL, train, layout, stack)
+    train, engine = TrainSpec(sequence_length=4096), engine_named("torchtitan")
+    parts = memory_parts(MODEL, train, layout, engine)
     kept = 2.0 * 4 * 4096 * MODEL.hidden * MODEL.layers
-    layer = activation_bytes_per_layer(MODEL, train, 4.0 * 4096, layout, stack)
+    layer = engine.layer_activations(share_of(MODEL, train, layout))
     assert 0 < layer < parts.logits
     assert parts.activations + parts.logits == pytest.approx(kept + parts.logits)
 
@@ -236,9 +238,9 @@ def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
 def test_adapters_are_sharded_like_the_weights() -> None:
     """FSDP divides adapters, their gradients and states by the shard group."""
     train = TrainSpec(sequence_length=512, lora_rank=256)
-    stack = engine_named("topoflight")
-    one = memory_parts(MODEL, train, Layout(world_size=1), stack)
-    eight = memory_parts(MODEL, train, Layout(world_size=8, dp_shard=8), stack)
+    engine = engine_named("topoflight")
+    one = memory_parts(MODEL, train, Layout(world_size=1), engine)
+    eight = memory_parts(MODEL, train, Layout(world_size=8, dp_shard=8), engine)
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.gradients == pytest.approx(one.gradients / 8)
     assert eight.weights == pytest.approx(one.weights / 8)
@@ -246,7 +248,7 @@ def test_adapters_are_sharded_like_the_weights() -> None:
 
 def test_an_optimizer_in_the_backward_pass_leaves_one_gradient() -> None:
     """The head's is the largest of them."""
-    stack = next(s for s in OBSERVED if s.name == "torchtune")
+    engine = Engine(name="torchtune", adapter_bytes=2.0, ends_apart=True)
     layout = Layout(world_size=1, checkpointing="full", fused_cross_entropy=True)
-    parts = memory_parts(MODEL, replace(FULL, optimizer_in_backward=True), layout, stack)
+    parts = memory_parts(MODEL, replace(FULL, optimizer_in_backward=True), layout, engine)
     assert parts.gradients == pytest.approx(2.0 * MODEL.vocab * MODEL.hidden)

@@ -65,7 +65,7 @@ def ideas(network: float, name: str) -> tuple[str, ...]:
     given = links(ranks=2, nodes=2, inside=10 * GB, network=network, name=name)
     planned = plan(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=given)
     parts = step_parts(planned.job, ARTICLE_LAYOUT)
-    memory = memory_parts(planned.job.model, ARTICLE, ARTICLE_LAYOUT, planned.job.stack)
+    memory = memory_parts(planned.job.model, ARTICLE, ARTICLE_LAYOUT, planned.job.engine)
     candidate = Candidate(layout=ARTICLE_LAYOUT, parts=parts, memory=memory, seconds=parts.total)
     return helps_most(planned.job, candidate, None)
 

@@ -13,9 +13,9 @@ from planner.forecast.links import links_of
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.stacks import TOPOFLIGHT
 from planner.recommend import plan, search_planned
 from planner.rules import Question, first_broken
+from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.scan import scan
@@ -85,7 +85,7 @@ def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
 
     _, node = machine("hgx-h100-8xH100-8hca")
     asked = Question(
-        model=model_named("Llama-3.1-8B"), train=TrainSpec(), stack=TOPOFLIGHT, host_memory_bytes=2e12,
+        model=model_named("Llama-3.1-8B"), train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
         links=links_of(ClusterTopology(nodes=(node,)), ()),
     )  # fmt: skip
     assert refusals(layout, shape("Llama-3.1-8B"), lora=True) == []

@@ -12,10 +12,10 @@ from planner.forecast import machines
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.stacks import STACKS, engine_named
 from planner.recommend import recommend
 from planner.rules import RULES, Question, first_broken
 from planner.search import _stages
+from planner.stacks.known import ENGINES, engine_named
 
 FAST = Speed(bytes_per_second=336e9, how="derived", link="NVLink")
 EFA = Speed(bytes_per_second=50e9, how="derived", link="EFA")
@@ -28,7 +28,7 @@ def question(engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu:
         model=model_named(model),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
         links=LINKS,
-        stack=engine_named(engine),
+        engine=engine_named(engine),
         has_gpu=has_gpu,
         compute_capability=(9, 0),
     )
@@ -85,8 +85,8 @@ def test_fp8_needs_the_gpu_for_it() -> None:
 
 def test_every_engine_runs_something() -> None:
     """Plain data parallelism breaks no rule of any engine."""
-    for stack in STACKS:
-        asked = question(stack.name, "Llama-3.1-8B")
+    for engine in ENGINES.values():
+        asked = question(engine.name, "Llama-3.1-8B")
         assert first_broken(asked, Layout(world_size=8, dp_replicate=8, sharding="ddp")) is None
 
 

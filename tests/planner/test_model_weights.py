@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from contracts.layout import Layout
-from planner.exports.frameworks import ExportError, Request, export
 from planner.forecast.compute import cpu_rates, layer_cost
 from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.stacks import TOPOFLIGHT
 from planner.forecast.weights import lora_weights, weights
+from planner.stacks.export import ExportError, Request
+from planner.stacks.known import export
+from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gpt2", "phi3",

@@ -1,11 +1,27 @@
-"""Export for Megatron-LM: the arguments of pretrain_gpt.py.
+"""Megatron-LM: its traits, and the arguments of pretrain_gpt.py.
 
 Surface: megatron/training/arguments.py.
 """
 
 from __future__ import annotations
 
-from planner.exports.frameworks import Request, refuse
+from planner.forecast.engine import Engine, StateBytes
+from planner.stacks.export import Formats, Request, refuse
+
+ENGINE = Engine(
+    name="megatron",
+    can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}),
+    methods=frozenset({"full"}),
+    fp8=True,
+    copies_kv_heads=True,
+    fused=True,
+    attention="flash3",
+    states=StateBytes(2.0, 2.0, 12.0, copy=4.0),
+    logits_bytes=8.0,
+    gradient_buffer=True,
+    tp_overlap=True,
+    selective_attention=True,
+)
 
 
 def _refusals(request: Request) -> list[str]:
@@ -98,3 +114,6 @@ def megatron_arguments(request: Request) -> str:
     if layout.offload == "optimizer":
         words.append("--optimizer-cpu-offload")
     return "\n".join(words) + "\n"
+
+
+FORMATS: Formats = {"megatron": ("Megatron-LM arguments", megatron_arguments)}

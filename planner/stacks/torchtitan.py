@@ -1,13 +1,26 @@
-"""Export for torchtitan: a job configuration in TOML.
+"""torchtitan: its traits, and a job configuration in TOML.
 
-Surface: torchtitan's config (sections training, parallelism, activation_checkpoint, compile).
+Surface: torchtitan's ParallelDims and config (sections training, parallelism, activation_checkpoint, compile).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from planner.exports.frameworks import Request, refuse
+from planner.forecast.engine import Fsdp
+from planner.stacks.export import Formats, Request, refuse
+
+ENGINE = Fsdp(
+    name="torchtitan",
+    can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}),
+    methods=frozenset({"full"}),
+    fp8=True,
+    compile=True,
+    fused_cross_entropy=False,
+    logits_bytes=10.0,
+    ends_apart=True,
+    tp_overlap=True,
+)
 
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 _MODELS = {"llama": "llama3", "qwen3": "qwen3"}
@@ -82,3 +95,6 @@ def torchtitan_toml(request: Request) -> str:
         lines += [f"{key} = {_value(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines).replace('converters = "float8"', 'converters = ["float8"]')
+
+
+FORMATS: Formats = {"torchtitan": ("torchtitan's job configuration (TOML)", torchtitan_toml)}

@@ -1,8 +1,8 @@
-"""Exports: the chosen layout in the words of each framework, or the reason why that framework cannot run it."""
+"""What an exporter is given: the chosen layout, to be written as a stack's configuration, or refused with a reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from contracts.layout import Layout
@@ -32,7 +32,7 @@ class Request:
         return max(1, self.layout.world_size // self.ranks_per_node)
 
 
-Exporter = Callable[[Request], str]
+Formats = Mapping[str, tuple[str, Callable[[Request], str]]]  # what each format is, and who writes it
 
 
 def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Request:
@@ -55,36 +55,3 @@ def refuse(framework: str, reasons: list[str]) -> None:
     """Raise with all the reasons, if there are any."""
     if reasons:
         raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
-
-
-def _formats() -> dict[str, tuple[str, Exporter]]:
-    from planner.exports import hugging_face as exports_hf  # they import this module
-    from planner.exports import job as exports_job
-    from planner.exports import megatron as exports_megatron
-    from planner.exports import torchtitan as exports_torchtitan
-
-    return {
-        "finetune": ("the YAML of the fine-tune job that ships", exports_job.finetune_yaml),
-        "torchrun": ("the torchrun line", exports_job.torchrun_line),
-        "env": ("environment file, one NAME=value per line", exports_job.env_file),
-        "shell": ("export statements", exports_job.shell_exports),
-        "pod": ("env and resources of a pod's container, YAML", exports_job.pod_env),
-        "accelerate": ("accelerate's config file (YAML)", exports_hf.accelerate_yaml),
-        "trl": ("TRL / transformers training arguments (YAML)", exports_hf.trl_yaml),
-        "deepspeed": ("DeepSpeed's configuration (JSON)", exports_hf.deepspeed_json),
-        "torchtitan": ("torchtitan's job configuration (TOML)", exports_torchtitan.torchtitan_toml),
-        "megatron": ("Megatron-LM arguments", exports_megatron.megatron_arguments),
-    }
-
-
-def formats() -> dict[str, str]:
-    """Format names and what each is."""
-    return {name: text for name, (text, _) in _formats().items()}
-
-
-def export(name: str, request: Request) -> str:
-    """The layout in one format."""
-    known = _formats()
-    if name not in known:
-        raise ExportError(f"format={name!r}: allowed are {', '.join(known)}")
-    return known[name][1](request)

@@ -1,1 +1,0 @@
-"""The layout in the words of each training framework."""

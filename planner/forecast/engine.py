@@ -1,0 +1,318 @@
+"""The engine of a forecast: what a training stack can run, and the terms of memory and step time that differ by stack.
+
+`Engine` holds the terms of plain PyTorch in half precision, `Fsdp` those of fully_shard; each stack under
+`planner.stacks` fills in its traits and replaces the terms where its code does otherwise. `memory` and `step_time` add
+the terms up and know no stack. Traits are properties of the code, never fitted to one published table.
+
+Specification: mixed-precision state of 18 bytes per weight (arXiv 1910.02054), activations s b h (18 + 4 f/h) / t per
+layer with flash attention and sequence parallelism (arXiv 2205.05198 and Megatron-LM theoretical_memory_usage.py),
+NF4 at 0.53 bytes per weight with double quantisation (arXiv 2305.14314).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from contracts.layout import Layout, Offload
+from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.weights import mlp_width, trained_weights, weights
+
+NF4_BYTES = 0.53
+
+AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
+
+
+class StateBytes(NamedTuple):
+    """Bytes per trained weight."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    copy: float = 0.0  # of the optimizer's, its fp32 copy of half-precision weights
+
+
+IN_FP32 = StateBytes(4.0, 4.0, 8.0)
+IN_HALF = StateBytes(2.0, 2.0, 4.0)
+
+
+def fullest_stage(model: ModelSpec, layout: Layout) -> float:
+    """Layers of the pipeline stage that has most of them."""
+    if layout.stage_layers:
+        return float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
+    return float(-(-model.layers // layout.pp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What the fullest rank has of a job: the counts that the terms of memory start from.
+
+    Weights are counted before data parallelism shards them.
+    """
+
+    model: ModelSpec
+    train: TrainSpec
+    layout: Layout
+    in_fp32: bool  # everything is four bytes wide: requested, or on a CPU
+    tokens: float  # of the longest micro-batch, which sets the peak
+    layers: float
+    layer: float  # weights of a layer, the mean, without the experts that other ranks hold
+    largest: float  # weights of the largest layer
+    ends: float  # weights of the embedding, and of the head where no other stage has it
+    local: float  # all its weights
+    trained: float  # those that get a gradient
+
+    @property
+    def adapters(self) -> bool:
+        """Whether the weights of the model itself are frozen."""
+        return self.train.method != "full"
+
+    @property
+    def element(self) -> float:
+        """Bytes of what is computed with."""
+        return 4.0 if self.in_fp32 else 2.0
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of a layer's weight as it lies and travels: QLoRA's are 4-bit blocks."""
+        return NF4_BYTES if self.train.method == "qlora" else self.element
+
+    @property
+    def zero(self) -> int:
+        """ZeRO's stage."""
+        return {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[self.layout.sharding]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a part of the weights only, and gathers them."""
+        return self.layout.sharding == "zero3" and self.layout.dp_shard > 1
+
+
+def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool = False) -> Share:
+    """The fullest rank's share."""
+    count = weights(model)
+    layers = fullest_stage(model, layout)
+    ends = float(count.embedding + count.head) if layout.pp == 1 else float(count.embedding)
+    elsewhere = count.routed_per_layer * (1.0 - 1.0 / layout.ep)  # experts of a layer that other ranks hold
+    largest = count.layer - elsewhere
+    if count.dense_layers:
+        largest = max(largest, count.layer - count.mlp_per_layer + count.dense_mlp_per_layer)
+    layer = (count.all_layers - elsewhere * (count.layers - count.dense_layers)) / count.layers
+    local = (layers * layer + ends) / layout.tp
+    return Share(
+        model=model,
+        train=train,
+        layout=layout,
+        in_fp32=on_cpu or layout.precision == "fp32",
+        tokens=layout.micro_batch * float(train.sequence_length) / layout.cp,
+        layers=layers,
+        layer=layer,
+        largest=largest,
+        ends=ends,
+        local=local,
+        trained=local if train.method == "full" else trained_weights(model, train) / (layout.tp * layout.pp),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One training stack. The terms below are those of plain PyTorch; weights are stored as they are computed with."""
+
+    name: str
+    # what it can run
+    can: frozenset[str] = frozenset({"ddp", "zero3", "hsdp", "tp", "pp", "cp", "ep", "zero1", "zero2", "sp"})
+    together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
+    methods: frozenset[str] = frozenset({"full", "lora", "qlora"})
+    checkpointing: tuple[str, ...] = ("none", "selective", "full")
+    offloads: tuple[Offload, ...] = ()
+    fp8: bool = False
+    interleaved: bool = True
+    fused_cross_entropy: bool = True
+    compile: bool = False
+    reshard: bool = True  # can keep the gathered weights between forward and backward
+    copies_kv_heads: bool = False  # where there are fewer of them than tensor-parallel ranks
+    # its kernels
+    fused: bool = False  # norms, activations, rope and bias fused (Transformer Engine, compile, Megatron's own kernels)
+    attention: AttentionKernel = "flash2"
+    # its memory
+    states: StateBytes = IN_HALF
+    adapter_bytes: float = 4.0  # of an adapter's weight
+    logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
+    bucket_bytes: float = 0.0  # flat communication buffers outside the parts
+    gradient_buffer: bool = False  # one buffer holds all gradients throughout the step
+    ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
+    ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
+    # its traffic
+    gradient_bytes: int = 2  # of what data parallelism reduces
+    tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
+    dp_overlap: bool = True  # gradient reduction runs under the backward pass
+    reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
+    selective_attention: bool = False  # selective recomputation runs attention's core again, not every second product
+
+    # What runs.
+
+    @property
+    def has_zero2(self) -> bool:
+        """Whether it can shard gradients and keep the weights whole."""
+        return "zero2" in self.can
+
+    def as_run(self, layout: Layout) -> Layout:
+        """The layout that runs where this one is requested."""
+        return layout
+
+    def splits_sequence(self, train: TrainSpec) -> bool:
+        """Whether tensor-parallel ranks split the sequence too."""
+        return "sp" in self.can
+
+    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout, *, has_gpu: bool) -> str | None:
+        """Why it cannot run this layout, beyond what `can` and `together` say."""
+        return None
+
+    # Memory, in bytes on the fullest rank.
+
+    def state_bytes(self, share: Share) -> StateBytes:
+        """Bytes per trained weight, by the optimizer."""
+        stored = IN_FP32 if share.in_fp32 else self.states
+        if share.train.optimizer == "paged_adamw8bit":  # states live in host memory
+            return stored._replace(optimizer=0.0)
+        if "8bit" in share.train.optimizer:
+            return stored._replace(optimizer=2.0 + stored.copy)
+        if share.train.optimizer in ("sgd", "adafactor"):
+            return stored._replace(optimizer=stored.copy)
+        return stored
+
+    def gradient_shards(self, share: Share) -> float:
+        """Ranks that a trained weight's gradient is divided over."""
+        return float(share.layout.dp_shard) if share.zero >= 2 else 1.0
+
+    def in_units(self, share: Share) -> bool:
+        """Whether weights are gathered, or cast, unit by unit."""
+        return share.sharded
+
+    def keeps_gathered(self, share: Share) -> bool:
+        """Whether gathered weights stay whole between the forward and the backward pass."""
+        return not share.layout.reshard_after_forward
+
+    def gradient_copies(self, share: Share) -> float:
+        """Copies, over its element, of a unit's whole gradient while it is put in the order of the ranks."""
+        return 1.0 if self.ends_apart else 0.0
+
+    def gathered(self, share: Share) -> float:
+        """Full weights of the units in work, and their gradients."""
+        if not self.in_units(share):
+            return 0.0
+        wide, element, tp = share.frozen_bytes, share.element, share.layout.tp
+        unit = max(wide * share.largest, element * share.ends / 2.0) / tp  # the ends are two units
+        if self.keeps_gathered(share):
+            held = (wide * share.layers * share.layer + element * share.ends) / tp
+        else:  # this unit and the one prefetched; the head's neighbour is a layer
+            held = unit + (wide * share.largest / tp if self.ends_apart else unit)
+        return held + (0.0 if share.adapters else (1.0 + self.gradient_copies(share)) * unit)
+
+    def casts(self, share: Share) -> float:
+        """Autocast's half-precision copies of fp32 weights that no FSDP unit casts."""
+        return 0.0
+
+    def layer_activations(self, share: Share) -> float:
+        """What one layer keeps for the backward pass, without recomputation; flash attention stores no scores.
+
+        Counted in tensors: residual inputs and outputs of the norms (fp32 copies where not fused), q, k, v and the
+        attention's output, and the MLP's inner tensors. In fp32 they are twice the bytes, and there are no copies.
+        """
+        model, layout = share.model, share.layout
+        h, q = float(model.hidden), float(model.heads * model.head_dim)
+        kv = float(model.kv_heads * model.head_dim)
+        hidden, inner = self.kept_tensors(share)
+        split = layout.tp if layout.sequence_parallel else 1
+        kept = hidden * h / split + (2.0 * q + 2.0 * kv + inner * mlp_width(model)) / layout.tp
+        return share.tokens * share.element * kept + share.tokens * self.score_bytes(share)
+
+    def kept_tensors(self, share: Share) -> tuple[float, float]:
+        """How many hidden-sized and how many MLP-sized tensors a layer keeps."""
+        train = share.train
+        fused = self.fused or share.layout.compile
+        hidden = 5.0 if fused else 9.0
+        if share.in_fp32 and not fused:
+            # What transformers' Llama layer hands to torch.autograd.graph.saved_tensors_hooks: two residual sums, and
+            # of each norm its output and, where its weight trains, what that is multiplied with.
+            hidden = 4.0 if share.adapters else 6.0
+        inner = 4.0 if share.model.gated_mlp else 3.0
+        if fused:
+            inner -= 1.0
+        if train.method == "lora":  # a frozen product keeps its input only where an adapter needs it
+            inner -= 0.0 if "down_proj" in train.lora_targets else 1.0
+            hidden -= 0.0 if "up_proj" in train.lora_targets else 1.0
+        return hidden, inner
+
+    def score_bytes(self, share: Share) -> float:
+        """Bytes per token of stored attention scores."""
+        unfused = self.attention == "unfused" and share.layout.checkpointing != "selective"
+        if share.train.attention != "eager" and not unfused:
+            return 0.0
+        # Softmax's result, what dropout makes of it, and the mask of a byte.
+        each = 9.0 if share.in_fp32 else 5.0
+        return each * share.model.heads * share.train.sequence_length / share.layout.tp
+
+    def logits(self, share: Share) -> float:
+        """The loss's logits and their gradients."""
+        vocab = share.model.vocab
+        if not share.layout.fused_cross_entropy:
+            return share.tokens * vocab / share.layout.tp * self.logits_bytes
+        whole = share.tokens * vocab / share.layout.tp * 2.0
+        return min(whole, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of a thousand tokens
+
+    def load(self, share: Share) -> float:
+        """What lies beside the weights while a model is loaded, before the first step."""
+        return 0.0
+
+    # Time of a step.
+
+    def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
+        """Shares of a layer's multiplications, attention and element-wise passes that the backward pass runs again."""
+        if checkpointing == "full":
+            return 1.0, 1.0, 1.0
+        if checkpointing == "selective":
+            return (0.0, 1.0, 0.0) if self.selective_attention else (0.5, 0.0, 1.0)
+        return 0.0, 0.0, 0.0
+
+    def reduced_bytes(self, layout: Layout) -> float:
+        """Bytes of a gradient as data parallelism reduces it."""
+        return 4.0 if layout.precision == "fp32" else float(self.gradient_bytes)
+
+    def gathers(self, layout: Layout) -> int:
+        """How often one step gathers what it keeps gathered until the backward pass, or until the step is over."""
+        return 1 if not layout.reshard_after_forward and layout.pp > 1 else layout.gradient_accumulation
+
+    def scatters(self, train: TrainSpec, layout: Layout) -> int:
+        """How often one step reduces sharded gradients."""
+        return layout.gradient_accumulation if layout.reshard_after_forward or layout.pp == 1 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp(Engine):
+    """PyTorch's fully_shard with mixed precision: fp32 weights, gathered and computed with in half precision."""
+
+    states: StateBytes = IN_FP32
+
+    @property
+    def has_zero2(self) -> bool:
+        """Never: what it has in its place is zero3 that keeps the gathered weights."""
+        return False
+
+    def as_run(self, layout: Layout) -> Layout:
+        """Asked for ZeRO-2, it shards the weights too, and keeps them gathered until the backward pass."""
+        if layout.sharding == "zero2" and layout.dp_shard > 1:
+            return replace(layout, sharding="zero3", reshard_after_forward=False)
+        return layout
+
+    def gradient_copies(self, share: Share) -> float:
+        """FSDP2's copy is in fp32, in which gradients are reduced."""
+        if not self.ends_apart:
+            return 0.0
+        return 1.0 if share.in_fp32 else 2.0
+
+    def casts(self, share: Share) -> float:
+        """Whole: autocast's cache keeps each weight's copy."""
+        if share.adapters or share.in_fp32 or self.in_units(share):
+            return 0.0
+        return 2.0 * share.local

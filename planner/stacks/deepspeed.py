@@ -1,0 +1,85 @@
+"""DeepSpeed: its traits, and its configuration JSON with transformers' "auto" values.
+
+Surface: DeepSpeed's ZeRO stages and configuration JSON (deepspeed/runtime/zero/config.py).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner.forecast.engine import Engine, StateBytes
+from planner.stacks.export import Formats, Request, refuse
+
+ENGINE = Engine(
+    name="deepspeed",
+    can=frozenset({"ddp", "zero1", "zero2", "zero3"}),
+    together=frozenset(),
+    checkpointing=("none", "full"),
+    offloads=("optimizer", "all"),
+    interleaved=False,
+    reshard=False,
+    states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy is the optimizer's
+    logits_bytes=20.0,
+    bucket_bytes=1e9,  # reduce_bucket_size, 5e8 half-precision values by default
+    gradient_buffer=True,
+    reduce_every_micro_batch=True,
+    selective_attention=True,
+)
+# With weights on the host the GPU holds what is in work: 1e8 weights live (200 MB), buckets and prefetch of 5e7.
+_OFFLOADED_LIVE = 1e8
+_OFFLOADED_BUCKET = 5e7
+# DeepSpeed's own defaults where the weights stay on the GPU.
+_LIVE, _BUCKET = 1e9, 5e8
+
+
+def deepspeed_json(request: Request) -> str:
+    """DeepSpeed's JSON; batch sizes are "auto", so that transformers fills in its own arguments."""
+    layout, reasons = request.layout, []
+    for word, degree in (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep)):
+        if degree > 1:
+            reasons.append(f"{word}={degree}: ZeRO through transformers is data parallelism only")
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        reasons.append(f"HSDP {layout.dp_replicate} x {layout.dp_shard}: ZeRO shards over all ranks")
+    if layout.precision == "fp8":
+        reasons.append("fp8 is not among its precisions")
+    if layout.sharding == "zero3" and not layout.reshard_after_forward and layout.dp_shard > 1:
+        reasons.append("reshard_after_forward=false: ZeRO-3 releases weights by its reuse distance")
+    refuse("DeepSpeed", reasons)
+    stage = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] if layout.dp_shard > 1 else 0
+    zero: dict[str, Any] = {"stage": stage}
+    if layout.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    bucket, live = _BUCKET, _LIVE
+    if layout.offload == "all":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+        bucket, live = _OFFLOADED_BUCKET, _OFFLOADED_LIVE
+    if stage:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if stage == 3:
+        zero |= {
+            "sub_group_size": live,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket if layout.offload == "all" else 5e7,
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    elif stage:
+        zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    data = {
+        "fp16": {"enabled": layout.precision == "fp16"},
+        "bf16": {"enabled": layout.precision == "bf16"},
+        "zero_optimization": zero,
+        "gradient_clipping": "auto",
+        "steps_per_print": 10,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "wall_clock_breakdown": False,
+    }
+    return json.dumps(data, indent=4) + "\n"
+
+
+FORMATS: Formats = {"deepspeed": ("DeepSpeed's configuration (JSON)", deepspeed_json)}
