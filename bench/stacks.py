@@ -99,7 +99,11 @@ STACKS: tuple[Stack, ...] = (
 def stack_matching(framework: str, gpu: Gpu | None = None) -> Stack:
     """The stack of a framework by the name a published table gives it; an unknown one is plain PyTorch."""
     text = framework.lower()
-    if gpu is not None and (gpu.compute_capability or (0, 0)) >= (9, 0) and re.search(r"megatron.?(core|lm|bridge)", text):
+    if (
+        gpu is not None
+        and (gpu.compute_capability or (0, 0)) >= (9, 0)
+        and re.search(r"megatron.?(core|lm|bridge)", text)
+    ):
         return _MEGATRON  # the Hopper years of Megatron are Transformer Engine's
     for stack in STACKS:
         if re.search(stack.pattern, text):
