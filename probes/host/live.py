@@ -16,11 +16,10 @@ from pathlib import Path
 
 from probes.host import netlink, verbs
 from probes.host.kernel_log import KernelLog
-from probes.host.live_config import ConfigSpaces
-from probes.host.live_paths import Paths
 from probes.host.nvml import Nvml, Slot
 from probes.host.protocol import GpuHandle, Json
 
+LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS: path_resolution(7)
 TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
 ENVIRONMENT = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_"
@@ -28,9 +27,6 @@ ENVIRONMENT = re.compile(
 )
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
-# What the kernel stores when it finds a device, or the device cannot change. A third of all files that a scan reads.
-_FIXED = re.compile(r"/sys/bus/pci/devices/[^/]+/(?:class|vendor|device|max_link_speed|max_link_width|sriov_totalvfs)")
-_CONFIG = re.compile(r"/sys/bus/pci/devices/[^/]+/config")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
 
@@ -41,63 +37,37 @@ class LiveHost:
     def __init__(self, root: str = "/") -> None:
         if not Path(root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
-        self._paths = Paths(os.path.realpath(root).rstrip("/"))
-        self._prefix = self._paths.prefix  # "" is this machine's own root
+        self._prefix = os.path.realpath(root).rstrip("/")  # "" is this machine's own root
         self._texts: dict[str, str] | None = None  # of the scan under way, by path
-        self._identities: dict[str, tuple[int, int]] = {}  # folder -> (device, inode), of the scan under way
-        self._fixed: dict[str, tuple[tuple[int, int], str]] = {}  # path -> its folder's identity, text
-        self._spaces = ConfigSpaces()
+        self._places: dict[str, str] | None = None  # where each path leads, of the scan under way
         self._nvml = Nvml()
         self._log = KernelLog()
 
     def begin_scan(self) -> None:
         """Look at everything again. Within one scan, what two probes ask is read once."""
-        self._paths.forget()
-        self._texts, self._identities = {}, {}
+        self._texts, self._places = {}, {}
 
     # Files -----------------------------------------------------------------------------------------------------
 
     def _below_root(self, path: str) -> str:
         """Where the path lies on this machine."""
-        if not self._prefix:
-            return path
-        folder, name = self._paths.place(path)
-        found = f"{folder}/{name}"
-        return f"{self._prefix}{self.resolve(path)}" if os.path.islink(found) else found  # noqa: PTH114
+        return f"{self._prefix}{self.resolve(path)}" if self._prefix else path
 
     def read_text(self, path: str) -> str:
         """Content of a small file."""
         if self._texts is None:
             return self._text(path)
         if path not in self._texts:
-            self._texts[path] = self._fixed_text(path) if _FIXED.fullmatch(path) else self._text(path)
+            self._texts[path] = self._text(path)
         return self._texts[path]
 
     def _text(self, path: str) -> str:
         return self.read_bytes(path, TEXT_LIMIT_BYTES).decode(errors="replace")
 
-    def _fixed_text(self, path: str) -> str:
-        """An attribute that a device keeps for life; another device in its slot has another folder."""
-        identity = self._identity_of_folder(path)
-        known, text = self._fixed.get(path, (None, ""))
-        if known != identity:
-            text = self._text(path)
-            self._fixed[path] = identity, text
-        return text
-
-    def _identity_of_folder(self, path: str) -> tuple[int, int]:
-        place, _ = self._paths.place(path)
-        if place not in self._identities:
-            found = os.stat(place)  # noqa: PTH116
-            self._identities[place] = found.st_dev, found.st_ino
-        return self._identities[place]
-
     def read_bytes(self, path: str, limit: int) -> bytes:
         """First `limit` bytes of a file; never waits for a device or a pipe."""
-        descriptor = self._open(path)
+        descriptor = os.open(self._below_root(path), _READ)
         try:
-            if self._texts is not None and _CONFIG.fullmatch(path):
-                return self._spaces.read(path, self._identity_of_folder(path), descriptor)[:limit]
             chunks: list[bytes] = []
             while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
                 chunks.append(chunk)
@@ -107,17 +77,6 @@ class LiveHost:
             return b"".join(chunks)
         finally:
             os.close(descriptor)
-
-    def _open(self, path: str) -> int:
-        if not self._prefix:
-            return os.open(path, _READ)
-        folder, name = self._paths.place(path)
-        try:
-            return os.open(f"{folder}/{name}", _READ | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno != errno.ELOOP:  # ELOOP: the last part is a link, to be followed inside the root
-                raise
-        return os.open(f"{self._prefix}{self.resolve(path)}", _READ)
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Names in a folder, sorted."""
@@ -131,8 +90,34 @@ class LiveHost:
             return False
 
     def resolve(self, path: str) -> str:
-        """The path with every link followed, never leaving the root."""
-        return self._paths.resolve(path)
+        """The path with every link followed, never leaving the root. Raises OSError where a part is missing."""
+        if not self._prefix:
+            return os.path.realpath(path, strict=True)
+        return self._resolve(path, 0, {} if self._places is None else self._places) or "/"
+
+    def _resolve(self, path: str, links: int, places: dict[str, str]) -> str:
+        """`places` holds what is known; most paths of a scan lie below the same few hundred folders."""
+        if path in places:
+            return places[path]
+        folder, _, name = path.rpartition("/")
+        above = self._resolve(folder, links, places) if folder else ""
+        if name in ("", "."):
+            found = above
+        elif name == "..":
+            found = above.rpartition("/")[0]
+        else:
+            try:
+                target = os.readlink(f"{self._prefix}{above}/{name}")  # noqa: PTH115 - the busiest place, no Path objects
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: there, and not a link
+                    raise
+                found = f"{above}/{name}"
+            else:
+                if links >= LINKS_FOLLOWED:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                found = self._resolve(target if target.startswith("/") else f"{above}/{target}", links + 1, places)
+        places[path] = found
+        return found
 
     def usable(self, path: str) -> bool:
         """Whether this process may open the path for reading and writing."""

@@ -51,18 +51,6 @@ def parse_config(config: bytes) -> Config:
     )
 
 
-def changing(config: bytes) -> tuple[tuple[int, int], ...]:
-    """(offset, length) of all that `parse_config` reads and that may change while the device stays."""
-    found = [(0, min(len(config), 64))]
-    found += [(at + _EXPRESS_DEVICE_CONTROL, 2) for kind, at in _standard(config) if kind == _EXPRESS]
-    extended = dict(_extended(config))
-    if _ACS in extended:
-        found.append((extended[_ACS] + _ACS_CONTROL, 2))
-    if _REBAR in extended:
-        found.append((extended[_REBAR] + 4, 8 * _REBAR_MAX))
-    return tuple((at, min(length, len(config) - at)) for at, length in found if at < len(config))
-
-
 def _relaxed_ordering(config: bytes) -> bool | None:
     if len(config) <= 64:
         return None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from probes.api import Finding, Severity, UnavailableError
 from probes.pci import probe as pci
 from probes.pci.check import peer_ports
-from probes.pci.config import changing, parse_config
+from probes.pci.config import parse_config
 
 GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1021"), ("0x060400", "0x1000", "0xc030")
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
@@ -296,28 +296,7 @@ def test_a_broken_chain_of_capabilities_ends() -> None:
     assert parse_config(bytes(space)).acs_source_validation is False
 
 
-SPACES = [
-    config(acs=acs, relaxed=relaxed, bar=(0b1_0000_0000_0000, size))
-    for acs in (False, True)
-    for relaxed in (False, True)
-    for size in (8, 12)
-]
-
-
-@pytest.mark.parametrize("before", SPACES)
-@pytest.mark.parametrize("after", [*SPACES, b"\xff" * 4096])
-def test_what_is_read_again_is_all_that_counts(before: bytes, after: bytes) -> None:
-    """A space that is brought up to date where it may change means what the new one means."""
-    kept = bytearray(before)
-    for offset, length in changing(before):
-        assert length > 0
-        kept[offset : offset + length] = after[offset : offset + length]
-    assert parse_config(bytes(kept)) == parse_config(after)
-    assert sum(length for _, length in changing(before)) < 128
-
-
 @given(st.binary(max_size=4096))
 def test_any_configuration_space_is_decoded(space: bytes) -> None:
     for tried in (space, config(acs=True)[:0x100] + space):
         parse_config(tried)
-        assert all(0 <= at < at + length <= len(tried) for at, length in changing(tried) if length)
