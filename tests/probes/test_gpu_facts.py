@@ -353,7 +353,7 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     ("model", "gpus", "sku"),
     [
         ("NVIDIA GB200", 8, None), ("NVIDIA GB200 NVL", 8, None), ("NVIDIA GB300", 8, None),
-        ("NVIDIA GH200 480GB", 8, None), ("NVIDIA B200", 8, "HGX B200"), ("NVIDIA B300 SXM6 AC", 8, "HGX B200"),
+        ("NVIDIA GH200 480GB", 8, None), ("NVIDIA B200", 8, "HGX B200"), ("NVIDIA B300 SXM6 AC", 8, "HGX B300"),
         ("NVIDIA GB200", 4, "GB200/GB300 NVL72 tray"),
         ("NVIDIA H100 80GB HBM3", 8, "HGX H100/H200"), ("NVIDIA H200", 8, "HGX H100/H200"),
         ("NVIDIA A100-SXM4-80GB", 8, "HGX A100"),
