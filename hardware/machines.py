@@ -26,7 +26,7 @@ class Machine:
     rdma_devices: int | None = None  # all that a scan shows, where these are more
     nic_gbps: float | None = None  # of one
     nic_kind: str | None = None  # "efa", "hca", "ethernet"
-    cpus: int | None = None  # threads
+    cpus: int | None = None  # as its maker counts them: vCPUs of an instance, cores of a board
     host_gib: float | None = None
     gpu_pattern: str | None = None  # on the GPU's name, from the beginning of a word; None: a scan is not recognised
     product: str | None = None  # on DMI's product name; such a row counts only with it
@@ -50,16 +50,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known(Machine):
-    """A machine of which enough is known to plan for it."""
+    """A machine of which enough is known to plan for it; its GPUs are joined all to all, or by PCIe alone."""
 
     gpu: str
     nics: int
     nic_gbps: float
     nic_kind: str
-    cpus: int
 
 
-_NEEDED = {"gpu", "nics", "nic_gbps", "nic_kind", "cpus"}
+_NEEDED = {"gpu", "nics", "nic_gbps", "nic_kind"}
 _LISTS = {"aliases", "links_per_pair"}
 
 
@@ -69,7 +68,7 @@ def machines() -> tuple[Machine, ...]:
     made: list[Machine] = []
     for written in read("machines"):
         row: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in written.items()}
-        made.append(Known(**row) if row.keys() >= _NEEDED else Machine(**row))
+        made.append(Known(**row) if row.keys() >= _NEEDED and row.get("all_to_all", True) else Machine(**row))
     return tuple(made)
 
 
