@@ -75,11 +75,11 @@ class NodeView:
         return self.snapshot.facts(PciFacts) if self.snapshot else None
 
     def gpu_count(self) -> int:
-        """GPUs of the node."""
+        """GPUs of the node that NCCL serves."""
         facts = self.gpu()
         if facts is not None:
             return len(facts.gpus)
-        return len(self.topology.gpus) if self.topology else 0
+        return len(self.topology.gpus) - len(self.amd_of_catalogue()) if self.topology else 0
 
     def gpu_names(self) -> tuple[str, ...]:
         """Models of the node's GPUs, as far as they are known."""
@@ -91,10 +91,12 @@ class NodeView:
     def amd_gpus(self) -> tuple[str, ...]:
         """Bus ids of AMD's GPUs, by PCI class and vendor; a display of the CPU's own beside NVIDIA's is none to use."""
         facts = self.pci()
-        if facts is None:
-            named = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
-            return tuple(name for name, gpu in named if gpu is not None and gpu.maker == "AMD")
-        return tuple(device.bus_id for device in amd_gpus(facts))
+        return tuple(device.bus_id for device in amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
+
+    def amd_of_catalogue(self) -> tuple[str, ...]:
+        """Names of the topology's GPUs that are AMD's: no probe brings one there."""
+        named = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
+        return tuple(name for name, gpu in named if gpu is not None and gpu.maker == "AMD")
 
     def cxi(self) -> tuple[str, ...]:
         """HPE Slingshot's Cassini NICs by interface or bus id: no verbs device, reached through libfabric's cxi."""
@@ -155,7 +157,7 @@ class Situation:
     @property
     def gpus(self) -> int:
         """GPUs of all nodes."""
-        return max(sum(node.gpu_count() for node in self.nodes), self.cluster.world_size)
+        return max(sum(node.gpu_count() for node in self.nodes), 0 if self.amd else self.cluster.world_size)
 
     @property
     def amd(self) -> bool:
