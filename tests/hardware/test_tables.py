@@ -12,6 +12,11 @@ import pytest
 from hardware.gpus import gpu_named, gpus, model_of, on_grace, refuses_peers, soldered
 from hardware.links import links, nvlink
 from hardware.nics import fastest, is_efa, is_virtual, models, nics
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec
+from planner.recommend import recommend
+from planner.sweep import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
@@ -98,3 +103,18 @@ def test_what_an_adapters_ids_say() -> None:
     assert is_virtual(0x15B3, 0x101E) and not is_virtual(0x15B3, 0x1021)
     numbers = [(nic.vendor, number) for nic in nics() for number in (*nic.devices, *nic.virtual)]
     assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("machine", ["mi300x"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_rccl_serves_is_refused_and_not_guessed(machine: str, hosts: int) -> None:
+    """No plan of links, no environment, no layout: the answer says that nothing of it was measured."""
+    cluster = machines.cluster(machine, hosts)
+    gpus = [gpu for node in cluster.nodes for gpu in node.gpus]
+    assert len(gpus) == 8 * hosts and all(gpu.compute_capability is None for gpu in gpus)
+    assert not cluster.nodes[0].expectations and not any(pair.bytes_per_second for pair in cluster.nodes[0].pairs)
+    answer = recommend(cluster, (), model_named("Llama-3.1-8B"), TrainSpec())
+    assert (answer.backend, answer.chosen, answer.settings) == ("rccl", None, ())
+    assert "no ceiling of training on it was measured" in answer.unknowns[0]
+    (point,) = sweep(machine, [hosts], model_named("Llama-3.1-8B"), TrainSpec())
+    assert point.step_seconds is None and point.reason in answer.unknowns
