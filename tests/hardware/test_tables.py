@@ -105,7 +105,7 @@ def test_what_an_adapters_ids_say() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize("machine", ["mi300x"])
+@pytest.mark.parametrize("machine", ["mi300x", "mi325x"])
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_rccl_serves_is_refused_and_not_guessed(machine: str, hosts: int) -> None:
     """No plan of links, no environment, no layout: the answer says that nothing of it was measured."""
