@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench.finetune_vs_trl import make_inputs  # noqa: E402
 from collectives.bench.calibrate import CalibrationRequest, calibrate  # noqa: E402
+from collectives.bench.plan import BenchSpec  # noqa: E402
 from collectives.bench.results import Measurement  # noqa: E402
 from collectives.bench.run import run as run_bench  # noqa: E402
-from collectives.bench.spec import BenchSpec  # noqa: E402
 from contracts.layout import Layout  # noqa: E402
 from planner.advice import Forecast  # noqa: E402
 from planner.forecast.calibration import Calibration, parse_calibration  # noqa: E402

@@ -577,7 +577,7 @@ def targets() -> Mapping[str, Target]:
     return {
         "nccl_log": Target(
             run=nccl_log,
-            errors=_own("collectives.nccl_log.clean", "LogFileError"),
+            errors=_own("collectives.nccl_log.reader", "LogFileError"),
             seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3, gzip.compress(NCCL_LOG), NCCL_LOG + JOB_END],
         ),
         "topo_text": Target(

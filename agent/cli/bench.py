@@ -221,7 +221,7 @@ def evidence(
     warn, 5 no evidence.
     """
     from collectives.nccl_log import evidence as reader
-    from collectives.nccl_log.clean import LogFileError
+    from collectives.nccl_log.reader import LogFileError
 
     try:
         found = reader.read_files(source or ("-",), ports=ports or None)

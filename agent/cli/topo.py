@@ -14,7 +14,7 @@ from rich.console import Console
 from agent.cli import inputs, terminal
 from agent.cli.hosts import host_option, root_option, snapshots
 from agent.cli.output import emit, format_option
-from collectives.nccl_log.clean import utf8_chunks
+from collectives.nccl_log.reader import utf8_chunks
 from contracts import bounded
 from topology.graph import NodeTopology
 

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import cattrs
 
+from collectives.bench.plan import Expect
 from collectives.bench.results import Bar
-from collectives.bench.spec import Expect
 from probes.api import Snapshot
 from topology.build import build
 from topology.graph import NodeTopology

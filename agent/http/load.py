@@ -31,7 +31,7 @@ from agent.http.state import State
 from agent.jobs import result_store as keep
 from agent.jobs.result_store import BENCH_FILE
 from agent.view import View
-from collectives.bench import processes, scratch
+from collectives.bench import lock, processes
 from collectives.bench.ops import OPS
 from collectives.bench.results import BenchResult
 from collectives.bench.wire import result_from_json
@@ -42,9 +42,9 @@ MOST_BODY_BYTES = 65536
 MOST_BENCH_BYTES = 1 << 30
 MOST_RANKS = 64
 MOST_BENCH_SECONDS = 300.0
-LATE_SECONDS = 240.0  # beyond the budget: start-up and the end of ranks that hang (collectives.bench.spec.BenchSpec)
+LATE_SECONDS = 240.0  # beyond the budget: start-up and the end of ranks that hang (collectives.bench.plan.BenchSpec)
 POSTS_PER_MINUTE = 12.0
-STOP_SECONDS = 5.0  # for ranks to end (collectives.bench.engine.TERM_SECONDS) and the result to be written
+STOP_SECONDS = 5.0  # for ranks to end (collectives.bench.watch.TERM_SECONDS) and the result to be written
 
 
 class Preflight(BaseModel):
@@ -149,7 +149,7 @@ class Bencher:
         """Run the child in this thread, which lives as long as it does: the child dies when its starter does."""
         done = dict(self.last)
         try:
-            with scratch.folder() as folder:
+            with lock.run_folder() as folder:
                 saved, errors = folder / BENCH_FILE, folder / "stderr"
                 with errors.open("wb") as stream:
                     self._child = subprocess.Popen(

@@ -15,10 +15,8 @@ from agent.cli.job_settings import EMBEDDED_MODEL, planned_for, said
 from agent.cli.output import Progress
 from agent.gate import bars
 from collectives.bench.calibrate import CalibrationRequest, calibrate
-from collectives.bench.plan import Case, SearchPlan
+from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
 from collectives.bench.run import visible_backend
-from collectives.bench.shape import AXES, StepShape, step_plan
-from collectives.bench.spec import BenchSpec, SpecError, sweep
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import model_named
 from planner.forecast.weights import weights

@@ -25,7 +25,7 @@ from agent.advise import RequestError, export
 from agent.cli.job_settings import EMBEDDED_MODEL, said, untrainable
 from agent.gate.report import document, write_atomic
 from agent.jobs.transport import transport
-from collectives.bench import processes, scratch
+from collectives.bench import lock, processes
 from contracts import run_record as flight_record
 from contracts.run_record import own_exit_code
 from planner.advice import Recommendation
@@ -191,7 +191,7 @@ def run(
     mark = uuid.uuid4().hex
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as told, scratch.folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as told, lock.run_folder() as temporary:
         marked = {**variables, RUN_VARIABLE: mark, "TMPDIR": str(temporary)}  # torchrun leaves files there when killed
         process = processes.start(words, marked, stream)
         last: deque[str] = deque(maxlen=12)

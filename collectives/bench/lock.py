@@ -1,9 +1,11 @@
-"""One benchmark at a time on a host: flock(2) on a file, which the kernel lets go when its holder dies."""
+"""What a run holds while it lives, by flock(2), which the kernel lets go when its holder dies: the host, so that one
+benchmark runs at a time, and a folder of its own."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -72,3 +74,40 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, f"pid {os.getpid()}".encode(), 0)
     except OSError:
         return
+
+
+# A folder for one run; what a killed run left behind is removed by the next one.
+
+FOLDER_PREFIX = "topoflight-bench-"
+FOLDER_OWNER = "owner.lock"  # held with flock(2) by the living owner
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Make a folder that is gone at the end, at the latest when the next run starts."""
+    sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+        descriptor = os.open(Path(name) / FOLDER_OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def sweep(place: Path) -> None:
+    """Remove the folders of this user that nobody holds."""
+    for path in place.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(path / FOLDER_OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # made a moment ago, or gone
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)

@@ -7,6 +7,8 @@ gathered times and so takes the same decisions; nothing is broadcast.
 from __future__ import annotations
 
 import os
+import re
+import signal
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,10 +16,9 @@ from statistics import median
 from typing import Any
 
 from collectives.bench import ops
-from collectives.bench.faults import Fault, lies, strike
-from collectives.bench.interval import spread_ratio
-from collectives.bench.plan import Case, Plan
+from collectives.bench.plan import Case, Part, Plan, StepPlan
 from collectives.bench.pulse import Journal, Pulse
+from collectives.bench.results import spread_ratio
 
 BATCH = 5  # iterations between two looks at the interval
 WARMUP_SHARE = 0.2  # of a size's budget; the first iteration sets up connections and so takes longest
@@ -264,3 +265,136 @@ def _write_measured(me: Rank, op: ops.Op, case: Case, ranks: tuple[int, ...], ti
 def speaks() -> bool:
     """One rank of each host writes down what all know."""
     return os.environ.get("LOCAL_RANK") == "0"
+
+
+# Ranks that die, stall or lie, for the tests: the variable TOPOFLIGHT_FAULT, read by the ranks alone.
+#
+# TOPOFLIGHT_FAULT="rank=1:stall@iteration=3"      several are parted by ";"
+#
+# die      SIGKILL to itself          stop     SIGSTOP to itself, every thread
+# stall    waits for ever             fail     raises an error
+# slow=S   comes S seconds late to every iteration from there on
+# lie      gives wrong data           version  claims another torch version
+
+KINDS = ("die", "stop", "stall", "fail", "slow", "lie", "version")
+_FAULT = re.compile(r"rank=(\d+):([a-z]+)(?:=([0-9.]+))?(?:@iteration=(\d+))?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of one rank."""
+
+    rank: int
+    kind: str
+    value: float = 0.0
+    iteration: int = 0
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Parse the variable; a fault that is not understood is an error, not a silent pass."""
+    return tuple(_parse_fault(part.strip()) for part in text.split(";") if part.strip())
+
+
+def _parse_fault(text: str) -> Fault:
+    match = _FAULT.match(text)
+    if match is None or match[2] not in KINDS:
+        raise ValueError(
+            f"TOPOFLIGHT_FAULT: {text!r} is not rank=R:KIND[=VALUE][@iteration=I] with KIND one of {KINDS}"
+        )
+    return Fault(rank=int(match[1]), kind=match[2], value=float(match[3] or 0), iteration=int(match[4] or 0))
+
+
+def strike(faults: tuple[Fault, ...], iteration: int) -> None:
+    """Let the faults of this iteration happen."""
+    for fault in faults:
+        if fault.kind == "slow" and iteration >= fault.iteration:
+            time.sleep(fault.value)
+        elif iteration == fault.iteration:
+            _happen(fault)
+
+
+def _happen(fault: Fault) -> None:
+    if fault.kind == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "fail":
+        raise RuntimeError("fault asked for by TOPOFLIGHT_FAULT")
+    while fault.kind == "stall":
+        time.sleep(1)
+
+
+def lies(faults: tuple[Fault, ...]) -> bool:
+    """Tell whether this rank gives wrong data."""
+    return any(fault.kind == "lie" for fault in faults)
+
+
+# Replays a training step's communication on one rank: part after part, each in its own process groups.
+#
+# The replay ends within its own budget. Every part gets an equal share of what is left; where one step's calls do not
+# fit into it, fewer are run and their time is scaled up, and where a call alone is longer, it is timed once.
+
+
+def replay(me: Rank, step: StepPlan) -> None:
+    """Replay the step; one rank of each host writes the times of all."""
+    started = time.monotonic()
+    for index, part in enumerate(step.parts):
+        left = step.budget_seconds - slowest(me, time.monotonic() - started)
+        times, wrong, calls, warmup = _replay_part(me, part, step, max(0.0, left) / (len(step.parts) - index))
+        if speaks():
+            size = ops.moved_bytes(ops.OPS[part.op], part.bytes, len(part.groups[0]))
+            me.journal.write(
+                "replayed",
+                name=part.name,
+                op=part.op,
+                bytes=size,
+                times=part.times,
+                group_ranks=len(part.groups[0]),
+                iteration_seconds=slowest_of_iteration(times, tuple(range(me.world)))[warmup:],
+                run_times=calls,
+                wrong=sorted(wrong),
+            )
+
+
+def _replay_part(
+    me: Rank, part: Part, step: StepPlan, share_seconds: float
+) -> tuple[Times, set[tuple[int, int]], int, int]:
+    """Give the times, the wrong data, the calls of an iteration, and how many iterations were warm-up."""
+    started = time.monotonic()
+    op = ops.OPS[part.op]
+    side = side_of(me, op, part.bytes, part.groups)
+    times = no_times(me)
+    wrong = verified_round(me, op, side, part.name)
+    one = slowest(me, _calls(me, op, side, part.name, 1))
+    left = share_seconds - slowest(me, time.monotonic() - started)
+    calls = _fitting(part.times, one, left / (step.warmup + step.iterations))
+    seconds: list[float] = []
+    # A budget spent by the first calls leaves one timed iteration: they were the warm-up.
+    warmup = step.warmup if left > 0 else 0
+    while len(seconds) < warmup + step.iterations:
+        seconds.append(_calls(me, op, side, part.name, calls) * part.times / calls)
+        spent = slowest(me, time.monotonic() - started)
+        if spent >= share_seconds and len(seconds) > warmup:
+            break
+    share(me, times, seconds, [0.0] * len(seconds), wrong)
+    name_liars(me, op, side, times)
+    return times, times.wrong, calls, warmup
+
+
+def _fitting(wanted: int, one_seconds: float, seconds: float) -> int:
+    """How many calls fit into the seconds, at least one."""
+    if seconds <= 0:
+        return 1
+    return wanted if wanted * one_seconds <= seconds else max(1, int(seconds / one_seconds))
+
+
+def _calls(me: Rank, op: ops.Op, side: Any, name: str, count: int) -> float:
+    """Run the collective `count` times in a row; seconds of this rank."""
+    arrive(me, name)
+    if side is None:
+        return 0.0
+    meet(me, side)
+    began = mark(me)
+    for _ in range(count):
+        op.run(side)
+    return between(me, began, mark(me))

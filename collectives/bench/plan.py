@@ -1,18 +1,25 @@
-"""What the starting process tells its ranks: one JSON file, read by each rank.
+"""What to measure, as it is requested (`BenchSpec`) and as the starting process tells its ranks (`Plan`).
 
-It is written and read by the same version of this package; nothing here comes from outside the host.
+The plan is one JSON file, written and read by the same version of this package; nothing here comes from outside the
+host.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import cattrs
 
-FAULT_VARIABLE = "TOPOFLIGHT_FAULT"  # test-only, see collectives/bench/faults.py
+from collectives.bench.ops import OPS
+from collectives.bench.results import Bar
+
+FAULT_VARIABLE = "TOPOFLIGHT_FAULT"  # test-only, see collectives/bench/measure.py
 RUN_VARIABLE = "TOPOFLIGHT_RUN"  # marks every process of one run, so that the end finds orphans as well
 
 
@@ -88,3 +95,210 @@ def read(path: Path) -> Plan:
     """Read the plan, in a rank."""
     plan: Plan = cattrs.structure(json.loads(path.read_text(encoding="utf-8")), Plan)
     return plan
+
+
+# What to measure, where, and for how long; every setting is checked before anything starts.
+
+BACKENDS = ("gloo", "nccl")
+_ENDPOINT = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
+
+
+class SpecError(ValueError):
+    """A setting of the benchmark is not possible; the text names it, its value and what is allowed."""
+
+
+# Op, S in bytes, global ranks of the group, and the rows that all ranks of the run said of themselves when they joined.
+Expect = Callable[[str, int, tuple[int, ...], Sequence[Mapping[str, Any]]], tuple[Bar, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSpec:
+    """What to measure, where, and for how long.
+
+    A run ends within startup + budget + silence seconds (and the budget of a step to be replayed), and a few more to
+    kill what does not end by itself.
+    """
+
+    ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
+    sizes_bytes: tuple[int, ...] = ()  # explicit; empty is the sweep
+    min_bytes: int = 64 * 1024
+    max_bytes: int = 16 * 1024 * 1024
+    step_factor: int = 4
+    cases: tuple[Case, ...] = ()  # explicit cases instead of ops and sizes: see model_cases
+    backend: str | None = None  # None: nccl where this host shows CUDA GPUs, else gloo
+    ranks_per_host: int = 2
+    hosts: int = 1
+    node_rank: int | None = None  # None: torchrun's rendezvous orders the hosts
+    rendezvous: str | None = None  # "host:port", for several hosts
+    host_name: str | None = None  # what results call this host; None is its own name
+    distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
+    environment: Mapping[str, str] = field(default_factory=dict)  # for the ranks, on top of this process's own
+    warmup: int = 5
+    min_iterations: int = 10
+    max_iterations: int = 100
+    precision: float | None = 0.05  # stop a size when the interval's half width is within this part of the median
+    budget_seconds: float = 60.0
+    startup_seconds: float = 120.0
+    silence_seconds: float = 30.0  # longer than the longest single iteration
+    step: StepPlan | None = None  # replay a job's step as well: shape.step_plan(...)
+    search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
+    expect: Expect | None = None  # what each result is held against, from whoever knows the topology
+    links: Mapping[str, Any] = field(default_factory=dict)  # of this host, told to every rank: plain JSON values
+    lock_path: str | None = None
+    gpu_pids: tuple[int, ...] = ()  # other work on this host's GPUs, as the caller has seen it
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every setting."""
+        for op in (*self.ops, *(case.op for case in self.cases)):
+            _check("op", op, op in OPS, f"one of {', '.join(OPS)}")
+        _check("backend", self.backend, self.backend in (None, *BACKENDS), "gloo, nccl or None")
+        for name in ("ranks_per_host", "hosts", "min_iterations", "max_iterations", "min_bytes"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "a whole number of at least 1")
+        for name in ("budget_seconds", "startup_seconds", "silence_seconds"):
+            _check(name, getattr(self, name), 0 < getattr(self, name) < float("inf"), "a positive number of seconds")
+        _check("warmup", self.warmup, self.warmup >= 0, "0 or more")
+        _check("max_iterations", self.max_iterations, self.max_iterations >= self.min_iterations, ">= min_iterations")
+        _check("max_bytes", self.max_bytes, self.max_bytes >= self.min_bytes, "at least min_bytes")
+        _check("step_factor", self.step_factor, self.step_factor >= 2, "at least 2")
+        _check(
+            "precision", self.precision, self.precision is None or 0 < self.precision < 1, "between 0 and 1, or None"
+        )
+        for size in (*self.sizes_bytes, *(case.bytes for case in self.cases)):
+            _check("size in bytes", size, size >= 1, "at least 1")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        endpoint = _ENDPOINT.fullmatch(self.rendezvous or "")
+        allowed = endpoint is not None and 0 < int(endpoint[1]) < 65536
+        _check("rendezvous", self.rendezvous, allowed or self.hosts == 1, "host:port, for several hosts")
+        inside = self.node_rank is None or 0 <= self.node_rank < self.hosts
+        _check("node_rank", self.node_rank, inside, f"0 to {self.hosts - 1}, or None")
+        parts = self.step.parts if self.step is not None else ()
+        for groups in (*(case.groups for case in self.cases), *(part.groups for part in parts)):
+            members = [rank for group in groups for rank in group]
+            disjoint = len(set(members)) == len(members) and all(0 <= rank < self.world_size for rank in members)
+            _check("groups", groups, disjoint, f"disjoint groups of ranks 0 to {self.world_size - 1}")
+            _check("groups", groups, all(groups), "groups of at least one rank")
+        _check("search", self.search, self.search is None or self.world_size > 1, "only with two ranks or more")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.ranks_per_host * self.hosts
+
+    def all_cases(self) -> tuple[Case, ...]:
+        """Give the cases to measure: explicit ones, or each op at each size."""
+        if self.cases:
+            return self.cases
+        sizes = self.sizes_bytes or sweep(self.min_bytes, self.max_bytes, self.step_factor)
+        return tuple(Case(op=op, bytes=size) for op in self.ops for size in sizes)
+
+
+def _check(setting: str, value: object, fine: bool, allowed: str) -> None:
+    if not fine:
+        raise SpecError(f"{setting}: {value!r} is not allowed; allowed: {allowed}")
+
+
+def sweep(min_bytes: int, max_bytes: int, step_factor: int) -> tuple[int, ...]:
+    """Give the sizes from min to max, each step_factor times the one before."""
+    sizes = [min_bytes]
+    while sizes[-1] * step_factor <= max_bytes:
+        sizes.append(sizes[-1] * step_factor)
+    return tuple(sizes)
+
+
+def model_cases(
+    *,
+    fsdp_bucket_bytes: Iterable[int],
+    tp_activation_bytes: Iterable[int] = (),
+    fsdp_groups: tuple[tuple[int, ...], ...] = (),
+    tp_groups: tuple[tuple[int, ...], ...] = (),
+) -> tuple[Case, ...]:
+    """Give the cases of a model: FSDP gathers and scatters each bucket, TP reduces each activation."""
+    sharded = [
+        Case(op=op, bytes=size, groups=fsdp_groups)
+        for size in sorted(set(fsdp_bucket_bytes))
+        for op in ("all_gather", "reduce_scatter")
+    ]
+    reduced = [Case(op="all_reduce", bytes=size, groups=tp_groups) for size in sorted(set(tp_activation_bytes))]
+    return (*sharded, *reduced)
+
+
+# A training step's communication as a list of parts, from degrees and bytes: what `replay` then runs.
+#
+# Ranks lie as in a torch DeviceMesh of (pp, dp_replicate, dp_shard, cp, tp), the innermost last. FSDP gathers a layer
+# before its forward and again before its backward pass and scatters its gradients once (torch.distributed.fsdp.
+# fully_shard, reshard_after_forward=True); with context parallelism it shards over dp_shard x cp. Tensor parallelism
+# reduces two activations in each pass of a layer (Megatron-LM, arXiv:1909.08053, section 3). Pipeline neighbours send
+# in a ring, as interleaved schedules do: each stage sends and receives at the same time.
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What one step moves; bytes as nccl-tests counts S for the op."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    layers: int = 1  # of one pipeline stage
+    fsdp_layer_bytes: int = 0  # gathered parameters of one layer on one rank (after TP), in the dtype of the gather
+    fsdp_scatter_bytes: int | None = None  # gradients of one layer, in the dtype of the reduction; None: as gathered
+    fsdp_gathers: int = 2  # of each layer in one step; 1 without resharding after the forward pass
+    replica_reduce_bytes: int = 0  # gradients of one layer's shard, reduced over dp_replicate
+    tp_activation_bytes: int = 0  # one activation of one micro-batch
+    tp_reduces: int = 4  # of each layer in one micro-batch: two forward, two backward
+    pp_activation_bytes: int = 0  # one activation of one micro-batch at a stage's border
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that all degrees and counts are possible."""
+        for name in (*AXES, "layers", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: at least 1")
+        for name in ("fsdp_layer_bytes", "replica_reduce_bytes", "tp_activation_bytes", "pp_activation_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: 0 or more")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+
+def groups(shape: StepShape, *axes: str) -> tuple[tuple[int, ...], ...]:
+    """Give the process groups along one axis, or along several flattened ones."""
+    degrees = [getattr(shape, axis) for axis in AXES]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(product(*(range(degree) for degree in degrees))):
+        across = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
+        found.setdefault(across, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def parts(shape: StepShape) -> tuple[Part, ...]:
+    """List what one step moves; an axis of one rank moves nothing."""
+    shard, layers = groups(shape, "dp_shard", "cp"), shape.layers
+    scatter = shape.fsdp_layer_bytes if shape.fsdp_scatter_bytes is None else shape.fsdp_scatter_bytes
+    reduces = layers * shape.tp_reduces * shape.micro_batches
+    wanted: Sequence[tuple[str, str, int, tuple[tuple[int, ...], ...], int]] = (
+        ("fsdp_gather", "all_gather", shape.fsdp_layer_bytes, shard, layers * shape.fsdp_gathers),
+        ("fsdp_scatter", "reduce_scatter", scatter, shard, layers),
+        ("replica_reduce", "all_reduce", shape.replica_reduce_bytes, groups(shape, "dp_replicate"), layers),
+        ("tp_reduce", "all_reduce", shape.tp_activation_bytes, groups(shape, "tp"), reduces),
+        ("pp_send", "send_recv", shape.pp_activation_bytes, groups(shape, "pp"), shape.micro_batches),
+    )
+    return tuple(
+        Part(name=name, op=op, bytes=size, groups=ranks, times=times)
+        for name, op, size, ranks, times in wanted
+        if size > 0 and times > 0 and len(ranks[0]) > 1
+    )
+
+
+def step_plan(shape: StepShape, iterations: int = 5, warmup: int = 1, budget_seconds: float = 30.0) -> StepPlan:
+    """Give the plan that replays the step."""
+    return StepPlan(parts=parts(shape), iterations=iterations, warmup=warmup, budget_seconds=budget_seconds)

@@ -14,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from collectives.bench import measure, replay, search, traffic
-from collectives.bench.faults import parse_faults
-from collectives.bench.measure import Rank
+from collectives.bench import measure, pairing
+from collectives.bench.measure import Rank, parse_faults
 from collectives.bench.plan import FAULT_VARIABLE, Case, read
 from collectives.bench.processes import die_with_parent
-from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, store_port
+from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, carried, store_port
 
 FORETELLS = 64  # a size tells of another up to so many times its own: a smaller one is latency more than bandwidth
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
@@ -93,9 +92,9 @@ def _work(me: Rank) -> None:
 
     started = time.monotonic()
     if me.plan.search is not None:
-        search.run(me, me.plan.search)
+        pairing.search(me, me.plan.search)
     if me.plan.step is not None:
-        replay.run(me, me.plan.step)
+        measure.replay(me, me.plan.step)
         started = time.monotonic()  # the replay has a budget of its own
     singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
     skipped: list[Case] = []
@@ -130,7 +129,7 @@ def _tell_traffic(me: Rank) -> None:
     import torch.distributed as dist
 
     everyone: list[Any] = [None] * me.world
-    dist.all_gather_object(everyone, traffic.carried(store_port()), group=me.control)
+    dist.all_gather_object(everyone, carried(store_port()), group=me.control)
     if measure.speaks():
         rows = [[rank, *row] for rank, rows in enumerate(everyone) for row in rows]
         me.journal.write("carried", rows=rows)

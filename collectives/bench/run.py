@@ -7,18 +7,30 @@ see docs/busbw.md.
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from collectives.bench import engine, lock, scratch
-from collectives.bench.assemble import assemble
-from collectives.bench.plan import Case, Plan, SearchPlan
-from collectives.bench.results import BenchResult
-from collectives.bench.spec import BenchSpec, SpecError, model_cases, sweep
-from collectives.bench.watch import Where
+from collectives.bench import lock, watch
+from collectives.bench.ops import OPS
+from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SearchPlan, SpecError, model_cases, sweep
+from collectives.bench.results import (
+    BenchResult,
+    Carried,
+    Latency,
+    Measurement,
+    PairSearch,
+    PartTime,
+    StepTime,
+    Straggler,
+    fit_latency,
+    spread_ratio,
+)
+from collectives.bench.watch import Outcome, Where
 from collectives.nccl_log.transport import Evidence
 
 OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that nothing foretold
@@ -46,7 +58,7 @@ def run(
     backend = spec.backend or visible_backend()
     with (
         lock.hold(Path(spec.lock_path) if spec.lock_path else None),
-        scratch.folder() as directory,
+        lock.run_folder() as directory,
     ):
         return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)
 
@@ -90,7 +102,7 @@ def _run_in(
     debug.mkdir()
     asked = _evidence_environment(debug) if backend == "nccl" else {}
     started, clock = time.time(), time.monotonic()
-    outcome = engine.fly(plan, where, {**asked, **spec.environment}, on_event, stop)
+    outcome = watch.run_ranks(plan, where, {**asked, **spec.environment}, on_event, stop)
     return assemble(spec, backend, outcome, started, time.monotonic() - clock, _read_evidence(debug))
 
 
@@ -108,3 +120,249 @@ def _read_evidence(debug: Path) -> Evidence | None:
     from collectives.nccl_log import evidence
 
     return evidence.read_files(logs)
+
+
+# Turns what the ranks wrote down into a result: bandwidths, fits, and everything that was not as it should be.
+
+# One NCCL_BUFFSIZE (4 MiB by default, NCCL user guide, environment variables) per rank is the least that a
+# shared-memory connection takes.
+SHM_BYTES_PER_RANK = 4 * 1024 * 1024
+
+
+def assemble(
+    spec: BenchSpec, backend: str, outcome: Outcome, started: float, seconds: float, proof: Evidence | None
+) -> BenchResult:
+    """Build the result of a run, whole or partial."""
+    hello: list[Mapping[str, Any]] = next(
+        (event["ranks"] for event in outcome.events if event["event"] == "joined" and event["ranks"]), []
+    )
+    hosts = tuple(row["host"] for row in hello)
+    measured = [event for event in outcome.events if event["event"] == "measured"]
+    measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
+    skipped = [
+        f"not measured, the time budget of {spec.budget_seconds:g} s was spent: {_words(event)}"
+        for event in outcome.events
+        if event["event"] == "skipped"
+    ]
+    replayed = [event for event in outcome.events if event["event"] == "replayed"]
+    problems = (*outcome.problems, *skipped, *_lies([*measured, *replayed], hosts), *_odd_hosts(hello, backend))
+    verified = all(m.verified for m in measurements) and not any(event["wrong"] for event in replayed)
+    first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
+    return BenchResult(
+        measurements=measurements,
+        world_size=spec.world_size,
+        backend=backend,
+        hosts=hosts,
+        environment=first["environment"],
+        versions=first["versions"],
+        started_at_seconds=started,
+        seconds=seconds,
+        latencies=_latencies(measurements),
+        stragglers=_stragglers(measured, hosts),
+        evidence=proof,
+        step=_step(replayed),
+        search=next((_search(event, hosts) for event in outcome.events if event["event"] == "searched"), None),
+        complete=not outcome.problems and not skipped and verified and bool(hello),
+        problems=problems,
+        stopped_by=outcome.stopped_by,
+        carried=tuple(
+            Carried(rank=rank, address=address, interface=interface, bytes=count)
+            for event in outcome.events
+            if event["event"] == "carried"
+            for rank, address, interface, count in event["rows"]
+        ),
+        nvlink_domains=tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello})),
+    )
+
+
+def _measurement(
+    event: Mapping[str, Any], backend: str, hello: Sequence[Mapping[str, Any]], expect: Expect | None
+) -> Measurement:
+    op, ranks, seconds = OPS[event["op"]], tuple(event["ranks"]), tuple(event["iteration_seconds"])
+    middle = median(seconds)
+    algbw = event["bytes"] / middle if middle > 0 else 0.0
+    bars = expect(op.name, event["bytes"], ranks, hello) if expect else ()
+    first = next((bar for bar in bars if bar.typical is not None), None)
+    return Measurement(
+        op=op.name,
+        backend=backend,
+        ranks=ranks,
+        hosts=tuple(hello[rank]["host"] for rank in ranks),
+        bytes=event["bytes"],
+        iteration_seconds=seconds,
+        median_seconds=middle,
+        spread_ratio=spread_ratio(seconds),
+        algbw_bytes_per_second=algbw,
+        busbw_bytes_per_second=algbw * op.factor(len(ranks)),
+        verified=event["rounds"] > 0 and not event["wrong"],
+        rank_median_seconds=tuple(event["rank_median_seconds"]),
+        expected_busbw_bytes_per_second=first.typical if first else None,
+        expectation=first.why if first else (),
+        bars=bars,
+    )
+
+
+def _step(replayed: Sequence[Mapping[str, Any]]) -> StepTime | None:
+    parts = tuple(
+        PartTime(
+            name=event["name"],
+            op=event["op"],
+            bytes=event["bytes"],
+            times=event["times"],
+            group_ranks=event["group_ranks"],
+            iteration_seconds=tuple(event["iteration_seconds"]),
+            median_seconds=median(event["iteration_seconds"]),
+            verified=not event["wrong"],
+            run_times=event["run_times"],
+        )
+        for event in replayed
+    )
+    return StepTime(parts=parts, median_seconds=sum(part.median_seconds for part in parts)) if parts else None
+
+
+def _search(event: Mapping[str, Any], hosts: Sequence[str]) -> PairSearch:
+    slow = tuple(event["slow_ranks"])
+    return PairSearch(
+        slow_ranks=slow,
+        slow_hosts=tuple(hosts[rank] for rank in slow),
+        slow_links=tuple((one, other) for one, other in event["slow_links"]),
+        undecided=tuple(event["undecided"]),
+        rounds=event["rounds"],
+        tests=event["tests"],
+        bytes=event["bytes"],
+        pair_seconds=event["pair_seconds"],
+        rank_seconds=tuple(event["rank_seconds"]),
+    )
+
+
+def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:
+    """Fit each op, over the group that most of its sizes were measured in."""
+    found = []
+    for op in dict.fromkeys(m.op for m in measurements):
+        groups = [m.ranks for m in measurements if m.op == op]
+        group = max(groups, key=groups.count)
+        found.append(fit_latency(op, [m for m in measurements if m.ranks == group]))
+    return tuple(latency for latency in found if latency is not None)
+
+
+def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> tuple[Straggler, ...]:
+    """Look at the whole world's meetings together: a late rank is late at every size."""
+    waits: dict[tuple[int, ...], list[list[float]]] = {}
+    for event in measured:
+        rows = waits.setdefault(tuple(event["ranks"]), [[] for _ in event["ranks"]])
+        for row, seconds in zip(rows, event["wait_seconds"], strict=True):
+            row.extend(seconds)
+    return tuple(s for ranks, rows in waits.items() for s in name_stragglers(ranks, [hosts[r] for r in ranks], rows))
+
+
+def _lies(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Name the ranks whose data was wrong; a rank that alone sees every other one wrong receives wrongly."""
+    told = []
+    for event in measured:
+        sources: dict[int, set[int]] = {}
+        for seer, source in event["wrong"]:
+            sources.setdefault(source, set()).add(seer)
+        what = f"{event['op']} of {event['bytes']} bytes is not verified"
+        for source, seers in sources.items():
+            if source >= 0:
+                told.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {_ranks(seers)}")
+            elif len(sources) == 1:
+                told.append(f"{what}: the sum is wrong on {_ranks(seers)}; each rank's own part is right")
+    return told
+
+
+def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
+    """Say where ranks differ in what must be alike, and where shared memory is too small for NCCL."""
+    told = []
+    names = sorted({name for row in hello for name in row["versions"]})
+    for name in names:
+        by_version: dict[str, list[int]] = {}
+        for row in hello:
+            by_version.setdefault(row["versions"].get(name, "none"), []).append(row["rank"])
+        if len(by_version) > 1:
+            listed = "; ".join(f"{version} on {_ranks(ranks, hello)}" for version, ranks in by_version.items())
+            told.append(f"different versions of {name}: {listed}")
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for row in hello:
+        by_host.setdefault(row["host"], []).append(row)
+    for host, rows in by_host.items():
+        free, least = rows[0]["shm_free_bytes"], SHM_BYTES_PER_RANK * len(rows)
+        if free is not None and free < least:
+            needs = (
+                "NCCL's shared-memory transport needs" if backend == "nccl" else "gloo does without, NCCL would need"
+            )
+            told.append(f"{host}: /dev/shm has {free} bytes free; {needs} at least {least} for {len(rows)} ranks")
+        told += _small_memlock(host, rows[0], backend)
+    return told
+
+
+def _small_memlock(host: str, row: Mapping[str, Any], backend: str) -> list[str]:
+    """RDMA registers memory, which counts against the limit (NCCL user guide, troubleshooting: memlock unlimited)."""
+    if backend != "nccl" or row["memlock_bytes"] is None or not row["rdma"]:
+        return []
+    devices = ", ".join(row["rdma"])
+    return [
+        f"{host}: memlock is limited to {row['memlock_bytes']} bytes, and {devices} cannot register more: set it to "
+        "unlimited for the ranks (container: --ulimit memlock=-1 or the capability IPC_LOCK)"
+    ]
+
+
+def _ranks(ranks: Iterable[int], hello: Sequence[Mapping[str, Any]] = ()) -> str:
+    hosts = {row["rank"]: f" ({row['host']})" for row in hello}
+    listed = sorted(ranks)
+    return ", ".join(f"rank {rank}{hosts.get(rank, '')}" for rank in listed[:8]) + (" ..." if len(listed) > 8 else "")
+
+
+def _words(event: Mapping[str, Any]) -> str:
+    return ", ".join(f"{op} of {size} bytes" for op, size in event["cases"])
+
+
+# Who is slow: named from how long each rank waits for the others to arrive.
+#
+# Every iteration starts with a meeting of the group. The rank that comes last waits least, so no two clocks are ever
+# compared: a rank's lateness is what the median rank waits more than it does.
+
+# Ranks that are alike come last in 1 / n of the iterations each. A rank is named when it comes last in more than
+# chance explains at this level (one-sided binomial, divided by the number of ranks asked about) ...
+SIGNIFICANCE = 0.001
+# ... and when its lateness is no less than what a healthy meeting itself takes to the same median rank: below that
+# it costs the job nothing that one could see.
+MIN_ITERATIONS = 5
+
+
+def name_stragglers(
+    ranks: Sequence[int], hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]]
+) -> tuple[Straggler, ...]:
+    """Name the ranks that the others wait for; `wait_seconds` is by rank, then by iteration."""
+    iterations = len(wait_seconds[0]) if wait_seconds else 0
+    if len(ranks) < 2 or iterations < MIN_ITERATIONS:
+        return ()
+    columns = list(zip(*wait_seconds, strict=True))
+    late = [[median(column) - column[place] for column in columns] for place in range(len(ranks))]
+    if len(ranks) == 2:  # the median of two is their mean: the later of a pair is late by the whole difference
+        late = [[2 * seconds for seconds in row] for row in late]
+    last = [column.index(min(column)) for column in columns]
+    found = []
+    for place, rank in enumerate(ranks):
+        times = last.count(place)
+        lateness, floor = median(late[place]), min(median(row) for row in wait_seconds)
+        if lateness <= floor or _by_chance(times, iterations, 1 / len(ranks)) * len(ranks) > SIGNIFICANCE:
+            continue
+        found.append(
+            Straggler(
+                rank=rank,
+                host=hosts[place],
+                late_seconds=lateness,
+                iterations=iterations,
+                share=times / iterations,
+                why=f"came last in {times} of {iterations} meetings; the others waited {lateness:.6f} s for it",
+            )
+        )
+    return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))
+
+
+def _by_chance(times: int, of: int, probability: float) -> float:
+    """P(Binomial(of, probability) >= times)."""
+    import math
+
+    return math.fsum(math.comb(of, k) * probability**k * (1 - probability) ** (of - k) for k in range(times, of + 1))

@@ -9,17 +9,372 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import cattrs
 
-from collectives.nccl_log.clean import BLOCK_BYTES, LogFileError, Unpacked, looks_like_text, utf8_chunks
+from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES
-from collectives.nccl_log.reader import Reader, blocks
-from collectives.nccl_log.runs import Runs
-from collectives.nccl_log.transport import Evidence
-from collectives.nccl_log.verdict import judge_runs, proven
+from collectives.nccl_log.ledger import Ledger, Runs
+from collectives.nccl_log.messages import FABRIC
+from collectives.nccl_log.reader import (
+    BLOCK_BYTES,
+    LogFileError,
+    Reader,
+    Unpacked,
+    blocks,
+    looks_like_text,
+    utf8_chunks,
+)
+from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
+
+# From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
+#
+# The rules. Channel lines prove. A selected network proves that GPUDirect RDMA is off when it is Socket, and never that
+# it is on. "GDR 1" in the summary line proves nothing (it is the initial value). P2P does not prove NVLink. No channel
+# line is no evidence.
+
+MAX_PROOF = 64
+
+# Only NCCL's own InfiniBand transport calls these verbs and prints these completions.
+_VERBS_FAILURES = (
+    *("ib_retry_exceeded", "ib_rnr_retry_exceeded", "ib_local_protection_error", "ib_flush_error"),
+    *("ib_remote_access_error", "ib_completion_error", "ib_modify_qp_failed", "ib_create_qp_failed"),
+    "ib_reg_mr_failed",
+)
+
+# PATH_* of src/graph/topo.h / include/graph.h by version; printed as numbers in "distance 4 <= 4".
+_PATHS_220 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "DIS")
+_PATHS_225 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
+_PATHS_226 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
+_PATHS_2273 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
+_PATHS_2275 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")
+
+
+def version_of(ledger: Ledger) -> str | None:
+    """The version as the log prints it; the fuller one where several lines differ in detail."""
+    if ledger.facts.rccl_version:
+        return f"RCCL {ledger.facts.rccl_version}"
+    versions = ledger.facts.versions
+    return max(versions, key=lambda text: ("+" in text, versions[text])) if versions else None
+
+
+def path_names(version: str | None) -> tuple[str, ...] | None:
+    """Names of the path distances in that version; None where it is unknown."""
+    digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
+    if len(digits) < 2 or not (digits[0].isdecimal() and digits[1].isdecimal()):
+        return None
+    minor, patch = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
+    if minor <= 20:
+        return _PATHS_220
+    if minor <= 25:
+        return _PATHS_225
+    if minor == 26:
+        return _PATHS_226
+    return _PATHS_2273 if (minor, patch) < (27, 5) else _PATHS_2275
+
+
+def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
+    """The "distance" lines in words: what NCCL thought possible, not what it did."""
+    names = path_names(version)
+
+    def name(distance: int) -> str:
+        return names[distance] if names and distance < len(names) else f"distance {distance}"
+
+    return tuple(
+        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed ({count} lines)"
+        for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
+    )
+
+
+def inter_name(network: str, provider: str | None = None) -> str:
+    """The network between nodes in the words people use for it."""
+    if network.startswith("IBext"):
+        return f"IB (plugin {network})"
+    if network in ("AWS Libfabric", "Libfabric"):
+        fabric = "EFA" if provider is None or provider.startswith("efa") else provider
+        return f"{fabric} ({network})"
+    return network
+
+
+# The most GPUs that one operating system was seen to hold under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
+MOST_GPUS_OF_A_NODE = 16
+
+
+def single_node(ledger: Ledger) -> bool | None:
+    """Whether all ranks sit in one node; None where the log does not say."""
+    facts = ledger.facts
+    if facts.nodes:
+        return facts.nodes == 1 and not facts.mnnvl
+    if ledger.hosts.count() > 1:
+        return False
+    if facts.test_on_one_host or facts.all_on_one_host():
+        return True
+    return False if _more_ranks_than_a_node(ledger) else None
+
+
+def _more_ranks_than_a_node(ledger: Ledger) -> bool:
+    """Whether there are ranks that cannot sit beside the devices seen: a GPU holds one rank of a communicator."""
+    facts = ledger.facts
+    seen = facts.rank_devices()
+    highest = max((rank for rank, _ in seen), default=-1)
+    if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
+        return True
+    # Bus numbers have four digits and more; devices of NVML one or two.
+    devices = [int(device) for _, device in seen if len(device) < 3 and device.isdigit()]
+    return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
+
+
+def selected_network(ledger: Ledger) -> str | None:
+    """The network NCCL says it uses; the RDMA one if ranks differ."""
+    names = ledger.facts.networks or ledger.facts.assigned
+    if not names:
+        failed = any(ledger.codes[code] for code in _VERBS_FAILURES)
+        return "IB" if ledger.facts.ib_listed or failed else None
+    return max(names, key=lambda name: (name != "Socket", names[name]))
+
+
+def _inter(ledger: Ledger) -> str | None:
+    provider = ledger.facts.provider
+    names = _network_names(ledger)
+    torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
+    within = single_node(ledger) is True
+    plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in _network_keys(ledger)]
+    joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
+    if any(key.startswith("P2P/MNNVL") for key in ledger.transports):
+        joined.append("NVLink (MNNVL)")
+    if joined:
+        return joined[0] if len(joined) == 1 else "mixed " + " + ".join(joined)
+    single = single_node(ledger)
+    if single is True or ledger.codes["duplicate_gpu"]:
+        return None
+    if single is None and _intra_keys(ledger):
+        return None
+    network = selected_network(ledger)
+    return inter_name(network, provider) if network else "unknown"
+
+
+def _network_names(ledger: Ledger) -> list[str]:
+    """Networks that carry channels; without names that two torn lines made up ("NET/IB" of "NET/IBext")."""
+    counts = {name: row[0] for name, row in ledger.networks.items() if row[0] > 0}
+    real = {name for name in counts if name in ledger.facts.networks}
+    total = sum(counts.values())
+    # Never selected, and less than one line in a hundred beside a selected one.
+    kept = [name for name, count in counts.items() if name in real or not real or count * 100 > total]
+    return sorted(kept, key=lambda name: -counts[name])
+
+
+def _network_keys(ledger: Ledger) -> set[str]:
+    return {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
+
+
+def _intra_keys(ledger: Ledger) -> list[str]:
+    table = {k: n for k, n in ledger.transports.items() if k.startswith(("P2P/", "SHM")) and n > 0}
+    if not table:
+        table = {k: n for k, n in ledger.torn_transports.items() if k.startswith("P2P/") and n > 0}
+    # "P2P/IPC" is what is left of "P2P/IPC/read" in a line torn there: less than one in a hundred is no mix.
+    cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
+    return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
+
+
+def _intra(ledger: Ledger) -> str | None:
+    keys = _intra_keys(ledger)
+    if single_node(ledger) is True:
+        keys += [key for key in ledger.transports if key.startswith("NET/") and ledger.transports[key] > 0]
+    if keys:
+        return keys[0] if len(keys) == 1 else "mixed " + " + ".join(keys)
+    if ledger.codes["shm_too_small"]:
+        return "SHM (attempted)"
+    if ledger.codes["duplicate_gpu"] or ledger.codes["p2p_disabled_nvlink"]:
+        return "none (init failed)"
+    if ledger.facts.local_ranks == 1 or ledger.facts.ranks == 1:
+        return None
+    if ledger.facts.local_ranks == 0 and (ledger.networks or ledger.torn_network):
+        return None
+    return "unknown"
+
+
+def _gdrdma(ledger: Ledger, inter: str | None) -> str:
+    total = sum(ledger.channels.values())
+    on = sum(n for (_, gdrdma), n in ledger.channels.items() if gdrdma)
+    # Tags found at the start of lines explain as many channels that seem to lack one.
+    missing = total - on
+    if total and missing and on and missing <= ledger.orphan_tags:
+        return "on"
+    if total:
+        return "on" if on == total else "off" if not on else "partial"
+    if ledger.torn_network:
+        return "off" if inter == "Socket" else "none"
+    if inter == "Socket":
+        return "off"
+    refused = {enabled for (name, enabled) in ledger.facts.gdr_hca if name in ("IB", "IBext")}
+    return "off" if refused == {False} and inter is not None and inter.startswith("IB") else "none"
+
+
+def _direction(ledger: Ledger, direction: str | None) -> ChannelCount:
+    on, off = ledger.channels.get((direction, True), 0), ledger.channels.get((direction, False), 0)
+    return ChannelCount(total=on + off, gdrdma=on)
+
+
+def _link_layer(ledger: Ledger) -> str | None:
+    layers = evidence_problems.layers_in_use(ledger)
+    if not layers:
+        return None
+    return "mixed" if len(layers) > 1 else next(iter(layers))
+
+
+def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
+    """Channels between nodes first, then within a node, then what was announced."""
+    ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
+    lines = [
+        (min((rank for start, rank in ranks.items() if fact.startswith(start)), default=2), row.line, index, row)
+        for index, (fact, rows) in enumerate(ledger.proof.items())
+        if not fact.startswith(FABRIC)
+        for row in rows[:2]
+    ]
+    return tuple(row for *_, row in sorted(lines, key=lambda entry: entry[:3])[:MAX_PROOF])
+
+
+# Failures of NCCL that a job does not outlive, though no line says that it ended.
+_BROKEN = frozenset(
+    code for code, meaning in CODES.items()
+    if meaning.severity == "fail" and not meaning.gdr
+    and code.startswith(("ib_", "efa_", "slingshot_", "libfabric_"))
+) | {
+    *("memlock_too_small", "gid_index_invalid", "gid_unreadable", "shm_too_small", "shm_attach_failed"),
+    "duplicate_gpu",
+    *("nccl_version_mismatch", "bootstrap_mismatch", "rendezvous_timeout", "collective_mismatch", "net_plugin_failed"),
+    *("bootstrap_no_interface", "no_interface_in_subnet", "socket_connect_failed", "mnnvl_not_working"),
+    *("nvls_bind_failed", "no_transport_found", "cuda_failure", "cuda_memory_not_shared", "fabric_manager_not_ready"),
+    *("driver_mismatch", "network_not_found"),
+}  # fmt: skip
+
+
+def _nvls_use(ledger: Ledger) -> str:
+    """ "Multicast available" is what the hardware can do; only a communicator that set it up uses it."""
+    if ledger.facts.nvls_made:
+        return "used"
+    return {None: "unknown", True: "available", False: "not available"}[ledger.facts.nvls]
+
+
+def _mnnvl_use(ledger: Ledger) -> str:
+    if any(key.startswith("P2P/MNNVL") and count > 0 for key, count in ledger.transports.items()):
+        return "used"
+    if ledger.facts.mnnvl:
+        return "enabled"
+    if ledger.facts.mnnvl_fabric:
+        return "available"
+    return "unknown" if ledger.facts.mnnvl is None else "off"
+
+
+def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
+    """The verdict over all that was counted."""
+    facts = ledger.facts
+    version = version_of(ledger)
+    inter = _inter(ledger)
+    send, receive, other = (_direction(ledger, name) for name in ("send", "receive", None))
+    total = send.total + receive.total + other.total
+    interfaces = list(facts.sockets or facts.bootstrap)
+    evidence = Evidence(
+        library="rccl" if facts.rccl_version or (version and "+hip" in version) else "nccl",
+        nccl_version=version,
+        inter_node_transport=inter,
+        intra_node_transport=_intra(ledger),
+        gdrdma=_gdrdma(ledger, inter),
+        send=send,
+        receive=receive,
+        undirected=other,
+        transports={key: n for key, n in ledger.transports.most_common() if n > 0},
+        proof=_proof(ledger),
+        environment=dict(facts.environment),
+        network=selected_network(ledger) if facts.networks or facts.assigned else None,
+        hcas=tuple(sorted({f"{port}/{layer}" for row in facts.ports.values() for port, layer in row.items()})),
+        link_layer=_link_layer(ledger),
+        socket_interface=interfaces[0] if interfaces else None,
+        ranks=facts.ranks or None,
+        nodes=facts.nodes or None,
+        pxn=bool(ledger.proxied_sends) if ledger.proxied_sends + ledger.direct_sends else None,
+        lines_read=ledger.lines,
+        torn_lines=ledger.torn_network,
+        gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
+        devices={
+            f"{name}/{device}": ChannelCount(total=row[0], gdrdma=row[1])
+            for (name, device), row in sorted(ledger.devices.items())
+            if row[0] > 0
+        },
+        gdr_paths=gdr_paths(ledger, version),
+        nvls=facts.nvls,
+        fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
+        nvls_use=_nvls_use(ledger),
+        mnnvl_use=_mnnvl_use(ledger),
+        mnnvl_clique=facts.mnnvl_clique or None,
+        gpus=facts.gpu_names(),
+        hosts=ledger.hosts.count() or None,
+    )
+    problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
+    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, facts.finished))
+
+
+def _outcome(problems: tuple[LogProblem, ...], finished: int) -> str:
+    if any(CODES[problem.code].ends or problem.code in _BROKEN for problem in problems):
+        return "failed"
+    return "finished" if finished else "unknown"
+
+
+def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
+    """The verdict over all runs: counts of all, and the problems of each, judged on its own."""
+    if len(runs.ledgers) < 2:
+        ledger = runs.ledgers[0] if runs.ledgers else Ledger()
+        return replace(judge(ledger, ports=ports), lines_read=runs.lines)
+    each = [judge(ledger, ports=ports) for ledger in runs.ledgers]
+    rows = tuple(
+        RunEvidence(
+            first=ledger.first, inter_node_transport=one.inter_node_transport,
+            intra_node_transport=one.intra_node_transport, gdrdma=one.gdrdma, outcome=one.outcome, proven=proven(one),
+        )
+        for ledger, one in zip(runs.ledgers, each, strict=True)
+    )  # fmt: skip
+    whole = Ledger()
+    for ledger in runs.ledgers:
+        whole.merge(ledger)
+    return replace(
+        judge(whole, ports=ports),
+        inter_node_transport=_of_all([one.inter_node_transport for one in each]),
+        problems=_joined([one.problems for one in each]),
+        notes=(evidence_problems.several_runs(rows), *_joined([one.notes for one in each])),
+        outcome=min((one.outcome for one in each), key=("failed", "unknown", "finished").index),
+        runs=rows,
+        lines_read=runs.lines,
+    )
+
+
+def _of_all(names: list[str | None]) -> str | None:
+    known = list(dict.fromkeys(name for name in names if name is not None))
+    return " + ".join(known) if len(known) < 2 else "mixed " + " + ".join(known) if known else None
+
+
+def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
+    """Problems of several runs, each code once, with the lines of all."""
+    found: dict[str, LogProblem] = {}
+    for problem in (problem for problems in each for problem in problems):
+        first = found.get(problem.code)
+        found[problem.code] = problem if first is None else replace(
+            first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count
+        )  # fmt: skip
+    order = {"fail": 0, "warn": 1, "info": 2}
+    return tuple(sorted(found.values(), key=lambda problem: order[problem.severity]))
+
+
+def proven(evidence: Evidence) -> bool:
+    """Whether the log shows the channels it should: between nodes where there are several, else within the node."""
+    if evidence.runs:
+        return all(run.proven for run in evidence.runs)
+    if evidence.gdrdma != "none":
+        return True
+    return bool(evidence.transports) and evidence.inter_node_transport in (None, "NVLink (MNNVL)")
+
 
 PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 

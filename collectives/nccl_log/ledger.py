@@ -5,13 +5,209 @@ Memory is bounded by the distinct hosts, variables, devices and codes, each with
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from collectives.nccl_log import messages as nccl_messages
-from collectives.nccl_log.channels import Channel
-from collectives.nccl_log.hosts import Hosts
 from collectives.nccl_log.transport import ProofLine
+
+# Channel lines: which transport joins two ranks, and whether the NIC reads GPU memory directly.
+#
+# Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc from 2.4 to 2.31, and RCCL: ``Channel 00/0 : 7[7] ->
+# 8[0] [send] via NET/IB/0(6)/GDRDMA``; tags stand in the order ``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line
+# cut before its tag proves the transport and says nothing about GPUDirect RDMA.
+
+# Everything up to a blank, a quote or a table edge belongs to the tags; a glued neighbour shows as an odd start.
+_RUN = rb"(?P<run>[^\s\"'`<>|,;\\]*)"
+_NAME = rb"[A-Za-z][\w.+-]*(?: [A-Za-z][\w.+-]*){0,2}"
+_TAIL = re.compile(
+    rb"via (?:"
+    rb"(?P<net>NET|COLLNET)/(?P<name>" + _NAME + rb")/(?P<dev>\d+)(?P<proxy>\(\d+\))?" + _RUN + rb"|"
+    rb"P2P/(?P<p2p>direct pointer|IPC|CUMEM|MNNVL|indirect)(?:/\d+\[[^\]\s]*\])?(?P<p2prun>(?:/(?:read|CE))*)"
+    rb"(?P<p2pglue>[^\s\"'`<>|,;\\]?)|"
+    rb"(?P<shm>SHM|direct shared memory)"
+    rb")"
+)
+_FRAGMENT = re.compile(rb"NET/(?:" + _NAME + rb")/\d+(?:\(\d+\))?(?:/\S*)?\s*$")
+_PEER = re.compile(rb"-> \d+|\d+\[[0-9a-f]+\] +$")  # also where "0[0] -" was torn away
+_TAG = b"/GDRDMA"
+_OTHER_TAG = re.compile(rb"/(?:Shared|flush=\w|[A-Za-z]{2,20}(?:=\w*)?(?:/|$))")
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One end of one channel."""
+
+    transport: str  # "NET/IB", "COLLNET/SHARP", "P2P/CUMEM/read", "SHM"
+    direction: str | None = None  # "send", "receive"; None where the line does not say
+    gdrdma: bool | None = None  # None: not a network channel, or cut before the tag
+    device: int | None = None  # of the network
+    proxied: bool = False  # sent through the GPU of another rank (PXN)
+    torn: bool = False
+    bare_end: bool = False  # nothing follows on the line: a continuation may
+
+    @property
+    def network(self) -> str | None:
+        """Name of the network, None for a channel within a node."""
+        family, _, name = self.transport.partition("/")
+        return name if family in ("NET", "COLLNET") else None
+
+
+def _tagged(run: bytes) -> tuple[bool | None, bool]:
+    """Whether GDRDMA is on, and whether the line was torn here."""
+    if not run or run in (b".", b")", b"`", b"*", b"**"):
+        return False, False
+    if run.startswith(b"/"):
+        if _TAG in run:
+            return True, False
+        # No other tag begins so: what is left of "/GDRDMA" still proves it.
+        if run.startswith(b"/GD"):
+            return True, True
+        # "/Shared", "/flush=None" or a tag of a later version; with anything else in it a neighbour is glued on.
+        return (False, False) if _OTHER_TAG.match(run) else (None, True)
+    return None, True
+
+
+def _direction(head: bytes) -> str | None:
+    head = head.rstrip()
+    if head.endswith(b"[send]"):
+        return "send"
+    return "receive" if head.endswith(b"[receive]") else None
+
+
+def parse_channels(line: bytes) -> Iterator[Channel]:
+    """Every channel named in the line: interleaved writers leave several."""
+    start = line.find(b"via ")
+    while start >= 0:
+        match = _TAIL.match(line, start)
+        if match is not None:
+            head = line[max(0, start - 72) : start]
+            direction = _direction(head)
+            if direction is not None or _PEER.search(head) or not head.strip(b"> \t*-`"):
+                yield _channel(match, direction, end=len(line))
+        start = line.find(b"via ", start + 4)
+
+
+def _channel(match: re.Match[bytes], direction: str | None, *, end: int) -> Channel:
+    if match["net"]:
+        gdrdma, torn = _tagged(match["run"])
+        return Channel(
+            transport=f"{match['net'].decode()}/{match['name'].decode()}",
+            direction=direction,
+            gdrdma=gdrdma,
+            device=int(match["dev"][:6]),
+            proxied=match["proxy"] is not None,
+            torn=torn,
+            bare_end=gdrdma is not True and match.end() == end,
+        )
+    if match["shm"]:
+        return Channel(transport="SHM")
+    kind = match["p2p"].decode()
+    tags, rest = match["p2prun"].decode(), match.string[match.start("p2pglue") :]
+    if rest in (b"/r", b"/re", b"/rea"):
+        return Channel(transport=f"P2P/{kind}{tags}/read")
+    # Glued to the next writer before a possible "/read": the family is proven, its tags are not.
+    torn = bool(match["p2pglue"]) and match["p2pglue"] not in b".)*`" and not tags
+    return Channel(transport=f"P2P/{kind}{tags}", torn=torn)
+
+
+def is_fragment(line: bytes) -> bool:
+    """Whether the line is the lost end of a channel line."""
+    return _FRAGMENT.match(line) is not None
+
+
+# Which hosts wrote a log: the name before ":pid:tid", without what a search through the log put before it.
+#
+# Surface: the prefix of NCCL's lines, "host:pid:tid [device] " (src/debug.cc), and the marks of ``grep -H``, ``-n`` and
+# ``-C`` (POSIX grep, "CONTEXT LINE CONTROL" of GNU grep): "file:" and "12:" before a line that matched, "file-" and
+# "12-" before a line of its context. A dash may be part of a host's name, so a mark is taken off only where the same
+# file or the same numbering stands before a line that matched, or where the file's name ends as names of logs do.
+
+MAX_HOSTS: Final = 20_000
+MAX_MARKED_FILES: Final = 20_000
+
+_HOST = re.compile(rb"([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\])? *(?:[^\s:]+:\d+ )?(?:\(\w+\) )?$")
+_MATCHED = re.compile(rb"(?:([A-Za-z0-9][\w.-]*):)?(\d+:)?$")
+_LOG_NAME = re.compile(rb"[\w.-]*\.(?:log|txt|out|err|stdout|stderr)(?:\.\d+)?-(?:\d+-(?=[A-Za-z]))?(?=\w)")
+
+
+class _Marks:
+    """What a search put before the lines of a log."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, bool] = {}  # file named before a line that matched: whether the line is numbered
+        self.numbered = False  # lines that matched carry a number and no file
+
+
+class Hosts:
+    """The hosts met so far, and the marks of a search that stood before them."""
+
+    def __init__(self, marks: _Marks | None = None) -> None:
+        self.names: Counter[bytes] = Counter()  # host: prefixes of processes met
+        self._marks = marks or _Marks()
+
+    def part(self) -> Hosts:
+        """For a part of the same log: the same marks of a search, and no host yet."""
+        return Hosts(self._marks)
+
+    def merge(self, other: Hosts) -> None:
+        """Add the hosts of a further piece."""
+        for name, times in other.names.items():
+            bare = other._bare(name)
+            if bare in self.names or len(self.names) < MAX_HOSTS:
+                self.names[bare] += times
+
+    def name_in(self, prefix: bytes) -> bytes:
+        """The host that wrote the line with this prefix; empty where none is named."""
+        text = prefix[-300:]
+        match = _HOST.search(text)
+        if match is None:
+            return b""
+        mark = _MATCHED.search(text[: match.start()])
+        if mark is not None:
+            if mark[1] and not mark[1].isdigit() and len(self._marks.files) < MAX_MARKED_FILES:
+                self._marks.files[mark[1]] = self._marks.files.get(mark[1], False) or mark[2] is not None
+            elif mark.start() == 0 and (mark[1] or mark[2]):
+                self._marks.numbered = True
+        return self._bare(match[1])
+
+    def add(self, name: bytes) -> None:
+        """Count a process of this host."""
+        if len(self.names) < MAX_HOSTS:
+            self.names[name[:128]] += 1
+
+    def count(self) -> int:
+        """How many hosts wrote, without the pieces that torn lines made of a name."""
+        # The first line of a context comes before the line that tells what its marks are.
+        names: Counter[bytes] = Counter()
+        for name, times in self.names.items():
+            names[self._bare(name)] += times
+        if len(names) > 256:
+            return len(names)
+        pieces = {
+            name
+            for name, times in names.items()
+            for other, more in names.items()
+            if more > times and name != other and (other.endswith(name) or name.endswith(other))
+        }
+        return len(names) - len(pieces)
+
+    def _bare(self, name: bytes) -> bytes:
+        """The name without the file and the number of a context line."""
+        dash = name.find(b"-")
+        while dash >= 0 and (self._marks.files or self._marks.numbered):
+            head, tail = name[:dash], name[dash + 1 :]
+            if head in self._marks.files:
+                number, found, rest = tail.partition(b"-")
+                return rest if found and self._marks.files[head] and number.isdigit() else tail
+            if self._marks.numbered and head.isdigit():
+                return tail
+            dash = name.find(b"-", dash + 1)
+        return _LOG_NAME.sub(b"", name, count=1)
+
 
 _Key = TypeVar("_Key")
 
@@ -186,3 +382,66 @@ class Ledger:
         return ProofLine(
             line=self.lines, file=self.file, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves
         )
+
+
+# Which run of a job wrote what: a log that was appended to, or a folder, may hold several.
+#
+# A run is told from the next by its GPUs: a process that takes a GPU which another process of the same host had, after
+# that one's channels were made, belongs to a later run. Communicators with one id (``commId``, 2.18 on) are of one run,
+# wherever they stand, and so are pieces in which one process makes channels.
+
+MAX_RUNS: Final = 32
+MAX_GPUS: Final = 8_192
+
+
+class Identity:
+    """By what a piece of a log is known again: its communicators and processes, and who held which GPU."""
+
+    def __init__(self) -> None:
+        self.marks: set[bytes] = set()  # ids of communicators, and processes that make channels
+        self.gpus: dict[tuple[bytes, bytes], bytes] = {}  # (host, bus id or device): process
+
+    def hold(self, host: bytes, gpu: bytes, process: bytes) -> None:
+        """The process holds this GPU."""
+        if len(self.gpus) < MAX_GPUS:
+            self.gpus.setdefault((host, gpu), process)
+
+    def contradicts(self, other: Identity) -> bool:
+        """Whether a GPU has another process here than there."""
+        if len(self.gpus) > len(other.gpus):
+            return other.contradicts(self)
+        return any(other.gpus.get(gpu, process) != process for gpu, process in self.gpus.items())
+
+    def take(self, other: Identity) -> None:
+        """Add what is known of a further piece of the same run."""
+        for (host, gpu), process in other.gpus.items():
+            self.hold(host, gpu, process)
+        if len(self.marks) < MAX_GPUS:
+            self.marks |= other.marks
+
+
+class Runs:
+    """Runs in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.ledgers: list[Ledger] = []
+        self._identities: list[Identity] = []
+        self.lines = 0
+
+    def add(self, ledger: Ledger, identity: Identity) -> None:
+        """Add a piece of a log to the run that it belongs to, the latest that fits, or as a run of its own."""
+        at = self._of(identity)
+        if at is None and len(self.ledgers) < MAX_RUNS:
+            self.ledgers.append(ledger)
+            self._identities.append(identity)
+            return
+        at = len(self.ledgers) - 1 if at is None else at
+        self.ledgers[at].merge(ledger)
+        self._identities[at].take(identity)
+
+    def _of(self, identity: Identity) -> int | None:
+        latest_first = range(len(self.ledgers) - 1, -1, -1)
+        for at in latest_first:
+            if self._identities[at].marks & identity.marks:
+                return at
+        return next((at for at in latest_first if not self._identities[at].contradicts(identity)), None)

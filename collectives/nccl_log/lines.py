@@ -9,11 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from collectives.nccl_log.channels import Channel, is_fragment, parse_channels
-from collectives.nccl_log.hosts import Hosts
-from collectives.nccl_log.ledger import Ledger
+from collectives.nccl_log.ledger import Channel, Hosts, Identity, Ledger, Runs, is_fragment, parse_channels
 from collectives.nccl_log.messages import END
-from collectives.nccl_log.runs import Identity, Runs
 from collectives.nccl_log.warnings import HARMLESS, codes_of
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns must not run away on more

@@ -6,9 +6,8 @@ from statistics import median
 import pytest
 
 from collectives.bench import wire
-from collectives.bench.faults import Fault, parse_faults
-from collectives.bench.interval import fit_latency, spread_ratio
-from collectives.bench.results import BenchResult, Measurement
+from collectives.bench.measure import Fault, parse_faults
+from collectives.bench.results import BenchResult, Measurement, fit_latency, spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, model_cases, sweep
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.bench import lock, scratch
+from collectives.bench import lock
 
 HOLD = "import sys, time; from pathlib import Path; from collectives.bench import lock\n"
 HOLD += "with lock.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -66,11 +66,11 @@ def test_gpus_in_use_are_refused_unless_forced():
 
 def test_the_folder_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = tmp_path / f"{scratch.PREFIX}dead"
+    dead = tmp_path / f"{lock.FOLDER_PREFIX}dead"
     dead.mkdir()
-    (dead / scratch.OWNER).touch()
-    with scratch.folder() as living:
+    (dead / lock.FOLDER_OWNER).touch()
+    with lock.run_folder() as living:
         assert not dead.exists()
-        scratch.sweep(tmp_path)
+        lock.sweep(tmp_path)
         assert living.exists()
     assert not living.exists()

@@ -1,7 +1,7 @@
 """What ranks wrote down becomes a result: who differs, who is short of what, and nothing that was not said."""
 
-from collectives.bench.assemble import assemble
-from collectives.bench.spec import BenchSpec
+from collectives.bench.plan import BenchSpec
+from collectives.bench.run import assemble
 from collectives.bench.watch import Outcome
 
 GIB = 1 << 30

@@ -3,8 +3,8 @@
 import pytest
 
 from collectives.bench import run as bench
-from collectives.bench.replay import _fitting
-from collectives.bench.shape import StepShape, groups, parts, step_plan
+from collectives.bench.measure import _fitting
+from collectives.bench.plan import StepShape, groups, parts, step_plan
 
 SHAPE = StepShape(
     dp_shard=2,

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from agent.cli.bench import evidence as verb
 from collectives.nccl_log import evidence
-from collectives.nccl_log.clean import BLOCK_BYTES, WORDS, LogFileError
 from collectives.nccl_log.messages import gpus_before_ampere
+from collectives.nccl_log.reader import BLOCK_BYTES, WORDS, LogFileError
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "

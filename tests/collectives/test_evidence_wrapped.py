@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from collectives.nccl_log import evidence
-from collectives.nccl_log.clean import MAX_LINE_BYTES
-from collectives.nccl_log.entries import Entries
+from collectives.nccl_log.reader import MAX_LINE_BYTES, Entries
 from collectives.nccl_log.transport import Evidence
 
 HOSTS = ("gpu-a", "gpu-b", "10-0-0-7")

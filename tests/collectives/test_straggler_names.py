@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from collectives.bench import stragglers
+from collectives.bench.run import name_stragglers
 
 
 def meetings(arrivals):
@@ -22,7 +22,7 @@ def jitter(ranks, iterations, late, seed=0):
 def named(ranks, iterations, late, seed=0):
     waits = meetings(jitter(ranks, iterations, late, seed))
     hosts = [f"host-{rank}" for rank in range(ranks)]
-    return stragglers.name(tuple(range(ranks)), hosts, waits)
+    return name_stragglers(tuple(range(ranks)), hosts, waits)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
@@ -47,10 +47,10 @@ def test_two_late_ranks_of_many_are_both_named_the_later_one_first():
 
 def test_too_few_meetings_and_lone_ranks_name_nobody():
     assert named(4, 4, {1: 0.1}) == ()
-    assert stragglers.name((0,), ["a"], [[0.1] * 50]) == ()
+    assert name_stragglers((0,), ["a"], [[0.1] * 50]) == ()
 
 
 def test_a_rank_late_once_is_not_a_straggler():
     arrivals = jitter(4, 50, {})
     arrivals[7][2] += 5.0
-    assert stragglers.name(range(4), list("abcd"), meetings(arrivals)) == ()
+    assert name_stragglers(range(4), list("abcd"), meetings(arrivals)) == ()

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from collectives.bench import lock, processes, scratch
+from collectives.bench import lock, processes
 
 ROOT = Path(__file__).parents[2]
 MACHINES = ROOT / "tests" / "machines"
@@ -149,7 +149,7 @@ class Ground:
 
     def litter(self) -> list[str]:
         """Temporary files that even the next benchmark would not sweep."""
-        scratch.sweep(self.tmp)
+        lock.sweep(self.tmp)
         return [f"litter: {path.name}" for path in self.tmp.iterdir()]
 
     def halves(self, *folders: Path) -> list[str]:
