@@ -52,9 +52,9 @@ drills: $(READY)
 serve: $(READY)
 	$(BIN)/topoflight serve
 
-# every figure, each bench in turn (some ten minutes), onto docs/measurements/bench.md or PAGE
+# every figure, each bench in turn (some ten minutes), onto reports/bench.md or PAGE
 bench: $(READY)
-	$(BIN)/python bench/figures.py --page $(or $(PAGE),docs/measurements/bench.md)
+	$(BIN)/python bench/figures.py --page $(or $(PAGE),reports/bench.md)
 
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)

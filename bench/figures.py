@@ -1,4 +1,4 @@
-"""Every bench in turn, onto one page: `python bench/figures.py [--page docs/measurements/bench.md] [--short]`.
+"""Every bench in turn, onto one page: `python bench/figures.py [--page FILE] [--short]`.
 
 Each bench is a process of its own; what it prints goes onto the page as it is, under the command that prints it, with
 the machine, the versions and the date above. `--short` asks each for a fraction of the work: it shows that all of them
@@ -142,6 +142,7 @@ def main() -> int:
         print(page[-1], flush=True)
         worst = max(worst, int(code != 0))
     if given.page:
+        given.page.parent.mkdir(parents=True, exist_ok=True)
         given.page.write_text("\n".join(page), encoding="utf-8")
     return worst
 

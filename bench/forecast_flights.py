@@ -1,6 +1,6 @@
 """Forecast against flight on this host: the same jobs forecast from a calibration, then flown, part by part.
 
-    python bench/forecast_flights.py [--steps 10] [--case NAME] [--page docs/measurements/flights.md]
+    python bench/forecast_flights.py [--steps 10] [--case NAME] [--page FILE]
 
 Measures all-gather and reduce-scatter, times a layer of each model, asks the planner for each layout and flies it with
 the job that ships. No forecast knows of its flight.

@@ -26,7 +26,7 @@ from planner.search import Candidate
 # (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
 SIGMA_DERIVED = 0.18
 SIGMA_CALIBRATED = 0.08
-SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/measurements/flights.md
+SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
 SIGMA_LINK_ASSUMED = 0.5
 SIGMA_MEMORY = 0.06

@@ -52,12 +52,12 @@ class Constants:
     lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, scale
     lora_inputs: float = 4.0  # over its input where not fused: dropout, cast, product
     lora_kernels: float = 4.0  # more per adapted product, forward
-    unit_kernels: float = 200.0  # FSDP's hooks of one unit and pass, in starts of a kernel (measurements/flights.md)
+    unit_kernels: float = 200.0  # FSDP's hooks of one unit and pass, in starts of a kernel (docs/decisions/0023)
 
 
 DEFAULT = Constants()
 # A CPU's products know no tiles: 16 rows run at 0.7, 51 at 0.85, 128 at 0.95 of the best rate, whatever the columns and
-# the depth. An adapter takes 0.8 ms of a step even beside 51 tokens, PEFT's Python included (measurements/flights.md).
+# the depth. An adapter takes 0.8 ms of a step even beside 51 tokens, PEFT's Python included (docs/decisions/0023).
 CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, lora_kernels=12.0)
 
 

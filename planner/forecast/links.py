@@ -28,7 +28,7 @@ NETWORK_SHARE = 0.85
 ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
 # gloo reduce-scatters by an all-reduce of the whole (torch ProcessGroupGloo), which sends everything twice.
 GLOO_SCATTER_SHARE = 0.5
-GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (measurements/flights.md)
+GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (docs/decisions/0023)
 ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
 
 

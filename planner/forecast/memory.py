@@ -18,7 +18,7 @@ class MemoryConstants:
     fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
     reserved_bytes: float = 1.3 * GIB  # cuBLAS workspaces, communication buffers of the framework
     context_bytes: float = 1.2 * GIB  # CUDA context, kernels, NCCL: outside the allocator
-    # What the fine-tune job loads after torch on a CPU, counted with a model of no size; docs/measurements/flights.md.
+    # What the fine-tune job loads after torch on a CPU, counted with a model of no size; docs/decisions/0023.
     cpu_bytes: float = 0.04 * GIB  # transformers' model code, tokenizer, rows
     cpu_peft_bytes: float = 0.06 * GIB  # PEFT and what it imports
     safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow

@@ -29,6 +29,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     table = "\n".join(_lines(rows))
     terminalreporter.write_sep("-", "drills")
     terminalreporter.write_line(table)
+    for row in rows:
+        for text, count in sorted(Counter(row["notes"]).items()):
+            terminalreporter.write_line(f"{row['fault']}: {text} ({count})")
     if os.environ.get("TOPOFLIGHT_DRILLS") == "long":
         kept = _kept(rows)
         PAGE.write_text(_page("\n".join(_lines(kept)), kept), encoding="utf-8")
@@ -45,12 +48,11 @@ def _kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| Drill | Times | Seconds each (median, longest) | What was lost |", "| --- | ---: | ---: | --- |"]
+    lines = []
     for row in rows:
         took, lost = row["seconds"], row["lost"]
-        middle, longest = statistics.median(took), max(took)
-        told = "nothing" if not lost else f"{len(lost)}: " + "; ".join(lost)[:300].replace("\n", " ").replace("|", "/")
-        lines.append(f"| {row['fault']} | {len(took)} | {middle:.1f}, {longest:.1f} | {told} |")
+        told = "" if not lost else f"; {len(lost)} lost: " + "; ".join(lost)[:300].replace("\n", " ")
+        lines.append(f"- {row['fault']}: {len(took)}, {statistics.median(took):.1f} s{told}")
     return lines
 
 
@@ -59,38 +61,23 @@ def _page(table: str, rows: list[dict[str, Any]]) -> str:
 
     times = sum(len(row["seconds"]) for row in rows)
     minutes = sum(sum(row["seconds"]) for row in rows) / 60
-    noted = [f"- {row['fault']}: {_counted(row['notes'])}" for row in rows if row["notes"]]
+    clean = sum(not row["lost"] for row in rows)
     names = ("torch", "pyroute2", "nvidia-ml-py", "uvicorn", "urllib3")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     return f"""# Drills
 
-Each fault happens for real: to the processes, files, sockets and libraries that the agent and its benchmark use. What
-stands in for hardware or a cluster is at the edge only: an NVML library, a file system, an API server of the tests'
-own, and a library that shifts the clock of one process tree. A drill passes where nothing was lost: no process
-outlives its run, the benchmark lock is free, no file that a reader would trust is half written, what was kept before
-is still there, and the agent goes on or ends in order.
+Each fault happens for real, to processes, files, sockets and libraries of the agent and its benchmark; only NVML, a
+file system, the API server and the clock are the tests' own. A drill passes where nothing was lost: no process outlives
+its run, the lock is free, no trusted file is half written, what was kept is still there, and the agent goes on or ends
+in order. `make drills` runs them all and writes this page; the test suite runs most of them a few times.
 
-`make drills` runs them all and writes this page. The test suite runs most of them once or a few times, and shorter
-tests of nine others; there a preflight that flies is killed in its first 16 s only, and the read-only disk is without
-the report. Thousands of nodes are worked out in simulated time, from the function that makes an agent wait.
-
-- Date: {datetime.now(UTC):%Y-%m-%d}
-- Machine: {os.cpu_count()} virtual cores, shared and noisy, no GPU, Linux {platform.release()}, {platform.machine()}
-- Versions: Python {platform.python_version()}, {versions}
-- {len(rows)} drills, {times} runs, {minutes:.0f} minutes
+{datetime.now(UTC):%Y-%m-%d}; {os.cpu_count()} virtual cores, shared and noisy, no GPU, Linux {platform.release()};
+Python {platform.python_version()}, {versions}.
+{len(rows)} drills, {times} runs, {minutes:.0f} minutes; in {clean} of them nothing was lost. How often each ran, and its
+median time:
 
 {table}
 
-What the drills noted:
-
-{chr(10).join(noted)}
-
-Not drilled: the loss of power, against which a file is synced before it takes its name and the folder is not; a process
-that a rank sends into the background with an emptied environment, which nothing would find; a real GPU driver and real
-RDMA hardware, which this machine has not.
+Not drilled: the loss of power; a process that a rank sends into the background with an emptied environment; a real GPU
+driver and real RDMA hardware, which this machine has not.
 """
-
-
-def _counted(notes: list[str]) -> str:
-    """Equal notes once, with how often."""
-    return ", ".join(f"{text} ({count})" for text, count in sorted(Counter(notes).items()))
