@@ -73,8 +73,8 @@ in order. `make drills` runs them all and writes this page; the test suite runs 
 
 {datetime.now(UTC):%Y-%m-%d}; {os.cpu_count()} virtual cores, shared and noisy, no GPU, Linux {platform.release()};
 Python {platform.python_version()}, {versions}.
-{len(rows)} drills, {times} runs, {minutes:.0f} minutes; in {clean} of them nothing was lost. How often each ran, and its
-median time:
+{len(rows)} drills, {times} runs, {minutes:.0f} minutes; in {clean} of them nothing was lost. How often each ran, and
+its median time:
 
 {table}
 
