@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet
@@ -28,6 +28,7 @@ HOSTNAME_LABEL = "kubernetes.io/hostname"
 READY_LABEL = {"topoflight.io/ready": "true"}  # what agents publish through NFD
 GOOD = ("pass", "warn")
 MOST_NAMED = 5
+AWAY = (0, 401, 429, 502, 503, 504)  # of the API server as a whole; another status is of the one object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,14 @@ def assigned_nodes(workload: Json) -> Iterator[str]:
             individual = values.get("individual") or {}
             prefix, suffix = individual.get("prefix", ""), individual.get("suffix", "")
             yield from (f"{prefix}{root}{suffix}" for root in individual.get("roots") or ())
+
+
+class Refused(NamedTuple):
+    """A workload's version whose answer was not taken."""
+
+    version: str
+    failures: int
+    until: float  # monotonic; not tried again before
 
 
 class Checks:
@@ -192,6 +201,8 @@ class Controller:
 
     def __init__(self, client: Client, policy: Policy, *, controller: str = CONTROLLER) -> None:
         self._client, self._policy = client, policy
+        self._once = client.once()  # of answers: the pauses between tries are this controller's
+        self._refused: dict[tuple[str, str], Refused] = {}
         self.woken, self._stop = threading.Event(), threading.Event()
         self._fleet, self._checks = Fleet(), Checks(controller)
         self._workloads = Workloads(self._checks, self.woken)
@@ -239,25 +250,53 @@ class Controller:
                 "type": "Active", "status": "True", "reason": "Active", "message": "the controller is running",
                 "lastTransitionTime": _now(), "observedGeneration": check["metadata"].get("generation", 1),
             }  # fmt: skip
-            self._checks.put(self._client.apply(
-                path_of(KUEUE, "admissionchecks", name, sub="status"),
-                {"apiVersion": KUEUE, "kind": "AdmissionCheck", "metadata": {"name": name},
-                 "status": {"conditions": [condition]}},
-            ))  # fmt: skip
+            try:
+                self._checks.put(self._once.apply(
+                    path_of(KUEUE, "admissionchecks", name, sub="status"),
+                    {"apiVersion": KUEUE, "kind": "AdmissionCheck", "metadata": {"name": name},
+                     "status": {"conditions": [condition]}},
+                ))  # fmt: skip
+            except ApiError as error:
+                if error.status in AWAY:
+                    raise
+                log.warning("admission check %s: not marked active: %s", name, error)
 
     def _answer_all(self) -> None:
-        for workload, check, retries in self._workloads.waiting():
-            answer = decide(workload, self._fleet, self._policy, retries=retries)
-            namespace, name = _key(workload)
+        """One workload whose answer is refused, or that cannot be read, waits; the others get theirs."""
+        waiting = self._workloads.waiting()
+        refused, self._refused = self._refused, {}
+        for workload, check, retries in waiting:
+            key, version = _key(workload), workload["metadata"]["resourceVersion"]
+            before = refused.get(key)
+            if before and before.version == version and time.monotonic() < before.until:
+                self._refused[key] = before
+                continue
             try:
-                document = answer_document(workload, check, answer)
-                self._client.apply(path_of(KUEUE, "workloads", name, namespace=namespace, sub="status"), document)
-                self._workloads.answered(workload)
+                answer = self._answer(workload, check, retries)
             except ApiError as error:
-                if error.status not in (404, 409):  # gone, or changed since: its event is on the way
+                if error.status in AWAY:
+                    self._refused = {**refused, **self._refused}
                     raise
+                if error.status in (404, 409):  # gone, or changed since: its event is on the way
+                    continue
+                why, retry_after = str(error), error.retry_after
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                why, retry_after = f"{type(error).__name__}: {error}", None
             else:
-                log.info("%s/%s: %s: %s", namespace, name, answer.state, answer.message)
+                log.info("%s/%s: %s: %s", *key, answer.state, answer.message)
+                continue
+            failures = before.failures + 1 if before and before.version == version else 0
+            seconds = backoff_seconds(failures, retry_after)
+            self._refused[key] = Refused(version, failures, time.monotonic() + seconds)
+            log.warning("%s/%s: its answer is refused, again in %.0f s: %s", *key, seconds, why)
+
+    def _answer(self, workload: Json, check: str, retries: int) -> Answer:
+        answer = decide(workload, self._fleet, self._policy, retries=retries)
+        namespace, name = _key(workload)
+        document = answer_document(workload, check, answer)
+        self._once.apply(path_of(KUEUE, "workloads", name, namespace=namespace, sub="status"), document)
+        self._workloads.answered(workload)
+        return answer
 
 
 def answer_document(workload: Json, check: str, answer: Answer) -> Json:

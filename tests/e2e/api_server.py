@@ -97,6 +97,7 @@ class ApiServer:
         self.allowed: set[tuple[str, str, str]] = set()  # user, verb, path
         self.forbidden: set[str] = set()  # collections that nobody may read
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
+        self.refused: dict[str, int] = {}  # name of an object -> what a patch of it is answered with
         self.requests: list[tuple[str, str]] = []
         self.controllers = True  # whether a job's pods are made
         self.pods_refused = ""  # what admission says of them
@@ -387,6 +388,8 @@ class _Handler(BaseHTTPRequestHandler):
         applying = self.headers["Content-Type"] == "application/apply-patch+yaml"
         if applying and "fieldManager" not in query:
             raise RefusedError(422, "Invalid", "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value")
+        if name in self.api.refused:
+            raise RefusedError(self.api.refused[name], "Refused", f"{name} is refused")
         with self.api.changed:
             key = collection, namespace, name
             if key not in self.api.objects and (not applying or sub):

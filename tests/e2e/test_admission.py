@@ -199,6 +199,49 @@ def test_a_question_that_came_during_the_answer_is_not_lost() -> None:
     assert waiting.waiting() == []
 
 
+def without_a_name(api: ApiServer) -> None:
+    """Its topology assignment is none; the controller cannot read it."""
+    api.put(WORKLOADS, "team", workload("a-bad", nodes=("node-1",)))
+    made = workload("a-bad", nodes=("node-1",))
+    del made["status"]["admission"]["podSetAssignments"][0]["topologyAssignment"]["slices"][0]["valuesPerLevel"]
+    api.put(WORKLOADS, "team", made)
+
+
+def by_the_server(api: ApiServer) -> None:
+    """As an admission webhook or the schema does it, each time."""
+    api.put(WORKLOADS, "team", workload("a-bad"))
+
+
+@pytest.mark.parametrize("status", [400, 403, 422, 500])
+@pytest.mark.parametrize("bad", [by_the_server, without_a_name])
+def test_one_refused_workload_holds_up_no_other(api: ApiServer, bad: Any, status: int) -> None:
+    """It is tried again, less and less often; those after it are answered, and it too once it is taken."""
+    stored(api)
+    api.put(NODES, "", to_resource(node("node-1"))[1])
+    api.refused["a-bad"] = status
+    bad(api)
+    api.put(WORKLOADS, "team", workload("b-good"))
+    with running(api):
+        eventually(lambda: state_of(api, "b-good")[0] == "Ready", "the other is answered")
+        api.put(WORKLOADS, "team", workload("c-good"))
+        eventually(lambda: state_of(api, "c-good")[0] == "Ready", "and one that comes later")
+        tried = [path for method, path in api.requests if method == "PATCH" and "a-bad" in path]
+        assert state_of(api, "a-bad")[0] == "Pending" and len(tried) <= 10
+        del api.refused["a-bad"]
+        api.put(WORKLOADS, "team", workload("a-bad"))  # changed: tried at once
+        eventually(lambda: state_of(api, "a-bad")[0] == "Ready", "once it is taken")
+
+
+def test_a_check_that_cannot_be_marked_holds_up_no_answer(api: ApiServer) -> None:
+    """The workload is answered though the check's own status is refused."""
+    stored(api)
+    api.refused["topoflight"] = 403
+    api.put(NODES, "", to_resource(node("node-1"))[1])
+    api.put(WORKLOADS, "team", workload())
+    with running(api):
+        eventually(lambda: state_of(api)[0] == "Ready", "an answer")
+
+
 def test_a_conflict_or_an_outage_delays_the_answer_only(api: ApiServer) -> None:
     """409 and 500 on the way."""
     stored(api)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -458,6 +460,35 @@ def test_a_server_that_refuses_connections_is_not_waited_for(api: ApiServer, mon
     api.up()
     eventually(lambda: http.get("/nodes").status_code == 200, "the records are read again")
     cluster.stop()
+
+
+def test_a_server_that_hangs_stalls_no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More questions about the cluster than there are threads: page, gate, metrics and health answer meanwhile."""
+    monkeypatch.setattr(server_cluster, "LIST_SECONDS", 3600.0)  # nothing in time ends a wait: the test does
+    state = State(lambda: (scan(load(MACHINES / H100)),), interval_seconds=3600)
+    state.refresh()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        way = configuration(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        cluster = Cluster(state, name="n1", client=Client(way, timeout_seconds=3600))
+        statuses: list[int] = []
+
+        def ask(path: str) -> None:
+            statuses.append(http.get(path).status_code)
+
+        with TestClient(create(state, cluster=cluster)) as http:
+            paths = ("/nodes", "/cluster", "/topology?scope=cluster", "/recommendations?scope=cluster")
+            asking = [threading.Thread(target=ask, args=(path,)) for path in paths * 15]
+            for one in asking:
+                one.start()
+            held = silent.accept()[0]
+            for path in ("/", "/preflight", "/metrics", "/readyz", "/findings"):
+                assert http.get(path).status_code == 200, path
+            assert statuses == [], "they were answered before: nothing was shown"
+            held.close()  # the first list breaks off: who waits is told
+            for one in asking:
+                one.join(60)
+            assert statuses == [503] * len(asking)
+        cluster.stop()
 
 
 def test_a_busy_server_is_waited_for(api: ApiServer) -> None:
