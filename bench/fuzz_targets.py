@@ -409,32 +409,42 @@ def baseline(data: bytes) -> object:
 
 
 def node_graph(data: bytes) -> object:
-    """A node's graph as it comes from the cluster, joined with others and shown."""
+    """A node's graph as agents wrote it before `status.machine`, joined with others and shown."""
     import base64
     import zlib
 
-    from agent.cluster.nodes import Fleet, NodeRecord
-    from agent.http.cluster import topology_document
-
     raw = _json(_graph, data)
     packed = base64.b64encode(zlib.compress(raw, 1)).decode() if not data[:1] or data[0] % 4 < 3 else data[1:].hex()
+    return _records_shown({"topology": packed})
+
+
+def machine(data: bytes) -> object:
+    """A node's machine as the API server hands it out, its graph built, joined with others and shown."""
+    return _records_shown({"machine": json.loads(_json(_machine, data))})
+
+
+def _records_shown(status: dict[str, Any]) -> str:
+    from agent.cluster.nodes import Fleet, from_resource
+    from agent.http.cluster import topology_document
+
+    about = {"verdict": "pass", "scannedAt": "2255-01-01T00:00:00Z", "agentVersion": "1"}
+    found = {"a": {**about, **status}, "b": {**about, "machine": _machine()}}
     fleet = Fleet()
-    records = [
-        NodeRecord(name=name, host=name, verdict="pass", scanned_at_seconds=9e9, agent_version="1", graph=graph)
-        for name, graph in (("a", packed), ("b", _good()))
-    ]
-    fleet.set(records)
-    return json.dumps(topology_document(fleet), allow_nan=False)
+    fleet.set(from_resource({"metadata": {"name": name}, "status": one}) for name, one in found.items())
+    for record in fleet.records():
+        fleet.snapshot(record)
+    return json.dumps(topology_document(fleet, now=9e9), allow_nan=False)
 
 
 @cache
-def _good() -> str:
-    from agent.cluster.nodes import pack
-    from topology.wire import node_from_json
+def _machine() -> Any:
+    from agent.cluster.node_facts import pack
+    from probes.host.recording import RecordedHost
+    from probes.scan import scan
 
-    packed = pack(node_from_json(_graph()))
-    assert packed is not None  # noqa: S101 - a small machine
-    return packed
+    found, _ = pack(scan(RecordedHost(_recording("titan-rtx-2x-nv2"))))
+    assert found is not None  # noqa: S101 - a small machine
+    return found
 
 
 @cache
@@ -618,6 +628,7 @@ def targets() -> Mapping[str, Target]:
         ),
         "baseline": Target(run=baseline, errors=gates, seeds=_with_steps(b'{"checks": []}')),
         "node_graph": Target(run=node_graph, errors=(), seeds=_with_steps(b"{}")),
+        "machine": Target(run=machine, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(
             run=calibration,

@@ -1,47 +1,60 @@
-"""What advice needs of a node beside its graph: the facts that travel in a record, and the snapshot read back from it.
+"""What a record holds of its machine: the facts that the graph is built from and that advice asks for, structured.
 
-The planner asks the probes' facts (interfaces with roles and speeds, ports, limits, CPU). A record holds those that it
-asks for, without what changes from scan to scan (counters, temperatures) and without what only names one machine:
-addresses are numbered within their subnets and stand beside the text, so that like nodes carry equal text and a
-cluster of thousands is a handful of texts. A test asks every recording twice, from the scan and from the record.
+The planner asks the probes' facts (interfaces with roles and speeds, ports, limits, CPU), and `topology.build` makes
+the graph of them: a record holds the facts and nothing that follows from them. It holds neither what changes from scan
+to scan (counters, temperatures) nor what only names one machine: addresses are numbered within their subnets and stand
+beside the facts, so that like nodes carry equal facts and a cluster of thousands is a handful. Names are the facts' in
+camelCase, a value that is the default is left out. Specification: deploy/daemonset/base/nodetopology-crd.yaml.
 """
 
 from __future__ import annotations
 
-import base64
 import ipaddress
-import json
 import re
-import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import Any
+from functools import partial
+from operator import eq
+from typing import Any, get_args, get_type_hints
 
-from contracts.plain import loads as plain
-from probes.api import Failed, Ok, Snapshot
-from probes.gpu.probe import Gpu, GpuFacts, NvLink
-from probes.hostinfo.probe import HostinfoFacts
+import cattrs
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+
+from contracts.plain import LARGEST_DECIMAL, strict
+from probes.api import Absent, Failed, Ok, Snapshot
+from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
+from probes.hostinfo.probe import HostinfoFacts, NumaNode
 from probes.interfaces.probe import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.probe import PciDevice, PciFacts, is_bridge
+from probes.outcome import Outcome
+from probes.pci.probe import PciDevice, PciFacts, is_bridge, is_network
 from probes.rdma.probe import Gid, RdmaDevice, RdmaFacts, RdmaPort
-from probes.wire import SnapshotError, from_json, to_json
 
 Json = dict[str, Any]
-MOST_TEXT = 65536
-MOST_FACTS_BYTES = 1 << 20  # unpacked
 MOST_ADDRESSES = 256
+MOST_ITEMS = 512  # of every list and map
+MOST_LETTERS = 512  # of every text; what is longer is cut
+MOST_ROW = 16384  # letters of a row, which is never cut: 64 GPUs have 2,016 pairs
+ROWS = frozenset(("indices", "busIds", "links", "between"))
 MEMORY_STEP_BYTES = 256 << 20  # of GPU memory that others hold
 _PAIR = 2  # addresses of a /31 or /127, which have no network address to leave out
-PROBES = ("gpu", "pci", "rdma", "interfaces", "limits", "hostinfo")
+_GIGATRANSFERS = 1e9
+_FACTS: dict[str, type[Any]] = {
+    "gpu": GpuFacts, "pci": PciFacts, "rdma": RdmaFacts, "interfaces": InterfacesFacts, "limits": LimitsFacts,
+    "hostinfo": HostinfoFacts,
+}  # fmt: skip
+GRAPH_PARTS = ("gpu", "pci", "rdma", "interfaces", "hostinfo")
+"""Parts of a machine that its graph is built from; limits and the memory that others hold are not among them."""
 
-# Fields that the planner reads, by type; of the others the default travels, that is nothing.
+# Fields that the planner or the graph reads, by type; of the others the default travels, that is nothing.
 _KEPT: dict[type[Any], frozenset[str]] = {
-    GpuFacts: frozenset(("driver_version", "cuda_version", "gpus", "driver_error", "pci_gpus")),
+    GpuFacts: frozenset(("driver_version", "cuda_version", "gpus", "pairs", "driver_error", "pci_gpus")),
     Gpu: frozenset((
         "index", "bus_id", "name", "memory_bytes", "compute_capability", "numa_node", "gpu_numa_node", "cpu_affinity",
-        "mig_enabled", "c2c_links", "fabric_clique", "error", "nvlinks", "nvlinks_known",
+        "mig_enabled", "c2c_links", "c2c_enabled", "fabric_state", "fabric_clique", "error", "nvlinks", "nvlinks_known",
         "memory_used_bytes",
     )),
+    GpuPair: frozenset(("a", "b", "ancestor", "p2p_read", "p2p_nvlink")),
     PciFacts: frozenset((
         "iommu_mode", "peermem_version", "peermem_loaded", "nvidia_open_module", "dmabuf_possible", "virtual_tree",
         "hypervisor", "container", "topology_files", "devices",
@@ -60,48 +73,111 @@ _KEPT: dict[type[Any], frozenset[str]] = {
 # Of these types all but a few fields: what counts, and what names one machine.
 _DROPPED: dict[type[Any], frozenset[str]] = {
     NvLink: frozenset(("errors",)),
+    NumaNode: frozenset(("distances",)),
     InterfacesFacts: frozenset(("network_status_source", "network_status_error")),
     Interface: frozenset(("mac", "errors")),
-    # an idle link is slower: its state changes from scan to scan
-    PciDevice: frozenset(("link_transfers_per_second", "link_width", "sriov_vfs", "iommu_group", "lost")),
+    PciDevice: frozenset(
+        (
+            "sriov_vfs",
+            "sriov_vfs_max",
+            "iommu_group",
+            "lost",
+            "relaxed_ordering",
+            "resizable_bar",
+            "bar_sizes_offered",
+        )
+    ),
     RdmaFacts: frozenset(("pyverbs", "memlock_proof")),
-    RdmaDevice: frozenset(("node_guid", "uverbs", "uverbs_usable")),
-    RdmaPort: frozenset(("counters",)),
+    RdmaDevice: frozenset(("node_guid", "uverbs", "uverbs_usable", "board")),
+    RdmaPort: frozenset(
+        (
+            "counters",
+            "physical_state",
+            "rate_text",
+            "rate_max_bytes_per_second",
+            "max_mtu_bytes",
+            "ecn",
+        )
+    ),
 }
 _PROCESS = re.compile(r"^this process, pid \d+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def pack(snapshot: Snapshot) -> tuple[str | None, tuple[str, ...]]:
-    """The facts as text that like nodes share, and the node's own addresses; None where that is too much."""
+def clean(text: str, most: int = MOST_LETTERS) -> str:
+    """A text of a host as a record may hold it: without control characters, cut to `most` letters."""
+    return _CONTROL.sub("?", text[:most])
+
+
+def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
+    """The facts as like nodes share them, and the node's own addresses; None where that is more than a record holds."""
     outcomes = {
-        name: replace(outcome, seconds=0.0, **({"facts": _bare(outcome.facts)} if isinstance(outcome, Ok) else {}))
-        for name in PROBES
+        name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
+        for name in _FACTS
         if (outcome := snapshot.outcomes.get(name)) is not None
     }
     numbers = _Numbers()
     for name in ("interfaces", "rdma"):
         if isinstance(outcome := outcomes.get(name), Ok):
             outcomes[name] = replace(outcome, facts=_readdressed(outcome.facts, numbers))
-    bare = replace(snapshot, hostname="", taken_at_seconds=0.0, topoflight_version="", outcomes=outcomes)
-    text = json.dumps(to_json(bare), separators=(",", ":"), sort_keys=True)
-    packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-    if len(packed) > MOST_TEXT or len(numbers.own) > MOST_ADDRESSES:
+    machine = {name: _part(outcome) for name, outcome in outcomes.items()}
+    if used := _used(outcomes.get("gpu")):
+        machine["gpuMemoryUsedBytes"] = used
+    bounded = _bounded(machine)
+    if bounded is None or len(numbers.own) > MOST_ADDRESSES:
         return None, ()
-    return packed, tuple(numbers.own)
+    return bounded, tuple(numbers.own)
 
 
-def unpack(text: str) -> Snapshot:
+def unpack(machine: Json) -> Snapshot:
     """The snapshot without host name, addresses numbered. Raises ValueError where it is none of this release."""
     try:
-        inflate = zlib.decompressobj()
-        raw = inflate.decompress(base64.b64decode(text, validate=True), MOST_FACTS_BYTES)
-        if inflate.unconsumed_tail or not inflate.eof:
-            raise ValueError(f"the facts are cut off, or larger than {MOST_FACTS_BYTES} bytes")
-        return from_json(plain(raw))
-    except (zlib.error, TypeError, SnapshotError) as error:
-        raise ValueError(f"no facts: {error}") from None
+        outcomes = {name: _outcome(name, machine[name]) for name in _FACTS if name in machine}
+        gpus, used = outcomes.get("gpu"), machine.get("gpuMemoryUsedBytes") or {}
+        if isinstance(gpus, Ok) and used:
+            each = (replace(gpu, memory_used_bytes=used.get(str(gpu.index))) for gpu in gpus.facts.gpus)
+            outcomes["gpu"] = Ok(facts=replace(gpus.facts, gpus=tuple(each)))
+    except (cattrs.BaseValidationError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no facts: {type(error).__name__}: {str(error)[:200]}") from None
+    return Snapshot(hostname="", taken_at_seconds=0.0, topoflight_version="", outcomes=outcomes)
+
+
+def _part(outcome: Outcome) -> Json:
+    if isinstance(outcome, Ok):
+        made: Json = _converter.unstructure(outcome.facts)
+        return made
+    return {"absent": outcome.why} if isinstance(outcome, Absent) else {"failed": outcome.error}
+
+
+def _outcome(name: str, part: Json) -> Outcome:
+    if "absent" in part:
+        return Absent(why=str(part["absent"]))
+    return Failed(error=str(part["failed"])) if "failed" in part else Ok(facts=_converter.structure(part, _FACTS[name]))
+
+
+def _used(outcome: Outcome | None) -> Json:
+    """GPU memory in use, by index, apart from the GPUs: it varies while the graph does not."""
+    gpus = outcome.facts.gpus if isinstance(outcome, Ok) else ()
+    return {str(gpu.index): gpu.memory_used_bytes for gpu in gpus if gpu.memory_used_bytes is not None}
+
+
+def _bounded(value: Any) -> Any:
+    """The value with its texts cleaned; None for the whole where a list or map is too long, or a number is negative."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return value if 0 <= value < 2**63 else None
+    if len(value) > MOST_ITEMS:
+        return None
+    if isinstance(value, dict):
+        made = {clean(key): _row_bounded(value[key]) if key in ROWS else _bounded(value[key]) for key in sorted(value)}
+        return None if None in made.values() else made
+    items = [_bounded(each) for each in value]
+    return None if any(item is None for item in items) else items
 
 
 def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Snapshot:
@@ -116,8 +192,14 @@ def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Sna
 
 def unpublished(name: str, why: str) -> Snapshot:
     """The snapshot of a node whose record holds no facts: everything but its graph is unknown, and says why."""
-    outcomes: dict[str, Any] = {probe: Failed(error=why) for probe in PROBES if probe != "gpu"}  # the graph has those
+    outcomes: dict[str, Any] = {probe: Failed(error=why) for probe in _FACTS if probe != "gpu"}  # the graph has those
     return Snapshot(hostname=name, taken_at_seconds=0.0, topoflight_version="", outcomes=outcomes)
+
+
+def travelling(kind: type[Any]) -> frozenset[str]:
+    """The fields of a type of facts that records hold."""
+    every = frozenset(field.name for field in fields(kind))
+    return _KEPT.get(kind, every) - _DROPPED.get(kind, frozenset())
 
 
 def _bare(value: Any) -> Any:
@@ -126,23 +208,223 @@ def _bare(value: Any) -> Any:
         return tuple(_bare(each) for each in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    kind = type(value)
-    kept, dropped = _KEPT.get(kind), _DROPPED.get(kind, frozenset())
-    changes: Json = {}
+    kind, changes = type(value), {}
+    kept = travelling(kind)
     for field in fields(value):
-        if field.name in dropped or (kept is not None and field.name not in kept):
-            changes[field.name] = () if field.default is MISSING else field.default
-        else:
+        if field.name in kept:
             changes[field.name] = _bare(getattr(value, field.name))
+        else:
+            changes[field.name] = () if field.default is MISSING else field.default
     if isinstance(value, Gpu) and value.memory_used_bytes is not None:  # a job's varies all the time
         changes["memory_used_bytes"] = value.memory_used_bytes // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
     if isinstance(value, PciFacts):
-        changes["devices"] = tuple(_bare(each) for each in value.devices if not is_bridge(each.class_code))
+        changes["devices"] = tuple(_bare(each) for each in _on_the_way(value.devices))
+    if isinstance(value, PciDevice):
+        changes |= _stable(value)
     if kind is LimitsFacts:
         changes["whose"] = _PROCESS.sub("the agent's process", changes["whose"])
     if kind is HostinfoFacts:
         changes["hostname"] = ""
     return replace(value, **changes)
+
+
+def _on_the_way(devices: Sequence[PciDevice]) -> tuple[PciDevice, ...]:
+    """Devices, and of the bridges those that they hang from, or that redirect what passes (ACS)."""
+    known, wanted = {device.bus_id: device for device in devices}, set[str]()
+    for device in devices:
+        above = None if is_bridge(device.class_code) and not device.acs_source_validation else device
+        while above is not None and above.bus_id not in wanted:
+            wanted.add(above.bus_id)
+            above = known.get(above.parent or "")
+    return tuple(device for device in devices if device.bus_id in wanted)
+
+
+def _stable(device: PciDevice) -> Json:
+    """The link as it runs, where that is less than it could and not for idleness: an idle GPU's link is slower."""
+    speed, width = device.link_transfers_per_second, device.link_width
+    idle = device.link_transfers_per_second_max is not None and not is_network(device.class_code)
+    return {
+        "link_transfers_per_second": None if idle or speed == device.link_transfers_per_second_max else speed,
+        "link_width": None if width == device.link_width_max else width,
+        "acs_source_validation": device.acs_source_validation or None,
+        "driver": None if is_bridge(device.class_code) else device.driver,
+    }
+
+
+def camel(name: str) -> str:
+    """A field's name in a record."""
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def _names(kind: type[Any]) -> dict[str, Any]:
+    return {field.name: override(rename=camel(field.name)) for field in fields(kind)}
+
+
+def _writer(kind: type[Any]) -> Callable[[Any], Json]:
+    write = make_dict_unstructure_fn(kind, _converter, _cattrs_omit_if_default=True, **_names(kind))
+
+    def without_unknown(value: Any) -> Json:
+        made = {name: one for name, one in write(value).items() if one is not None}
+        made.pop("hostname", None)
+        return _device_out(made) if kind is PciDevice else made
+
+    return without_unknown
+
+
+def _reader(kind: type[Any]) -> Callable[[Any, Any], Any]:
+    read = make_dict_structure_fn(kind, _converter, _cattrs_detailed_validation=False, **_names(kind))
+    hints = get_type_hints(kind)
+    needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
+    unknown: Json = {camel(name): None for name in needed if type(None) in get_args(hints[name])}
+    if kind is HostinfoFacts:
+        unknown["hostname"] = ""
+
+    def with_unknown(value: Any, _: Any) -> Any:
+        return read(unknown | (_device_in(value) if kind is PciDevice else value), kind)
+
+    return with_unknown
+
+
+def _device_out(made: Json) -> Json:
+    """As lspci writes: class and ids in hexadecimal, a link as one text."""
+    ids = f"{made.pop('vendorId'):04x}:{made.pop('deviceId'):04x}"
+    made |= {"class": f"{made.pop('classCode'):06x}", "id": ids}
+    for name, end in (("link", "Max"), ("running", "")):
+        speed, width = made.pop(f"linkTransfersPerSecond{end}", None), made.pop(f"linkWidth{end}", None)
+        if speed is not None or width is not None:
+            shown = "?" if speed is None else f"{speed / _GIGATRANSFERS:g}"
+            made[name] = f"{shown} GT/s x{'?' if width is None else width}"
+    return made
+
+
+def _device_in(value: Json) -> Json:
+    vendor, _, device = value["id"].partition(":")
+    made = {**value, "vendorId": int(vendor, 16), "deviceId": int(device, 16), "classCode": int(value["class"], 16)}
+    for name, end in (("link", "Max"), ("running", "")):
+        speed, _, width = str(value.get(name) or "? GT/s x?").partition(" GT/s x")
+        made[f"linkTransfersPerSecond{end}"] = None if speed == "?" else _finite(float(speed)) * _GIGATRANSFERS
+        made[f"linkWidth{end}"] = None if width == "?" else int(width)
+    return made
+
+
+def _finite(value: float) -> float:
+    if not 0 <= value < LARGEST_DECIMAL:
+        raise ValueError(f"{value} is out of bounds")
+    return value
+
+
+def _tree_out(devices: Iterable[PciDevice]) -> list[Json]:
+    """Devices by the host bridge and NUMA node that they hang from."""
+    write = _converter.get_unstructure_hook(PciDevice)
+    roots: dict[tuple[str | None, int | None], list[Json]] = {}
+    for device in devices:
+        bare = replace(device, root=None, numa_node=None)
+        roots.setdefault((device.root, device.numa_node), []).append(write(bare))
+    return [
+        {name: one for name, one in (("root", root), ("numaNode", numa)) if one is not None} | {"below": below}
+        for (root, numa), below in roots.items()
+    ]
+
+
+def _tree_in(value: Any, _: Any) -> tuple[PciDevice, ...]:
+    read = _converter.get_structure_hook(PciDevice)
+    made = [
+        read({**device, **{name: host[name] for name in ("root", "numaNode") if name in host}}, PciDevice)
+        for host in value
+        for device in host["below"]
+    ]
+    return tuple(sorted(made, key=lambda device: device.bus_id))
+
+
+def _alike(items: Iterable[Any], **own: Any) -> list[tuple[Json, list[Any]]]:
+    """Items that differ in `own` alone: what they share as JSON, and they themselves, in order of appearance."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(replace(item, **own), []).append(item)
+    return [(_converter.unstructure(bare), members) for bare, members in groups.items()]
+
+
+def _gpus_out(gpus: Iterable[Gpu]) -> list[Json]:
+    """GPUs that are alike as one entry, their indices and bus ids in a row; one without a bus id by itself."""
+    made = []
+    for shared, same in _alike(gpus, index=0, bus_id=None, memory_used_bytes=None):
+        for known in (True, False):
+            mine = [gpu for gpu in same if (gpu.bus_id is not None) is known]
+            rows = {"busIds": " ".join(str(gpu.bus_id) for gpu in mine)} if known else {}
+            if mine:
+                about = {name: value for name, value in shared.items() if name != "index"}
+                made.append({**about, "indices": " ".join(str(gpu.index) for gpu in mine), **rows})
+    return made
+
+
+def _gpus_in(value: Any, _: Any) -> tuple[Gpu, ...]:
+    read, made = _converter.get_structure_hook(Gpu), []
+    for one in value:
+        indices = _row(one["indices"])
+        places = _row(one["busIds"]) if "busIds" in one else [None] * len(indices)
+        made += [read({**one, "index": int(i), "busId": at}, Gpu) for i, at in zip(indices, places, strict=True)]
+    return tuple(sorted(made, key=lambda gpu: gpu.index))
+
+
+def _links_out(links: Iterable[NvLink]) -> list[Json]:
+    """Links that end at one place as one entry, their numbers in a row: "0 4 8"."""
+    made = []
+    for shared, same in _alike(links, link=0):
+        about = {name: value for name, value in shared.items() if name != "link"}
+        made.append({**about, "links": " ".join(str(link.link) for link in same)})
+    return made
+
+
+def _links_in(value: Any, _: Any) -> tuple[NvLink, ...]:
+    read = _converter.get_structure_hook(NvLink)
+    made = [read({**one, "link": int(link)}, NvLink) for one in value for link in _row(one["links"])]
+    return tuple(sorted(made, key=lambda link: link.link))
+
+
+def _pairs_out(pairs: Iterable[GpuPair]) -> list[Json]:
+    """Pairs of which the driver says the same as one entry: "0-1 0-2"."""
+    made = []
+    for shared, same in _alike(pairs, a=0, b=0):
+        about = {name: value for name, value in shared.items() if name not in ("a", "b")}
+        made.append({**about, "between": " ".join(f"{pair.a}-{pair.b}" for pair in same)})
+    return made
+
+
+def _pairs_in(value: Any, _: Any) -> tuple[GpuPair, ...]:
+    read, made = _converter.get_structure_hook(GpuPair), []
+    for one in value:
+        about = {name: each for name, each in one.items() if name != "between"}
+        for a, b in (pair.split("-") for pair in _row(one["between"])):
+            made.append(read({**about, "a": int(a), "b": int(b)}, GpuPair))
+    return tuple(sorted(made, key=lambda pair: (pair.a, pair.b)))
+
+
+def _row_bounded(row: str) -> str | None:
+    return clean(row, MOST_ROW) if len(row) <= MOST_ROW else None
+
+
+def _row(text: Any) -> list[str]:
+    return str(text)[:MOST_ROW].split(" ")
+
+
+def _made_converter() -> cattrs.Converter:
+    made = cattrs.Converter(detailed_validation=False)
+    strict(made)
+    made.register_unstructure_hook(float, lambda value: int(value) if value.is_integer() else value)
+    made.register_unstructure_hook_factory(is_dataclass, _writer)
+    made.register_structure_hook_factory(is_dataclass, _reader)
+    grouped = (
+        (tuple[Gpu, ...], _gpus_out, _gpus_in), (tuple[NvLink, ...], _links_out, _links_in),
+        (tuple[GpuPair, ...], _pairs_out, _pairs_in), (tuple[PciDevice, ...], _tree_out, _tree_in),
+    )  # fmt: skip
+    for row, write, read in grouped:
+        made.register_unstructure_hook_func(partial(eq, row), write)
+        made.register_structure_hook_func(partial(eq, row), read)
+    return made
+
+
+_converter = _made_converter()
 
 
 class _Numbers:

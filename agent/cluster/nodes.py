@@ -1,36 +1,39 @@
 """Every node at a glance: one record per node, made from a scan, carried by the custom resource NodeTopology.
 
-Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record holds the node's graph without host name and
-UUIDs, so that equal nodes carry equal text: thousands of nodes are then a handful of graphs.
+Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record holds the machine's facts without host name, UUIDs
+and addresses (agent.cluster.node_facts), so that equal nodes carry equal facts: thousands of nodes are then a handful
+of machines. What people read of it (`status.graph`: devices, the matrix, islands, nearest NICs) follows from the facts;
+it is written for them and never read back.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import hashlib
 import logging
+import marshal
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from agent import units
-from agent.cluster import node_facts
+from agent.cluster import node_facts, old_records
+from agent.cluster.node_facts import clean
 from agent.gate.coverage import no_gpu_read
 from agent.gate.verdict import Check, judge, worst_first
 from agent.version import VERSION
 from agent.view import View
 from collectives.bench.results import BenchResult
-from contracts.plain import loads as plain
 from probes.api import Snapshot
 from probes.limits.probe import LimitsFacts
 from probes.rdma.probe import RdmaFacts
-from topology.graph import NodeTopology
-from topology.wire import TopologyWireError, node_from_json, to_json
+from topology.build import build
+from topology.derive import Pairs
+from topology.graph import GpuNode, NicNode, NodeTopology
+from topology.labels import SELF
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +42,7 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
-MOST_TEXT = 65536  # of the packed graph; HGX H100 with eight HCAs takes 4 KiB
-MOST_GRAPH_BYTES = 1 << 20  # unpacked; 64 KiB packed hold ten times what the largest machine needs
+MOST_DEVICES = 256  # of the matrix; with more, people read the facts
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
 
@@ -61,8 +63,10 @@ class NodeRecord:
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8.0 MiB"
     findings: tuple[Json, ...] = ()
-    graph: str | None = None  # packed NodeTopology
-    facts: str | None = None  # packed facts that advice needs beside the graph (agent.cluster.node_facts)
+    graph: str | None = None  # key of what the graph is built from: nodes with the same one have equal graphs
+    facts: str | None = None  # key of the whole machine; of an old record both are its packed texts
+    machine: Json | None = field(default=None, compare=False, repr=False)  # of these keys; None in old records
+    drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
     agent_version: str = VERSION
@@ -110,14 +114,16 @@ def _record(
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
-    facts, addresses = node_facts.pack(snapshot)
+    machine, addresses = node_facts.pack(snapshot)
+    graph, facts = _keys(machine)
     return NodeRecord(
-        name=name, host=snapshot.hostname, verdict=judge(checks).word, scanned_at_seconds=at,
-        interval_seconds=interval, gpus=_gpus(node, snapshot), product=models.most_common(1)[0][0] if models else None,
+        name=clean(name, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word, scanned_at_seconds=at,
+        interval_seconds=interval, gpus=_gpus(node, snapshot),
+        product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=_links(node), hcas=len(rdma.devices) if rdma else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
-        memlock=_memlock(limits), findings=_findings(checks), graph=pack(node),
-        facts=facts, addresses=addresses,
+        memlock=_memlock(limits), findings=_findings(checks), graph=graph,
+        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
     )  # fmt: skip
 
 
@@ -151,34 +157,91 @@ def _findings(checks: Sequence[Check]) -> tuple[Json, ...]:
            *(c for c in bad if c.status == "warn")][:MOST_FINDINGS]  # fmt: skip
     return tuple(
         {
-            "code": c.id[:128],
+            "code": clean(c.id, 128),
             "severity": c.status,
-            "subject": c.subject[:128],
-            "message": c.message[:512],
-            "remedy": c.remedy[:512],
+            "subject": clean(c.subject, 128),
+            "message": clean(c.message),
+            "remedy": clean(c.remedy),
         }
         for c in bad
     )
 
 
-def pack(node: NodeTopology) -> str | None:
-    """The graph without what only names one machine; None where it is larger than a record may be."""
-    bare = replace(node, hostname="", gpus=tuple(replace(gpu, uuid=None) for gpu in node.gpus))
-    text = json.dumps(to_json(bare), separators=(",", ":"), sort_keys=True)
-    packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-    return packed if len(packed) <= MOST_TEXT else None
+class FirstSeen:
+    """Since when each finding is there, as far as this process knows: a code and subject that stay keep their time."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, str], str] = {}
+
+    def dated(self, record: NodeRecord) -> NodeRecord:
+        """The record with `since` in each finding; one that was not there before began with this scan."""
+        now = _time(record.scanned_at_seconds)
+        since = {key: self._since.get(key, now) for key in map(_which, record.findings)}
+        self._since = since
+        return replace(record, findings=tuple({**each, "since": since[_which(each)]} for each in record.findings))
 
 
-def unpack(text: str) -> NodeTopology:
-    """Raises ValueError where the text is no graph of this release, or unpacks to too much."""
-    try:
-        inflate = zlib.decompressobj()
-        raw = inflate.decompress(base64.b64decode(text, validate=True), MOST_GRAPH_BYTES)
-        if inflate.unconsumed_tail or not inflate.eof:
-            raise ValueError(f"the graph is cut off, or larger than {MOST_GRAPH_BYTES} bytes")
-        return node_from_json(plain(raw))
-    except (zlib.error, TypeError, TopologyWireError) as error:
-        raise ValueError(f"no graph: {error}") from None
+def _which(finding: Json) -> tuple[str, str]:
+    return str(finding.get("code", "")), str(finding.get("subject", ""))
+
+
+def _keys(machine: Json | None) -> tuple[str | None, str | None]:
+    """Keys of what the graph is built from, and of the whole; equal facts have equal keys.
+
+    The writer sorts names, and so does an API server.
+    """
+    if machine is None:
+        return None, None
+    return _key([machine.get(part) for part in node_facts.GRAPH_PARTS]), _key(machine)
+
+
+def _key(value: Any) -> str:
+    # version 2 of the format is a function of the value alone: no references to objects that are shared by chance
+    return hashlib.blake2b(marshal.dumps(value, 2), digest_size=16).hexdigest()
+
+
+def drawn(node: NodeTopology) -> Json | None:
+    """The graph as `kubectl get nodetopology -o yaml` shows it; None where there is no device, or too many."""
+    if not 1 <= len(node.devices) <= MOST_DEVICES:
+        return None
+    known, names = Pairs(node.pairs), [device.name for device in node.devices]
+    made: Json = {
+        "devices": [
+            {**_device(device), "links": " ".join(_cell(device.name, other, known) for other in names)}
+            for device in node.devices
+        ],
+        "islands": [
+            {"gpus": list(island.gpus), "links": list(island.nvlinks_per_pair), "allToAll": island.all_to_all}
+            for island in node.islands
+        ],
+        "nearest": [
+            _known(gpu=near.gpu, nics=list(near.nics), link=near.label, decidable=near.decidable,
+                   why=clean(near.why) or None)
+            for near in node.nearest_nic
+        ],
+        **_known(recognised=node.sku, hidden=clean(node.virtual) if node.virtual else None),
+    }  # fmt: skip
+    return {name: value for name, value in made.items() if value != []}
+
+
+def _cell(a: str, b: str, known: Pairs) -> str:
+    return SELF if a == b else known.label(a, b)
+
+
+def _device(device: GpuNode | NicNode) -> Json:
+    about = _known(name=device.name, pci=device.bus_id, numa=device.numa_node, pcie=device.pcie_link)
+    if isinstance(device, GpuNode):
+        return {**about, "kind": "gpu", **_known(model=device.model, memoryBytes=device.memory_bytes),
+                "usable": device.usable}  # fmt: skip
+    rate = device.rate_bytes_per_second
+    more = _known(linkLayer=device.link_layer, usable=device.active)
+    return {**about, "kind": device.kind, **_known(bytesPerSecond=None if rate is None else round(rate)), **more}
+
+
+def _known(**named: Any) -> Json:
+    """What is known of it, texts cleaned."""
+    known = {name: value for name, value in named.items() if value is not None}
+    return {name: clean(value, 128) if isinstance(value, str) else value for name, value in known.items()}
 
 
 def to_resource(record: NodeRecord) -> tuple[Json, Json]:
@@ -188,8 +251,8 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
         "agentVersion": record.agent_version, "scannedAt": _time(record.scanned_at_seconds),
         "interval": max(1, round(record.interval_seconds)), "verdict": record.verdict, "node": record.host,
         "product": record.product, "gpus": record.gpus, "links": record.links, "hcas": record.hcas,
-        "rdma": record.rdma, "memlock": record.memlock, "findings": list(record.findings), "topology": record.graph,
-        "facts": record.facts, "addresses": list(record.addresses) or None,
+        "rdma": record.rdma, "memlock": record.memlock, "findings": list(record.findings),
+        "graph": record.drawn, "machine": record.machine, "addresses": list(record.addresses) or None,
         "measured": list(record.measured) or None,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # nothing watches the node now: what was said last is no verdict any more
@@ -210,14 +273,16 @@ def from_resource(item: Json) -> NodeRecord:
     if ended is not None and ended < _seconds(status.get("scannedAt")):
         ended = None  # an agent has scanned since
     last = status.get("lastVerdict") if ended is not None else None
+    machine = status.get("machine") if isinstance(status.get("machine"), dict) else None
+    graph, facts = _keys(machine) if machine is not None else (status.get("topology"), status.get("facts"))
     return NodeRecord(
         name=name, host=str(status.get("node") or name),
         verdict=str(last or status.get("verdict") or "unknown"), stopped_at_seconds=ended,
         scanned_at_seconds=_seconds(status.get("scannedAt")), interval_seconds=float(status.get("interval") or 300),
         gpus=status.get("gpus"), product=status.get("product"), links=status.get("links"), hcas=status.get("hcas"),
         rdma=status.get("rdma"), memlock=status.get("memlock"), findings=tuple(status.get("findings") or ()),
-        graph=status.get("topology"), agent_version=str(status.get("agentVersion") or ""),
-        facts=status.get("facts"), addresses=tuple(status.get("addresses") or ()),
+        graph=graph, facts=facts, machine=machine,
+        agent_version=str(status.get("agentVersion") or ""), addresses=tuple(status.get("addresses") or ()),
         measured=tuple(status.get("measured") or ()),
     )  # fmt: skip
 
@@ -227,8 +292,10 @@ class Fleet:
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, str] = {}  # keys and old texts: equal nodes hold each of them once
+        self._machines: dict[str, Json] = {}  # by key, as they
         self._graphs: dict[str, NodeTopology | None] = {}
+        self._kinds: dict[NodeTopology, str] = {}  # equal graphs, whatever else of their facts differs
         self._facts: dict[str, Snapshot | None] = {}
         self._lock = threading.Lock()
 
@@ -241,10 +308,12 @@ class Fleet:
         found = {record.name: self._interned(record) for record in records}
         with self._lock:
             self._records = found
-            held = {text for record in found.values() for text in (record.graph, record.facts)}
+            held = {key for record in found.values() for key in (record.graph, record.facts)}
             self._texts = {text: text for text in held if text}
-            self._graphs = {text: graph for text, graph in self._graphs.items() if text in held}
-            self._facts = {text: facts for text, facts in self._facts.items() if text in held}
+            self._machines = {key: machine for key, machine in self._machines.items() if key in held}
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key in held}
+            self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
+            self._facts = {key: facts for key, facts in self._facts.items() if key in held}
 
     def put(self, item: Json) -> None:
         """One resource that is new or has changed."""
@@ -269,41 +338,72 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """The record's graph under its own host name; nodes with equal graphs share one."""
+        graph = self._graph(record)
+        return replace(graph, hostname=record.name) if graph else None
+
+    def kind(self, record: NodeRecord) -> str | None:
+        """A key that records with equal graphs share, to the last link; None without a graph of this release."""
+        graph = self._graph(record)
+        return self._kinds.setdefault(graph, record.graph or "") if graph else None
+
+    def _graph(self, record: NodeRecord) -> NodeTopology | None:
         if record.graph is None:
             return None
         if record.graph not in self._graphs:
             try:
-                self._graphs[record.graph] = unpack(record.graph)
+                old = record.machine is None
+                graph = old_records.graph(record.graph) if old else _graph_of(self._machine(record))
             except ValueError:
-                self._graphs[record.graph] = None  # of another release
-        graph = self._graphs[record.graph]
-        return replace(graph, hostname=record.name) if graph else None
+                graph = None  # of another release
+            if graph is not None:  # one object for equal graphs: by that the planner knows that they are alike
+                graph = self._graphs.get(self._kinds.setdefault(graph, record.graph)) or graph
+            self._graphs[record.graph] = graph
+        return self._graphs[record.graph]
+
+    def _machine(self, record: NodeRecord) -> Snapshot | None:
+        """The snapshot without host name; None where the facts are of another release."""
+        if record.facts is None:
+            return None
+        if record.facts not in self._facts:
+            try:
+                old = record.machine is None
+                found = old_records.facts(record.facts) if old else node_facts.unpack(record.machine or {})
+            except ValueError:
+                found = None
+            self._facts[record.facts] = found
+        return self._facts[record.facts]
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """What the node's agent read, as far as advice needs it, under the record's name.
 
         Where the record holds no facts that this release reads, each probe failed for that reason.
         """
-        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
-        if record.facts is None:
-            return node_facts.unpublished(record.name, why)
-        if record.facts not in self._facts:
-            try:
-                self._facts[record.facts] = node_facts.unpack(record.facts)
-            except ValueError:
-                self._facts[record.facts] = None  # of another release
-        facts = self._facts[record.facts]
+        facts = self._machine(record)
         try:
             if facts is not None:
                 return node_facts.of_node(facts, name=record.name, addresses=record.addresses)
         except ValueError:
             log.warning("the record of %s holds addresses that are not its interfaces'", record.name)
+        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
 
     def _interned(self, record: NodeRecord) -> NodeRecord:
-        """The record with its long texts shared: equal nodes hold each of them once."""
+        """The record with its machine and its long texts shared: equal nodes hold each of them once."""
         graph, facts = (self._texts.setdefault(text, text) if text else text for text in (record.graph, record.facts))
-        return replace(record, graph=graph, facts=facts)
+        machine = record.machine
+        if machine is not None and facts is not None:
+            machine = self._machines.setdefault(facts, machine)
+        return replace(record, graph=graph, facts=facts, machine=machine, drawn=None)
+
+
+def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
+    """The graph of a record's facts, without host name. Raises ValueError where two devices have one name."""
+    if snapshot is None:
+        return None
+    node = build(snapshot)
+    if len({device.name for device in node.devices}) != len(node.devices):
+        raise ValueError("two devices have one name")
+    return node
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

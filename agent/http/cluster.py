@@ -19,7 +19,7 @@ from typing import Any
 from agent import advise, units
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import published
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, row
+from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
 from agent.cluster.watch import Watcher
 from agent.http.problem import ProblemError
 from agent.http.state import State
@@ -55,6 +55,7 @@ class Cluster:
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
         self.tally = WatchTally()
+        self._first_seen = FirstSeen()
         self._timer: threading.Timer | None = None
         self._requested = 0.0
 
@@ -77,7 +78,8 @@ class Cluster:
         view = self._state.view
         if view is None:
             return ()
-        return records_of(view, name=self._name, interval_seconds=self._interval)
+        records = records_of(view, name=self._name, interval_seconds=self._interval)
+        return tuple(self._first_seen.dated(record) for record in records) if len(records) == 1 else records
 
     @property
     def scanned(self) -> tuple[str | None, float] | None:
@@ -167,11 +169,12 @@ def topology_document(fleet: Fleet, now: float | None = None) -> Json:
     usable = []
     for record in fleet.records():
         node = fleet.topology(record)
-        if node is None or record.graph is None or record.silent(now):
+        kind = fleet.kind(record)
+        if node is None or kind is None or record.silent(now):
             unknown.append(record.name)
             continue
-        kinds.setdefault(record.graph, []).append(record.name)
-        first.setdefault(record.graph, node)
+        kinds.setdefault(kind, []).append(record.name)
+        first.setdefault(kind, node)
         usable.append(node)
     document = cluster_document(replace(join(usable), nodes=()))
     document.pop("nodes")
@@ -242,11 +245,12 @@ def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> 
         node = fleet.topology(record)
         assert node is not None  # noqa: S101 - only such records are used
         if ranks is not None and node.gpus:
-            if record.graph not in cut:
+            kind = fleet.kind(record)
+            if kind not in cut:
                 try:
-                    cut[record.graph] = with_gpus(node, ranks)
+                    cut[kind] = with_gpus(node, ranks)
                 except ValueError as error:
                     raise advise.RequestError(str(error)) from None
-            node = replace(cut[record.graph], hostname=record.name)
+            node = replace(cut[kind], hostname=record.name)
         found.append(node)
     return found

@@ -100,12 +100,12 @@ def checks_of_records(fleet: Fleet, now: float) -> tuple[Check, ...]:
     )
 
 
-def kinds(records: Sequence[NodeRecord]) -> tuple[Kind, ...]:
+def kinds(fleet: Fleet) -> tuple[Kind, ...]:
     """Nodes grouped by their graph, the largest group first: the odd one stands alone."""
     groups: dict[str, list[NodeRecord]] = {}
-    for record in records:
-        if record.graph is not None:
-            groups.setdefault(record.graph, []).append(record)
+    for record in fleet.records():
+        if (kind := fleet.kind(record)) is not None:
+            groups.setdefault(kind, []).append(record)
     ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].name))
     return tuple(Kind(names=tuple(record.name for record in group), record=group[0]) for group in ordered)
 

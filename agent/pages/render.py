@@ -112,7 +112,7 @@ def fleet_page(fleet: Fleet, *, source: str, behind: str | None, more: str = "")
     template = _environment(html=True).get_template("fleet.html.j2")
     return template.render(
         rows=page_nodes.rows_of_records(records, checks, now), checks=checks, verdict=judge(checks),
-        source=source, behind=behind, more=more, kinds=page_nodes.kinds(records),
+        source=source, behind=behind, more=more, kinds=page_nodes.kinds(fleet),
         shown=page_nodes.SHOWN_ROWS, made_at=now, style=_file("style.css"), script=_file("page.js"),
     )  # fmt: skip
 

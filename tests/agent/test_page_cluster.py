@@ -89,7 +89,7 @@ def test_classes_of_gpu_pairs_are_counted_in_words() -> None:
 
 def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
     """Graphs are compared to the last link: memlock and heat do not make another kind."""
-    found = page_nodes.kinds(published(*map(record, NAMES)).records())
+    found = page_nodes.kinds(published(*map(record, NAMES)))
     assert [kind.names for kind in found] == [
         ("hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"), ("hgx-h100-sick-nvlink",),
     ]  # fmt: skip

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import base64
+import json
 import time
+import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +14,26 @@ from typing import Any
 import pytest
 
 from agent import advise
-from agent.cluster import node_facts
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
-from agent.http.cluster import advise_cluster
+from agent.cluster import node_facts, old_records
+from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, records_of, to_resource
+from agent.http.cluster import advise_cluster, topology_document
 from agent.view import look
 from planner.advice import Recommendation
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
+from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.probe import InterfacesFacts
+from probes.pci.probe import PciFacts
 from probes.rdma.probe import RdmaFacts
 from probes.scan import scan
+from topology.wire import to_json as topology_to_json
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 SNAPSHOTS = {path.stem: scan(load(path)) for path in MACHINES}
 ROOT = Path(__file__).parent.parent.parent
+OLD = Path(__file__).parent / "old_records"
 OF_OTHERS = {
-    "GpuFacts.pairs",  # the graph's pairs are read, not NVML's
-    "GpuFacts.unread", "Gpu.unread",  # a situation's, which asks how a probe ended
+    "GpuFacts.unread", "Gpu.unread", "GpuPair.unread",  # a situation's, which asks how a probe ended
     "Gpu.uuid",  # compared with the graph's, which does not travel either
     "Gpu.processes",  # named beside the memory that they hold
 }  # fmt: skip
@@ -41,7 +47,7 @@ QUESTIONS: tuple[dict[str, Any], ...] = (
 def through_the_api(record: NodeRecord) -> NodeRecord:
     """Published and read back."""
     whole, status = to_resource(record)
-    return from_resource({**whole, "status": status["status"]})
+    return from_resource(json.loads(json.dumps({**whole, "status": status["status"]})))
 
 
 def record_of(snapshot: Snapshot, name: str) -> NodeRecord:
@@ -87,14 +93,14 @@ def test_a_record_read_back_is_the_record(machine: str) -> None:
 
 
 @every_machine
-def test_like_nodes_carry_equal_text_and_their_own_addresses(machine: str) -> None:
-    """Other addresses in the same subnets, other counters, another process: one text for thousands of nodes."""
+def test_like_nodes_carry_equal_facts_and_their_own_addresses(machine: str) -> None:
+    """Other addresses in the same subnets, other counters, another process: one machine for thousands of nodes."""
     first, second = SNAPSHOTS[machine], moved(SNAPSHOTS[machine])
-    (text, addresses), (other, others) = node_facts.pack(first), node_facts.pack(second)
-    assert text is not None and text == other
+    (machine_of_first, addresses), (other, others) = node_facts.pack(first), node_facts.pack(second)
+    assert machine_of_first is not None and machine_of_first == other
     assert len(addresses) == len(others)
     for snapshot, found in ((first, addresses), (second, others)):
-        back = node_facts.of_node(node_facts.unpack(text), name="n", addresses=found)
+        back = node_facts.of_node(node_facts.unpack(machine_of_first), name="n", addresses=found)
         was, now = (each.facts(InterfacesFacts) for each in (snapshot, back))
         assert was is not None and now is not None
         assert [i.addresses for i in now.interfaces] == [i.addresses for i in was.interfaces]
@@ -138,17 +144,37 @@ def known_gid(text: str, known: dict[str, str]) -> str:
     return str(ipaddress.IPv6Address(f"::ffff:{known[str(mapped)]}"))
 
 
+def without_facts(record: NodeRecord, machine: str) -> NodeRecord:
+    """As the first agents wrote: the packed graph alone."""
+    (topology,) = look((SNAPSHOTS[machine],)).topologies
+    return replace(record, name="n2", graph=packed(topology_to_json(topology)), facts=None, machine=None, addresses=())
+
+
+def later(machine: dict[str, Any] | None) -> dict[str, Any]:
+    """As a later agent may write: a field that is needed here has another name."""
+    assert machine is not None
+    return {**machine, "interfaces": {"interfaces": [{"called": "eth0"}]}}
+
+
+def packed(document: Any) -> str:
+    """Zlib in base64, as records held graph and facts before `status.machine`."""
+    return base64.b64encode(zlib.compress(json.dumps(document).encode(), 9)).decode()
+
+
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
     """An older agent's record has a graph only: the answer says whose interfaces are unknown, not that none are."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(SNAPSHOTS[machine], "n1")
-        for old in (replace(new, name="n2", facts=None, addresses=()), replace(new, name="n2", facts="AAAA")):
+        older = without_facts(new, machine)
+        of_later = through_the_api(replace(new, name="n2", machine=later(new.machine)))
+        for old in (older, of_later):
             advice, _ = advise_cluster(fleet_of(new, old), advise.Request())
             notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
             assert "no interface with an address" not in notes and "no RDMA device" not in notes
             assert "n2" in notes, notes
-            alone, _ = advise_cluster(fleet_of(old), advise.Request())
-            assert any(note.text.startswith("Unknown") and "SOCKET_IFNAME" in note.topic for note in alone.notes)
+        assert fleet_of(of_later).topology(of_later) is None
+        alone, _ = advise_cluster(fleet_of(older), advise.Request())
+        assert any(note.text.startswith("Unknown") and "SOCKET_IFNAME" in note.topic for note in alone.notes)
 
 
 def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
@@ -196,15 +222,74 @@ def test_no_fact_that_advice_reads_is_left_out() -> None:
     assert {name for name in left_out if name.partition(".")[2] in read} <= OF_OTHERS
 
 
-def test_facts_are_bounded_and_rubbish_is_refused() -> None:
-    """As the graph is."""
-    import base64
-    import zlib
-
+def test_old_facts_are_bounded_and_rubbish_is_refused() -> None:
+    """A small text that would unpack to gigabytes, and texts that are none."""
     bomb = base64.b64encode(zlib.compress(b"[" * (64 << 20), 9)).decode()
-    for text in (bomb, "%%%", base64.b64encode(b"x").decode(), base64.b64encode(zlib.compress(b"{}")).decode()):
-        with pytest.raises(ValueError, match=r".+"):
-            node_facts.unpack(text)
-    for snapshot in SNAPSHOTS.values():
-        text, _ = node_facts.pack(snapshot)
-        assert text is not None and len(text) < node_facts.MOST_TEXT // 8
+    for text in (bomb, "%%%", base64.b64encode(b"x").decode(), packed({}), packed([])):
+        for read in (old_records.facts, old_records.graph):
+            with pytest.raises(ValueError, match=r".+"):
+                read(text)
+
+
+@every_machine
+def test_the_graph_is_what_the_facts_give(machine: str) -> None:
+    """Nothing but names is left out of what travels: built from the record, the graph is the machine's own."""
+    (topology,) = look((SNAPSHOTS[machine],)).topologies
+    record = through_the_api(record_of(SNAPSHOTS[machine], "n1"))
+    bare = replace(topology, hostname="n1", gpus=tuple(replace(gpu, uuid=None) for gpu in topology.gpus))
+    assert fleet_of(record).topology(record) == bare
+
+
+def test_a_machine_that_is_more_than_a_record_holds_leaves_the_rest_of_the_record() -> None:
+    """Too many devices, or a number that none can be: verdict and findings are published all the same."""
+    snapshot = SNAPSHOTS["hgx-h100-8xH100-8hca"]
+    pci = snapshot.facts(PciFacts)
+    assert pci is not None
+    many = tuple(replace(pci.devices[-1], bus_id=f"0000:{n:04x}") for n in range(node_facts.MOST_ITEMS + 1))
+    for wrong in (replace(pci, devices=many), replace(pci, devices=(replace(pci.devices[-1], link_width_max=None,
+                                                                           numa_node=-7),))):  # fmt: skip
+        record = record_of(replace(snapshot, outcomes={**snapshot.outcomes, "pci": Ok(facts=wrong)}), "n1")
+        assert record.machine is None and record.graph is None and record.gpus == 8
+
+
+def test_no_control_character_of_a_host_is_published() -> None:
+    """What the schema refuses is never sent: the record would be lost with it."""
+    snapshot = SNAPSHOTS["cpu-only-vm"]
+    facts = snapshot.facts(HostinfoFacts)
+    assert facts is not None
+    named = replace(facts, product="\x1b[31mred\n", nccl_environment={"NCCL_DEBUG\x00": "INFO\x7f" * 500})
+    record = record_of(replace(snapshot, outcomes={**snapshot.outcomes, "hostinfo": Ok(facts=named)}), "n1")
+    text = json.dumps(to_resource(record)[1], ensure_ascii=False)
+    assert not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in json.loads(json.dumps(text)))
+    assert "?[31mred?" in text
+
+
+def test_records_of_the_old_form_are_read_and_equal_the_new_ones() -> None:
+    """Written by the release before: side by side with new records one kind of node, and the same advice."""
+    for name in ("hgx-h100-8xH100-8hca", "titan-rtx-2x-nv2"):
+        item = json.loads((OLD / f"{name}.json").read_text())
+        old = replace(from_resource(item), scanned_at_seconds=time.time(), verdict="pass")
+        new = replace(through_the_api(record_of(SNAPSHOTS[name], "new")), verdict="pass")
+        assert old.machine is None and new.machine is not None
+        both = fleet_of(old, new)
+        assert both.kind(old) == both.kind(new) is not None
+        (kind,) = topology_document(both)["kinds"]
+        assert kind["names"] == ["new", "old"]
+        for question in QUESTIONS:
+            request = advise.Request(**question)
+            assert told(advise_cluster(fleet_of(old), request)[0]) == told(advise_cluster(fleet_of(new), request)[0])
+
+
+def test_findings_keep_their_time_while_they_last() -> None:
+    """One that stays keeps its first scan's time, a new one has its own, one that comes back begins anew."""
+    sick, seen = record_of(SNAPSHOTS["sick-h100-dead-hca"], "n1"), FirstSeen()
+    first, second = sick.findings[0], {**sick.findings[0], "subject": "another"}
+
+    def since(at: float, *findings: dict[str, Any]) -> list[str]:
+        dated = seen.dated(replace(sick, scanned_at_seconds=at, findings=findings))
+        return [str(finding["since"]) for finding in through_the_api(dated).findings]
+
+    assert since(0, first) == ["1970-01-01T00:00:00Z"]
+    assert since(60, {**first, "message": "in other words"}, second) == ["1970-01-01T00:00:00Z", "1970-01-01T00:01:00Z"]
+    assert since(120, second) == ["1970-01-01T00:01:00Z"]
+    assert since(180, first) == ["1970-01-01T00:03:00Z"]

@@ -46,6 +46,7 @@ KINDS = {
 
 
 # kind of a job -> the label of its pods, and what its child Job's name ends with
+ATOMIC_STATUS = {"graph", "machine"}  # x-kubernetes-map-type
 JOBS = {
     "Job": ("job-name", ""),
     "PyTorchJob": ("training.kubeflow.org/job-name", ""),
@@ -88,6 +89,7 @@ class ApiServer:
     def __init__(self, *, nfd: bool = True) -> None:
         self.kinds = {path: kind for path, kind in KINDS.items() if nfd or kind != "NodeFeature"}
         self.objects: dict[tuple[str, str, str], Json] = {}  # (collection, namespace, name)
+        self.applied: dict[tuple[tuple[str, str, str], str], set[str]] = {}  # fields of a status, by object and manager
         self.events: deque[tuple[int, str, str, Json]] = deque(maxlen=10_000)  # version, collection, type, object
         self.version = 100
         self.oldest = 0  # watches from before this are gone
@@ -404,7 +406,14 @@ class _Handler(BaseHTTPRequestHandler):
             part = {
                 k: v for k, v in body.items() if (k == "status") == (sub == "status") or k in ("apiVersion", "kind")
             }
-            made = merged(json.loads(json.dumps(old)), part)
+            old = json.loads(json.dumps(old))
+            if applying and sub == "status":  # fields that the manager no longer applies go, atomic ones are replaced
+                owned = self.api.applied.get((key, query["fieldManager"]), set())
+                replaced = ATOMIC_STATUS if collection.endswith("/nodetopologies") else set()
+                for name_of_field in owned - set(part["status"]) | replaced & set(part["status"]):
+                    old.get("status", {}).pop(name_of_field, None)
+                self.api.applied[key, query["fieldManager"]] = set(part["status"])
+            made = merged(old, part)
             made.setdefault("metadata", {}).update(name=name, **({"namespace": namespace} if namespace else {}))
             validate(self.api.kinds[collection], made)
             self._answer(

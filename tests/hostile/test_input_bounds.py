@@ -16,7 +16,7 @@ import pytest
 from readers import TARGETS
 
 from agent.advise import Request, RequestError, model_of
-from agent.cluster.nodes import unpack
+from agent.cluster import old_records
 from agent.gate.baseline import read as read_baseline
 from agent.gate.verdict import GateError
 from agent.jobs.result_store import MOST_RECORD_BYTES
@@ -65,7 +65,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
-    ("graph of a node", text(lambda raw: unpack(packed(raw.encode()))), ValueError, (b" " * (2 * MIB), DEEP)),
+    ("old graph", text(lambda raw: old_records.graph(packed(raw.encode()))), ValueError, (b" " * (2 * MIB), DEEP)),
     ("config.json", lambda path: load_model(str(path)), ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
@@ -103,7 +103,7 @@ def test_too_much_is_refused_by_name(
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
-        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph",
+        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
         "topo_xml",
     }  # fmt: skip
