@@ -192,7 +192,9 @@ def _keys(machine: Json | None) -> tuple[str | None, str | None]:
     """
     if machine is None:
         return None, None
-    return _key([machine.get(part) for part in node_facts.GRAPH_PARTS]), _key(machine)
+    graph = _key([machine.get(part) for part in node_facts.GRAPH_PARTS])
+    rest = [(part, machine[part]) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
+    return graph, _key([graph, *rest])
 
 
 def _key(value: Any) -> str:
@@ -215,8 +217,8 @@ def drawn(node: NodeTopology) -> Json | None:
             for island in node.islands
         ],
         "nearest": [
-            _known(gpu=near.gpu, nics=list(near.nics), link=near.label, decidable=near.decidable,
-                   why=clean(near.why) or None)
+            _known(gpu=near.gpu, nics=list(near.nics), link=near.label, why=clean(near.why) or None)
+            | ({} if near.decidable else {"decidable": False})
             for near in node.nearest_nic
         ],
         **_known(recognised=node.sku, hidden=clean(node.virtual) if node.virtual else None),
@@ -231,11 +233,11 @@ def _cell(a: str, b: str, known: Pairs) -> str:
 def _device(device: GpuNode | NicNode) -> Json:
     about = _known(name=device.name, pci=device.bus_id, numa=device.numa_node, pcie=device.pcie_link)
     if isinstance(device, GpuNode):
-        return {**about, "kind": "gpu", **_known(model=device.model, memoryBytes=device.memory_bytes),
-                "usable": device.usable}  # fmt: skip
+        more = _known(model=device.model, memoryBytes=device.memory_bytes)
+        return {**about, "kind": "gpu", **more, **({} if device.usable else {"usable": False})}
     rate = device.rate_bytes_per_second
-    more = _known(linkLayer=device.link_layer, usable=device.active)
-    return {**about, "kind": device.kind, **_known(bytesPerSecond=None if rate is None else round(rate)), **more}
+    more = _known(bytesPerSecond=None if rate is None else round(rate), linkLayer=device.link_layer)
+    return {**about, "kind": device.kind, **more, **({"usable": False} if device.active is False else {})}
 
 
 def _known(**named: Any) -> Json:
