@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.counter_increases import CODES as RISING_CODES
 from agent.counter_increases import risen_since
@@ -24,6 +24,7 @@ from agent.gate.verdict import (
     worst_first,
 )
 from collectives.bench.results import BenchResult
+from contracts.run_record import RunRecord
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
 from planner.lint.sources import recorded_environments
@@ -54,7 +55,7 @@ class View:
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
-    flights: tuple[dict[str, Any], ...] = ()  # newest first
+    flights: tuple[RunRecord, ...] = ()  # newest first
 
 
 def look(
@@ -63,7 +64,7 @@ def look(
     bench: BenchResult | None = None,
     bench_at_seconds: float | None = None,
     benches: tuple[Line, ...] = (),
-    flights: tuple[dict[str, Any], ...] = (),
+    flights: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
 ) -> View:

@@ -519,11 +519,11 @@ def _no_gpu() -> Any:
 
 def flight(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    from agent.jobs import run as flights
+    from agent.jobs.run import compare
+    from contracts.run_record import read
 
-    record = flights.read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
-    found = flights.parse(record)
-    return found.placements, flights.compare(None, found), _served(flights=(record,))
+    record = read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
+    return record.placements, compare(None, record), _served(flights=(record,))
 
 
 def words(data: bytes) -> object:
@@ -581,7 +581,7 @@ def targets() -> Mapping[str, Target]:
     """Every target by name."""
     lints = _own("planner.lint.sources", "EnvironmentTextError")
     jobs, records = _own("contracts.job_config", "ConfigError"), _own("probes.host.recording", "RecordingError")
-    gates, flights = _own("agent.gate.verdict", "GateError"), _own("agent.jobs.run", "FlightError")
+    gates, flights = _own("agent.gate.verdict", "GateError"), _own("contracts.run_record", "RecordError")
     lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
     dumped = json.dumps
     return {

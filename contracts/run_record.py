@@ -1,7 +1,8 @@
-"""The end of a job's record where the job could not write it itself: killed ranks, a killed launcher, a lost node.
+"""The record of a training run, flight.json: what the job writes, its launcher ends and the agent shows.
 
 Specification: docs/finetune.md, flight.json and metrics.jsonl. What started the ranks, `topoflight launch` on one host
-or `finetune.pod` in a pod, tells what it saw; what the job has told stands.
+or `finetune.pod` in a pod, adds what it saw where the job could not write its own end: killed ranks, a killed launcher,
+a lost node; what the job has told stands.
 """
 
 from __future__ import annotations
@@ -10,19 +11,270 @@ import contextlib
 import json
 import re
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from contracts import bounded
+from contracts import bounded, codec
 from contracts.plain import loads as plain
 
+RECORD_VERSION = 1
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 KILLED = 128  # plus a signal's number, as a shell tells it
-_MOST_RECORD_BYTES = 16 << 20  # as agent.jobs.run reads
+MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 _TAIL_BYTES = 65536  # of metrics.jsonl, whose lines take some 300
+_UNCOUNTED = 5  # steps of a record that names no counted_steps: three of warm-up and memory, two profiled
+COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
+PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
+              "pipeline": "pipeline sends", "idle": "between operators"}  # fmt: skip
 # torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FIRST = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
 _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
+
+
+class RecordError(ValueError):
+    """The record of a run is missing or cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """A forecast quantity: 80 % interval and the middle."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedValue:
+    """One part of a forecast: "gemm", seconds."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunForecast:
+    """What plan.json forecast of the run; None is "not forecast"."""
+
+    step_seconds: Bounds | None = None
+    memory_bytes: Bounds | None = None
+    tokens_per_second: Bounds | None = None
+    time_parts: list[NamedValue] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class EffectiveLayout:
+    """What the job found itself with, read from the built objects; None is "not told"."""
+
+    world_size: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    schedule: str | None = None
+    stage_layers: list[int] = field(default_factory=list)
+    wrapper: str | None = None  # "FSDP", "DDP+TP"
+    device: str | None = None  # "cuda:0", "cpu"
+    backend: str | None = None  # "nccl", "gloo"
+    precision: str | None = None
+    reshard_after_forward: bool | None = None
+    checkpointed_layers: int | None = None
+    compiled_layers: int | None = None
+    placements: dict[str, int] = field(default_factory=dict)  # "dp_shard:S(0)" -> parameters placed so
+    unsharded_parameters: int | None = None
+    split_projections: list[int] = field(default_factory=list)  # split over tp, of how many
+    parameter_bytes: int | None = None
+    local_parameter_bytes: int | None = None
+    transports: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunLayout:
+    """The layout that was requested and the one that ran."""
+
+    asked: dict[str, Any] = field(default_factory=dict)  # a contracts.layout.Layout
+    family: str | None = None
+    effective: EffectiveLayout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunModel:
+    """What was trained."""
+
+    name: str | None = None
+    parameters: int | None = None
+    trainable: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the forecast is held against; None is "not measured"."""
+
+    step_seconds: float | None = None  # median
+    counted_steps: int | None = None  # that it is the median of: without warm-up, memory's and profiled steps
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_bytes: float | None = None  # peak of the fullest rank
+    memory_counts: str | None = None  # what memory_bytes counts
+    rss_peak_bytes: int | None = None
+    rss_growth_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Of the first and the last step."""
+
+    first: float | None = None
+    last: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalLoss:
+    """Of the test split after a step."""
+
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """Of the profiled steps: shares of the step, seconds of each kind of collective."""
+
+    share: float | None = None
+    exposed_share: float | None = None
+    seconds_by_kind: dict[str, float] = field(default_factory=dict)
+    profiled_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPart:
+    """One part of a step, from the profiler: what nothing else hides."""
+
+    part: str  # "compute", "gather", "reduce", "tensor_parallel", "pipeline", "optimizer", "idle"
+    measured_seconds: float
+    share: float  # of the profiled step
+    hidden_seconds: float | None = None
+    forecast_seconds: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The name in a sentence."""
+        return PART_WORDS.get(self.part, self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A quantity that was both forecast and measured."""
+
+    quantity: str  # "step_seconds", "memory_bytes", "tokens_per_second"
+    forecast: Bounds
+    measured: float
+    within: bool | None = None
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclChannels:
+    """What NCCL's own log showed of the job's channels (finetune.channels)."""
+
+    verdict: str = "unknown"
+    planned: str | None = None
+    hosts: int | None = None
+    channels: dict[str, int] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    interfaces: list[str] = field(default_factory=list)
+    ranks_unknown: int | None = None
+    log: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """flight.json. None and empty mean "not reported"."""
+
+    schema_version: int = RECORD_VERSION
+    status: str = "unknown"  # "running", "complete", "mismatch", "diverged", "stopped", ...
+    reason: str | None = None
+    exit_code: int | None = None
+    host: str | None = None
+    started_at: str | None = None  # UTC, RFC 3339
+    ended_at: str | None = None
+    restarts: int = 0
+    layout: RunLayout = field(default_factory=RunLayout)
+    forecast: RunForecast = field(default_factory=RunForecast)
+    model: RunModel = field(default_factory=RunModel)
+    data: dict[str, Any] = field(default_factory=dict)  # name, rows, lengths, as the job counted them
+    environment: dict[str, str] = field(default_factory=dict)  # the plan's
+    transports: list[str] = field(default_factory=list)
+    nccl: NcclChannels | None = None
+    communication: Communication | None = None
+    parts: list[RunPart] = field(default_factory=list)
+    measured: Measured = field(default_factory=Measured)
+    loss: Loss = field(default_factory=Loss)
+    comparison: list[Compared] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    steps_done: int | None = None
+    eval_loss: list[EvalLoss] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checkpoint: str | None = None
+    adapter: str | None = None
+    base: str | None = None
+    merged: str | None = None
+    saved_model: str | None = None
+    posted_by: str | None = None  # the service account, where the agent was told over HTTP
+
+    @property
+    def counted_steps(self) -> int | None:
+        """Steps that the median is of; of a record from before the member was written, at least so many."""
+        if self.measured.counted_steps is not None:
+            return self.measured.counted_steps
+        return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None
+
+    @property
+    def worst(self) -> str:
+        """The communication that the step waits for longest: "all-gather 31 % exposed"; empty without any."""
+        talking = [part for part in self.parts if part.part in COMMUNICATION]
+        if not talking:
+            return ""
+        most = max(talking, key=lambda part: part.share)
+        return f"{most.words} {100 * most.share:.0f} % exposed"
+
+    @property
+    def placements(self) -> str:
+        """The effective layout in words: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
+        found = self.layout.effective
+        if not found:
+            return "unknown"
+        placed = ", ".join(f"{where} x {count}" for where, count in found.placements.items())
+        size = "?" if found.world_size is None else found.world_size
+        where = f"{size} x {found.device or '?'} ({found.backend or '?'})"
+        return f"{found.wrapper or self.layout.family} on {where}: {placed or 'nothing sharded'}"
+
+
+def record_of(data: dict[str, Any]) -> RunRecord:
+    """The members of a document that are there and of the right kind: older and other jobs write records too."""
+    return codec.pick(data, RunRecord)
+
+
+def dumps(record: RunRecord) -> str:
+    """The document."""
+    return json.dumps(codec.write(record), indent=1)
+
+
+def read(path: Path) -> RunRecord:
+    """The record in this file; RecordError names the file and what is wrong with it."""
+    try:
+        data = plain(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
+    except FileNotFoundError:
+        raise RecordError(f"{path}: the job left no record of its run") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise RecordError(f"{path}: must hold one JSON object")
+    version = data.get("schema_version", RECORD_VERSION)
+    if version != RECORD_VERSION:
+        raise RecordError(f"{path}: schema_version is {version!r}; this release reads {RECORD_VERSION}")
+    return record_of(data)
 
 
 def first_ended(log: str) -> int | None:
@@ -37,20 +289,11 @@ def struck(log: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """flight.json; None where it is missing or cannot be read."""
-    try:
-        record = plain(bounded.read_text(path, _MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def of_start(path: Path, began: float) -> dict[str, Any] | None:
+def of_start(path: Path, began: float) -> RunRecord | None:
     """flight.json, unless it cannot be read or an earlier start left it."""
     try:
-        return read_record(path) if path.stat().st_mtime >= began else None
-    except OSError:
+        return read(path) if path.stat().st_mtime >= began else None
+    except (OSError, RecordError):
         return None
 
 
@@ -61,33 +304,32 @@ def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool =
     """
     if exit_code == 0:
         return 0
-    own = (of_start(path, began) or {}).get("exit_code")
-    least = 0 if cut_short else 1
-    return own if isinstance(own, int) and not isinstance(own, bool) and least <= own < 256 else exit_code
+    record = of_start(path, began)
+    own = record.exit_code if record else None
+    return own if own is not None and (0 if cut_short else 1) <= own < 256 else exit_code
 
 
-def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> dict[str, Any] | None:
+def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> RunRecord | None:
     """The record of this start as it ended, None where it left none; one that still says "running" is written anew.
 
     The last step is that of metrics.jsonl, which is newer than the record's.
     """
     record = of_start(path, began)
-    if record is None or exit_code == 0 or record.get("status") not in ("running", "complete"):
+    if record is None or exit_code == 0 or record.status not in ("running", "complete"):
         return record
-    code = exit_code if exit_code >= 0 else KILLED - exit_code
-    told = {**record, "status": status, "exit_code": code, "reason": reason}
-    if record["status"] == "running":  # else it has told its end, and the agent has it
-        told["ended_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        told["steps_done"] = _logged_step(path.with_name("metrics.jsonl"), began) or record.get("steps_done", 0)
+    told = replace(record, status=status, exit_code=exit_code if exit_code >= 0 else KILLED - exit_code, reason=reason)
+    if record.status == "running":  # else it has told its end, and the agent has it
+        told.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        told.steps_done = _logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
         with contextlib.suppress(OSError):  # the disk may be what ended the job
-            write_record(path, told)
+            save(path, told)
     return told
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
+def save(path: Path, record: RunRecord) -> None:
     """Replace flight.json as a whole."""
-    draft = path.with_name(f".{path.name}.ended")
-    draft.write_text(json.dumps(record, indent=1))
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(dumps(record))
     draft.replace(path)
 
 

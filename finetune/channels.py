@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence
+from contracts.run_record import NcclChannels
 
 MAX_LOG_BYTES = 16 << 20  # of each rank; channels are printed as they are connected, so at the beginning
 MAX_NAMES = 256  # of a rank's channels, told to the others
@@ -167,7 +168,7 @@ def channels(found: Evidence) -> dict[str, int]:
     return dict(Counter({name: n for name, n in counts.items() if n > 0}).most_common(MAX_NAMES))
 
 
-def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> dict[str, Any]:
+def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> NcclChannels:
     """What flight.json keeps of it."""
     counts: Counter[str] = Counter()
     for seen in ranks:
@@ -183,12 +184,12 @@ def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> dict[str, Any]:
     else:  # a rank whose channels all stay on its host is no gap; no channel between hosts anywhere is
         seen_all = bool(networks) and all(plan.meets(name) for name in networks) and not unknown
         verdict = "as planned" if seen_all else "unknown"
-    return {
-        "verdict": verdict, "planned": "; ".join(word for word in (plan.why, plan.gdrdma) if word) or None,
-        "hosts": hosts, "channels": dict(sorted(counts.items())), "unknown": unknown[:8],
-        "interfaces": sorted({seen.interface for seen in ranks if seen.interface})[:8],
-        "ranks_unknown": len(unknown), "log": ranks[0].log or None,
-    }  # fmt: skip
+    return NcclChannels(
+        verdict=verdict, planned="; ".join(word for word in (plan.why, plan.gdrdma) if word) or None,
+        hosts=hosts, channels=dict(sorted(counts.items())), unknown=unknown[:8],
+        interfaces=sorted({seen.interface for seen in ranks if seen.interface})[:8],
+        ranks_unknown=len(unknown), log=ranks[0].log or None,
+    )  # fmt: skip
 
 
 def own_host() -> str:

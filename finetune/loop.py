@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from contracts.job_config import ConfigError, EndedError, JobConfig
 from contracts.layout import Layout
-from finetune import checkpoint, data, flight, model, optim, parallel, parts, verify
+from contracts.run_record import EvalLoss, RunModel
+from finetune import checkpoint, data, model, optim, parallel, parts, verify
+from finetune import recorder as runs
 from finetune.plan import Plan
 from finetune.rows import load_tokenizer
 
@@ -82,7 +84,7 @@ class Trainer:
     """The run."""
 
     def __init__(
-        self, config: JobConfig, layout: Layout, plan: Plan | None, device: torch.device, recorder: flight.Recorder
+        self, config: JobConfig, layout: Layout, plan: Plan | None, device: torch.device, recorder: runs.Recorder
     ) -> None:
         self.config, self.layout, self.recorder = config, layout, recorder
         if config.tf32 and device.type != "cuda":
@@ -111,13 +113,13 @@ class Trainer:
         effective = verify.check(layout, self.engine, environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
-        recorder.flops = flight.flops_per_token(*factors, shape, length)
-        recorder.document["layout"]["effective"] = effective
-        recorder.write(
-            model={"name": config.model_name_or_path, "parameters": parameters, "trainable": trainable},
-            data={"name": config.dataset_name, "mean_tokens": length, **told}, environment=environment,
-        )  # fmt: skip
-        flight.say(f"{layout.family} on {layout.world_size} x {device.type}: {effective['placements']}; "
+        recorder.flops = runs.flops_per_token(*factors, shape, length)
+        record = recorder.record
+        record.layout.effective, record.environment = effective, dict(environment)
+        record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)
+        record.data = {"name": config.dataset_name, "mean_tokens": length, **told}
+        recorder.write()
+        runs.say(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
                    f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
 
         self.data_rank = 0
@@ -150,9 +152,9 @@ class Trainer:
     def go(self) -> None:
         """All steps that are left, and the last checkpoint."""
         config, place = self.config, self.resume()
-        profiler = parts.Profiler(config.profile_steps, first=place.step + flight.WARM_UP + 1, layout=self.layout)
+        profiler = parts.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1, layout=self.layout)
         self.recorder.watch_memory()
-        with flight.progress(self.steps, place.step) as bar, contextlib.closing(profiler):
+        with runs.progress(self.steps, place.step) as bar, contextlib.closing(profiler):
             while place.step < self.steps:
                 first = math.ceil(place.samples / self.loader.global_batch)
                 began = time.perf_counter()
@@ -162,7 +164,7 @@ class Trainer:
                         seconds = time.perf_counter() - began
                     place.step, place.samples = place.step + 1, place.samples + self.loader.global_batch
                     self.recorder.step(seconds, done.loss, share.tokens, profiled, profiler.result)
-                    self.recorder.document["steps_done"] = place.step
+                    self.recorder.record.steps_done = place.step
                     self._after(place, done, share.tokens / seconds, bar)
                     began = time.perf_counter()  # the next batch's making counts; saving and evaluating do not
                     if place.step >= self.steps:
@@ -186,14 +188,15 @@ class Trainer:
 
     def _transports(self) -> list[str]:
         """Record which transports the collectives take; the differences from the plan. All ranks ask together."""
-        effective, plan = self.recorder.document["layout"]["effective"], self.plan
-        seen: list[str] = list(effective["transports"])
+        record, plan = self.recorder.record, self.plan
+        effective = record.layout.effective
+        seen = list(effective.transports) if effective else []
         wrong: list[str] = []
-        if effective["backend"] == "nccl":
+        if effective and effective.backend == "nccl":
             found, wrong = verify.nccl_channels(plan.environment if plan else {}, plan.transport if plan else {})
-            self.recorder.document["nccl"] = found
-            seen += found["channels"]
-        self.recorder.document["transports"] = seen
+            record.nccl = found
+            seen += found.channels
+        record.transports = seen
         return wrong
 
     def step(self, number: int, share: data.Share) -> Done:
@@ -218,19 +221,19 @@ class Trainer:
             torch.cuda.synchronize()
         return Done(mean, norm, rate, stop > 0, failed > 0)
 
-    def _after(self, place: Place, done: Done, pace: float, bar: flight.Progress) -> None:
+    def _after(self, place: Place, done: Done, pace: float, bar: runs.Progress) -> None:
         """What follows a step: a line, a checkpoint, an evaluation, or the end."""
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1 and (wrong := self._transports()):  # what a step needs is connected now
             raise verify.mismatch(wrong)
         bar.show(step, done.loss, pace, self.recorder)
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
-            now, communication = self.recorder.measured(), self.recorder.document["communication"]
+            now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
                 "loss": done.loss, "learning_rate": done.rate, "grad_norm": done.norm,
                 "seconds": self.recorder.seconds[-1], "tokens_per_second": pace, "epoch": float(place.epoch),
-                "mfu": now["mfu"], "memory_bytes": now["memory_bytes"],
-                "communication_share": communication["share"] if communication else None,  # from the profiled steps on
+                "mfu": now.mfu, "memory_bytes": now.memory_bytes,
+                "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
             bar.line(step, done.loss, pace)
         if done.failed:
@@ -255,8 +258,8 @@ class Trainer:
         dist.all_reduce(total)
         loss = float(total) / max(1, counted)
         self.recorder.log(place.step, {"eval_loss": loss})
-        self.recorder.document.setdefault("eval_loss", []).append({"step": place.step, "loss": loss})
-        flight.say(f"step {place.step}: eval loss {loss:.4f}")
+        self.recorder.record.eval_loss.append(EvalLoss(step=place.step, loss=loss))
+        runs.say(f"step {place.step}: eval loss {loss:.4f}")
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
@@ -285,5 +288,5 @@ class Trainer:
         checkpoint.start_moments(self.named, self.optimizer, about["step"])
         self.store.load(path, checkpoint.training_state(self.named, self.optimizer))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")
-        flight.say(f"resumed from {path}")
+        runs.say(f"resumed from {path}")
         return Place(step=about["step"], epoch=about["epoch"], samples=about["samples"])

@@ -9,25 +9,34 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from contracts.layout import Layout
+from contracts.run_record import Communication, Compared, Measured, RunForecast, RunPart
 
-# Part -> the members of the forecast's time_parts that it is held against, and its name in a sentence.
-PARTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "compute": (("gemm", "attention", "elementwise", "recompute"), "compute"),
-    "gather": (("gather",), "all-gather"),
-    "reduce": (("reduce",), "gradient reduction"),
-    "tensor_parallel": (("tensor_parallel",), "tensor parallelism"),
-    "pipeline": (("pipeline_send", "bubble"), "pipeline sends"),  # a stage waits for its neighbour in a receive
-    "optimizer": (("optimizer", "offload"), "optimizer"),
-    "idle": (("host",), "between operators"),  # Python, hooks, kernel starts: no operator runs
+# Part -> the members of the forecast's time_parts that it is held against.
+PARTS: dict[str, tuple[str, ...]] = {
+    "compute": ("gemm", "attention", "elementwise", "recompute"),
+    "gather": ("gather",),
+    "reduce": ("reduce",),
+    "tensor_parallel": ("tensor_parallel",),
+    "pipeline": ("pipeline_send", "bubble"),  # a stage waits for its neighbour in a receive
+    "optimizer": ("optimizer", "offload"),
+    "idle": ("host",),  # Python, hooks, kernel starts: no operator runs
 }
-COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
 Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What a few steps' time went to."""
+
+    communication: Communication | None
+    parts: list[RunPart]
 
 
 class Profiler:
@@ -35,7 +44,7 @@ class Profiler:
 
     def __init__(self, steps: int, first: int, layout: Layout) -> None:
         self.range, self.layout = range(first, first + steps), layout
-        self.result: dict[str, Any] | None = None
+        self.result: Profiled | None = None
         self._tool: Any = None
         self._wall, self._taken = 0.0, 0
 
@@ -47,7 +56,7 @@ class Profiler:
             return
         if self._tool is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices are not the job's
-            # shapes only where they decide (part_of): keeping them takes memory, which the flight measures too
+            # shapes only where they decide (part_of): keeping them takes memory, which the job measures too
             shapes = self.layout.tp > 1 and self.layout.data_parallel > 1
             self._tool = torch.profiler.profile(record_shapes=shapes)
             self._tool.start()
@@ -67,7 +76,7 @@ class Profiler:
             self.result = divide(tool.events(), self._wall, self._taken, self.layout)
 
 
-def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layout) -> dict[str, Any]:
+def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layout) -> Profiled:
     """Profiled seconds by part; a collective is hidden where an operator or the optimizer runs at the same time."""
     found = list(events)
     if on_device := [e for e in found if "CUDA" in str(e.device_type)]:
@@ -101,18 +110,19 @@ def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layou
     if talking and wall_seconds > 0:
         alone = union([*busy, *talking]) - union(busy)
         share = min(1.0, union(talking) / wall_seconds)
-        communication = {  # where nothing hides it, rounding must not make more of the exposed than of the whole
-            "share": share, "exposed_share": min(share, max(0.0, alone) / wall_seconds),
-            "seconds_by_kind": kinds, "profiled_seconds": wall_seconds,
-        }  # fmt: skip
-    return {
-        "communication": communication,
-        "parts": [
-            {"part": name, "measured_seconds": taken[name], "share": taken[name] * steps / wall_seconds,
-             "hidden_seconds": max(0.0, union(comm[name]) / steps - taken[name]) if name in comm else 0.0}
-            for name in PARTS if name in taken
-        ],
-    }  # fmt: skip
+        communication = Communication(
+            # where nothing hides it, rounding must not make more of the exposed than of the whole
+            share=share, exposed_share=min(share, max(0.0, alone) / wall_seconds),
+            seconds_by_kind=kinds, profiled_seconds=wall_seconds,
+        )  # fmt: skip
+    parts = [
+        RunPart(
+            part=name, measured_seconds=taken[name], share=taken[name] * steps / wall_seconds,
+            hidden_seconds=max(0.0, union(comm[name]) / steps - taken[name]) if name in comm else 0.0,
+        )
+        for name in PARTS if name in taken
+    ]  # fmt: skip
+    return Profiled(communication, parts)
 
 
 def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
@@ -135,55 +145,33 @@ def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
     return "gather" if gathers else "reduce"
 
 
-def beside_forecast(parts: Sequence[Mapping[str, Any]], forecast: Mapping[str, Any]) -> list[dict[str, Any]]:
+def beside_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[RunPart]:
     """The measured parts, each with the seconds that the forecast gives it; None where it names no parts."""
-    raw = forecast.get("time_parts")
-    said = {
-        str(one["name"]): float(one["value"])
-        for one in (raw if isinstance(raw, list | tuple) else ())
-        if isinstance(one, Mapping) and isinstance(one.get("value"), int | float) and "name" in one
-    }
-    lines = []
-    for part in parts:
-        members = PARTS[part["part"]][0]
-        lines.append({**part, "forecast_seconds": sum(said.get(m, 0.0) for m in members) if said else None})
-    return lines
+    told = {one.name: one.value for one in forecast.time_parts}
+    if not told:
+        return list(parts)
+    return [replace(one, forecast_seconds=sum(told.get(name, 0.0) for name in PARTS[one.part])) for one in parts]
 
 
-def hold_against(
-    forecast: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """A line for each quantity that was both forecast and measured."""
+def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[Compared]:
+    """A line for each quantity that was both forecast and measured; `worst` goes into the step's."""
     lines = []
     for name, unit, scale in (
         ("step_seconds", "s", 1.0),
         ("memory_bytes", "GiB", 2.0**30),
         ("tokens_per_second", "/s", 1.0),
     ):
-        said, got = forecast.get(name), now.get(name)
-        if not isinstance(said, Mapping) or got is None:
+        due, got = getattr(forecast, name), getattr(measured, name)
+        if due is None or got is None:
             continue
-        if not all(isinstance(said.get(k), int | float) for k in ("low", "mid", "high")):
-            continue
-        low, mid, high = (float(said[k]) for k in ("low", "mid", "high"))
         text = (
-            f"{name.replace('_', ' ')}: forecast {mid / scale:.3g} {unit} ({low / scale:.3g}-{high / scale:.3g}), "
-            f"measured {got / scale:.3g} {unit}"
+            f"{name.replace('_', ' ')}: forecast {due.mid / scale:.3g} {unit} ({due.low / scale:.3g}-"
+            f"{due.high / scale:.3g}), measured {got / scale:.3g} {unit}"
         )
-        if name == "step_seconds":
-            text += worst_in_words(parts)
-        lines.append({"quantity": name, "forecast": {"low": low, "mid": mid, "high": high}, "measured": got,
-                      "within": low <= got <= high, "line": text})  # fmt: skip
+        if name == "step_seconds" and worst:
+            text += f", {worst}"
+        lines.append(Compared(quantity=name, forecast=due, measured=got, within=due.low <= got <= due.high, line=text))
     return lines
-
-
-def worst_in_words(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The communication that the step waits for longest: ", all-gather 31 % exposed"; empty where there is none."""
-    talking = [one for one in parts if one["part"] in COMMUNICATION]
-    if not talking:
-        return ""
-    worst = max(talking, key=lambda one: float(one["share"]))
-    return f", {PARTS[worst['part']][1]} {100 * worst['share']:.0f} % exposed"
 
 
 def union(spans: Iterable[Span]) -> float:

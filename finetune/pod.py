@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from collectives.bench import processes
-from contracts import bounded
-from contracts import run_record as flight_record
+from contracts import bounded, run_record
 from contracts.job_config import ConfigError, read_config
 from finetune import post
 
-RESUMABLE = flight_record.RESUMABLE
+RESUMABLE = run_record.RESUMABLE
 UNAVAILABLE = 69  # EX_UNAVAILABLE: another pod did not come, or the restarts are used up
 TOLD_TO_GO = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement goes on
 WAIT_SECONDS = 3600.0  # for the others: as long as an image may take
@@ -196,7 +195,7 @@ class Ranks:
         self._copying.join(5.0)
         if self.measuring:
             return code
-        first = flight_record.first_ended(self._tail.decode(errors="replace")) if code else 0
+        first = run_record.first_ended(self._tail.decode(errors="replace")) if code else 0
         return code if first is None else first
 
     def ask_to_save(self) -> None:
@@ -415,7 +414,7 @@ class Pod:
             why = f"a rank of pod {', '.join(map(str, killed))} was ended by SIGKILL"
         else:
             index, code = max(failed.items(), key=lambda item: (item[1] > 1, item[1] > 0, -item[0]))  # the job's own
-            code = code if code > 0 else flight_record.KILLED - code
+            code = code if code > 0 else run_record.KILLED - code
             return Verdict(again=False, code=code, why=f"the ranks of pod {index} ended with exit code {code}")
         if self.told or self.restarts < self.settings.restarts:
             self.restarts += 1
@@ -527,12 +526,12 @@ class Pod:
         if self.settings.output is None or not code:
             return
         path = self.settings.output / "flight.json"
-        before = flight_record.of_start(path, began)
-        told = flight_record.ended(path, status=status, exit_code=code, reason=why, began=began)
-        if told is None or before is None or before["status"] != "running":
+        before = run_record.of_start(path, began)
+        told = run_record.ended(path, status=status, exit_code=code, reason=why, began=began)
+        if told is None or before is None or before.status != "running":
             return
-        if text := post.send(json.dumps(told).encode(), post.ONE_SECONDS):
-            self._tell(f"the agent does not have this flight's record: {text}")
+        if text := post.send(run_record.dumps(told).encode(), post.ONE_SECONDS):
+            self._tell(f"the agent does not have this run's record: {text}")
 
     def _tell(self, text: str) -> None:
         print(f"pod {self.settings.index}: {text}", flush=True)  # noqa: T201 - the pod's log

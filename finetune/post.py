@@ -1,4 +1,4 @@
-"""Tells the agent of this node how the flight went: POST /flights (docs/http.md), by rank 0, at its end.
+"""Tells the agent of this node how the run went: POST /flights (docs/http.md), by rank 0, at its end.
 
 `python -m finetune.post FLIGHT.JSON` does it for a job that was killed before it could: its launcher's to run.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, a bearer token,
@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contracts import bounded
+from contracts.run_record import MOST_RECORD_BYTES, dumps
 
 if TYPE_CHECKING:
-    from finetune.flight import Recorder
+    from finetune.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ ONE_SECONDS = 5.0
 TRIES = 3
 PAUSE_SECONDS = 2.0  # an agent that restarts, or has no scan yet
 AGAIN = (429, 503)
-_MOST_RECORD_BYTES = 16 << 20  # as agent.jobs.run reads
 _MOST_TOKEN_BYTES = 16384
 _MOST_ANSWER_BYTES = 4096
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
@@ -49,8 +49,8 @@ def tell(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
     """Send the record as it ended, where an agent is named; returns within `seconds`, and raises nothing."""
     if not recorder.writes:
         return
-    if text := send(json.dumps(recorder.document).encode(), seconds):
-        log.warning("the agent does not have this flight's record: %s", text)
+    if text := send(dumps(recorder.record).encode(), seconds):
+        log.warning("the agent does not have this run's record: %s", text)
         recorder.note(f"TOPOFLIGHT_AGENT: the agent does not have this record: {text}")
         with contextlib.suppress(OSError):
             recorder.write()
@@ -80,11 +80,11 @@ def send(body: bytes, seconds: float) -> str:
 def main(path: str) -> int:
     """Send the record in this file; 1 and a line on stderr where the agent does not have it then."""
     try:
-        why = send(bounded.read(path, _MOST_RECORD_BYTES), ONE_SECONDS)  # its launcher may have been told to end too
+        why = send(bounded.read(path, MOST_RECORD_BYTES), ONE_SECONDS)  # its launcher may have been told to end too
     except (OSError, ValueError) as error:
         why = str(error)
     if why:
-        print(f"the agent does not have this flight's record: {why}", file=sys.stderr)  # noqa: T201 - the command's own message
+        print(f"the agent does not have this run's record: {why}", file=sys.stderr)  # noqa: T201 - the command's own message
     return int(bool(why))
 
 

@@ -22,9 +22,9 @@ import transformers
 
 from contracts.job_config import ConfigError, EndedError, read_config
 from finetune import channels, checkpoint, hub, post
-from finetune.flight import Recorder
 from finetune.loop import RESUMABLE, Trainer
 from finetune.plan import as_planned, read_plan, settle_layout
+from finetune.recorder import Recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,10 +102,13 @@ def export(trainer: Trainer) -> None:
     failed: list[str | None] = [None]
     if dist.get_rank() == 0:
         last = checkpoint.list_checkpoints(trainer.store.folder)[-1]
-        made = trainer.recorder.document
-        made["checkpoint"] = str(last)
+        made = trainer.recorder.record
+        made.checkpoint = str(last)
         try:
-            made.update(checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer))
+            for name, path in checkpoint.export(
+                trainer.config, trainer.layout.precision, last, trainer.tokenizer
+            ).items():
+                setattr(made, name, path)
         except OSError as error:
             if error.errno not in hub.DISK_ERRORS:
                 raise

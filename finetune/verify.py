@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contracts.job_config import EndedError
 from contracts.layout import Layout
+from contracts.run_record import EffectiveLayout, NcclChannels
 from finetune import channels, sockets
 from finetune.parallel import COLUMN, ROW, Engine
 
@@ -32,7 +33,7 @@ class MismatchError(EndedError):
     code, status = 76, "mismatch"  # EX_PROTOCOL
 
 
-def observe(engine: Engine) -> dict[str, Any]:
+def observe(engine: Engine) -> EffectiveLayout:
     """The effective layout of this rank."""
     named = engine.named_parameters()
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
@@ -59,25 +60,27 @@ def observe(engine: Engine) -> dict[str, Any]:
     wrapper = {"FSDP" if isinstance(m, FSDPModule) else "DDP" if isinstance(m, DistributedDataParallel) else "none"
                for m in engine.modules}  # fmt: skip
     stages = engine.schedule
-    return {
-        **degrees,
-        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-        "pp": dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
-        "schedule": type(stages).__name__ if stages is not None else None,
-        "stage_layers": [len(chunk.layers) for chunk in engine.chunks],
-        "wrapper": "+".join(sorted(wrapper)),
-        "backend": backend_of(engine.device),
-        "precision": _precision(engine),
-        "reshard_after_forward": _reshards(engine),
-        "checkpointed_layers": sum("forward" in vars(layer) for c in engine.chunks for layer in c.layers),
-        "compiled_layers": sum(layer._compiled_call_impl is not None for c in engine.chunks for layer in c.layers),
-        "placements": dict(spelled),
-        "unsharded_parameters": len(unsharded),
-        "split_projections": _split_projections(named),
-        "parameter_bytes": whole_bytes,
-        "local_parameter_bytes": local_bytes,
-        "device": str(engine.device),
-    }
+    return EffectiveLayout(
+        dp_replicate=degrees["dp_replicate"],
+        dp_shard=degrees["dp_shard"],
+        tp=degrees["tp"],
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        pp=dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
+        schedule=type(stages).__name__ if stages is not None else None,
+        stage_layers=[len(chunk.layers) for chunk in engine.chunks],
+        wrapper="+".join(sorted(wrapper)),
+        backend=backend_of(engine.device),
+        precision=_precision(engine),
+        reshard_after_forward=_reshards(engine),
+        checkpointed_layers=sum("forward" in vars(layer) for c in engine.chunks for layer in c.layers),
+        compiled_layers=sum(layer._compiled_call_impl is not None for c in engine.chunks for layer in c.layers),
+        placements=dict(spelled),
+        unsharded_parameters=len(unsharded),
+        split_projections=_split_projections(named),
+        parameter_bytes=whole_bytes,
+        local_parameter_bytes=local_bytes,
+        device=str(engine.device),
+    )
 
 
 def backend_of(device: torch.device) -> str:
@@ -104,67 +107,66 @@ def _reshards(engine: Engine) -> bool | None:
     return all(group._reshard_after_forward for group in groups) if groups else None
 
 
-def _split_projections(named: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+def _split_projections(named: Mapping[str, torch.Tensor]) -> list[int]:
     """How many projection weights are split over tp, of how many."""
     weights = [p for n, p in named.items() if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", n)]
     split = [p for p in weights if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())]
-    return len(split), len(weights)
+    return [len(split), len(weights)]
 
 
-def compare(asked: Layout, got: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
+def compare(asked: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
     """Each difference between what was asked for and what runs, in one sentence."""
     wrong = [
-        f"{name}: asked {getattr(asked, name)}, got {got[name]}"
+        f"{name}: asked {getattr(asked, name)}, got {getattr(got, name)}"
         for name in ("world_size", "dp_replicate", "dp_shard", "tp", "pp", "precision")
-        if getattr(asked, name) != got[name]
+        if getattr(asked, name) != getattr(got, name)
     ]
-    if asked.dp_shard > 1 and got["wrapper"] != "FSDP":
-        wrong.append(f"asked {asked.family}, got {'DDP' if got['wrapper'] == 'DDP' else 'no sharding'}")
-    if asked.dp_shard > 1 and got["unsharded_parameters"]:
-        wrong.append(f"{got['unsharded_parameters']} parameters are not sharded over dp_shard")
+    if asked.dp_shard > 1 and got.wrapper != "FSDP":
+        wrong.append(f"asked {asked.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}")
+    if asked.dp_shard > 1 and got.unsharded_parameters:
+        wrong.append(f"{got.unsharded_parameters} parameters are not sharded over dp_shard")
     if asked.dp_shard > 1 and asked.tp == 1:
-        allowed = got["parameter_bytes"] / asked.dp_shard * PADDING + 65536
-        if got["local_parameter_bytes"] > allowed:
+        allowed = (got.parameter_bytes or 0) / asked.dp_shard * PADDING + 65536
+        if (got.local_parameter_bytes or 0) > allowed:
             wrong.append(
-                f"this rank holds {got['local_parameter_bytes']} of {got['parameter_bytes']} parameter bytes, "
+                f"this rank holds {got.local_parameter_bytes} of {got.parameter_bytes} parameter bytes, "
                 f"a share of 1/{asked.dp_shard} was asked for"
             )
     reshards = asked.reshard_after_forward and asked.sharding == "zero3"
-    if asked.dp_shard > 1 and got["reshard_after_forward"] != reshards:
-        wrong.append(f"reshard_after_forward: asked {reshards}, got {got['reshard_after_forward']}")
-    split, projections = got["split_projections"]
+    if asked.dp_shard > 1 and got.reshard_after_forward != reshards:
+        wrong.append(f"reshard_after_forward: asked {reshards}, got {got.reshard_after_forward}")
+    split, projections = got.split_projections
     if asked.tp > 1 and split != projections:
         wrong.append(f"tp={asked.tp}: {split} of {projections} projections are split")
     if asked.pp > 1:
         names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-        if got["schedule"] != names[asked.schedule]:
-            wrong.append(f"schedule: asked {asked.schedule}, got {got['schedule']}")
-        if asked.stage_layers and not set(got["stage_layers"]) <= set(asked.stage_layers):
-            wrong.append(f"stage_layers: asked {asked.stage_layers}, this rank holds {got['stage_layers']}")
-    checkpointed = got["checkpointed_layers"] == sum(got["stage_layers"])
+        if got.schedule != names[asked.schedule]:
+            wrong.append(f"schedule: asked {asked.schedule}, got {got.schedule}")
+        if asked.stage_layers and not set(got.stage_layers) <= set(asked.stage_layers):
+            wrong.append(f"stage_layers: asked {asked.stage_layers}, this rank holds {got.stage_layers}")
+    checkpointed = got.checkpointed_layers == sum(got.stage_layers)
     if checkpointed != (asked.checkpointing != "none"):
-        wrong.append(f"checkpointing: asked {asked.checkpointing}, {got['checkpointed_layers']} layers do it")
-    if (got["compiled_layers"] == sum(got["stage_layers"])) != asked.compile:
-        wrong.append(f"compile: asked {asked.compile}, {got['compiled_layers']} layers are compiled")
-    expected = "nccl" if got["device"].startswith("cuda") else "gloo"
-    if got["backend"] not in (expected, "none"):
-        wrong.append(f"backend: {got['backend']}, expected {expected} on {got['device']}")
+        wrong.append(f"checkpointing: asked {asked.checkpointing}, {got.checkpointed_layers} layers do it")
+    if (got.compiled_layers == sum(got.stage_layers)) != asked.compile:
+        wrong.append(f"compile: asked {asked.compile}, {got.compiled_layers} layers are compiled")
+    expected = "nccl" if str(got.device).startswith("cuda") else "gloo"
+    if got.backend not in (expected, "none"):
+        wrong.append(f"backend: {got.backend}, expected {expected} on {got.device}")
     for name, value in environment.items():
         if os.environ.get(name) != value:
             wrong.append(f"environment: the plan sets {name}={value}, this process has {os.environ.get(name)!r}")
     return wrong
 
 
-def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> dict[str, Any]:
+def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> EffectiveLayout:
     """Observe and compare on every rank; raises on every rank where one differs. Returns what rank 0 observed."""
     got = observe(engine)
     found = _everyone(compare(asked, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
-    got["transports"] = []
-    if got["backend"] == "gloo":  # the ranks have just talked: their connections are up
+    if got.backend == "gloo":  # the ranks have just talked: their connections are up
         seen = _everyone(sockets.look())
         wrong += sockets.differences(seen, environment)
-        got["transports"] = sockets.told(seen)
+        got.transports = sockets.told(seen)
     if wrong:
         raise mismatch(wrong)
     return got
@@ -184,7 +186,7 @@ def _everyone(told: Any) -> list[Any]:
     return found
 
 
-def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> tuple[NcclChannels, list[str]]:
     """What each rank's NCCL log says of its channels, for the record, and each difference from the plan.
 
     To be asked after a step: NCCL connects a communicator at its first collective, from 2.22 on the channels of each

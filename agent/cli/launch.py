@@ -342,7 +342,7 @@ def _launch_here(
 ) -> None:
     from agent.jobs import launch as launcher
     from agent.jobs.result_store import keep_flight
-    from agent.jobs.run import compare, parse
+    from agent.jobs.run import compare
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     progress = Progress()
@@ -370,7 +370,6 @@ def _launch_here(
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
-    flown = parse(done.record)
-    terminal.flight(console(), flown)
-    terminal.comparison(console(), compare(advice.chosen.forecast, flown))
+    terminal.run(console(), done.record)
+    terminal.comparison(console(), compare(advice.chosen.forecast, done.record))
     sys.exit(EXIT_PASS)

@@ -15,13 +15,14 @@ from rich.table import Table
 from agent import units
 from agent.gate.judged import bar_words, expected_rate, expected_words
 from agent.gate.verdict import Check, Verdict, unjudged
-from agent.jobs.run import Comparison, Flight
+from agent.jobs.run import Comparison
 from agent.pages.prose import CLASSES
 from agent.view import Group, grouped, passed_ids, reasons
 from collectives.bench.perftest import RdmaResult
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.layout import Layout
+from contracts.run_record import RunRecord
 from planner.advice import RankedLayout, Recommendation
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.gpu.probe import GpuFacts
@@ -547,7 +548,7 @@ def report(out: Console, whole: Report, *, everything: bool = False) -> None:
     if whole.recommendation is not None:
         recommendation(out, whole.recommendation)
     if whole.flight is not None:
-        flight(out, whole.flight)
+        run(out, whole.flight)
         comparison(out, whole.comparisons)
     by_network(out, whole)
     out.print("\n[bold]Findings[/bold]")
@@ -559,10 +560,9 @@ def report(out: Console, whole: Report, *, everything: bool = False) -> None:
 
 def by_network(out: Console, whole: Report) -> None:
     """Flights of one job over different networks, a bar each."""
-    from agent.pages import charts
-    from agent.pages import runs as flown
+    from agent.pages import charts, runs
 
-    for bars in flown.by_network(flown.flights(whole.flights)):
+    for bars in runs.by_network(runs.shown(whole.flights)):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = Table.grid(padding=(0, 2))
         for label, bar, shown in charts.blocks(bars.runs, 20):
@@ -570,14 +570,15 @@ def by_network(out: Console, whole: Report) -> None:
         out.print(rows)
 
 
-def flight(out: Console, flown: Flight) -> None:
+def run(out: Console, record: RunRecord) -> None:
     """What the job says of itself."""
-    out.print(f"\n[bold]Flight[/bold] {escape(flown.placements)}")
-    loss = "loss unknown"
-    if flown.loss_first is not None and flown.loss_last is not None:
-        loss = f"loss {flown.loss_first:.3f} -> {flown.loss_last:.3f}"
-    tokens = f"{flown.tokens_per_second:.0f} tokens/s" if flown.tokens_per_second else "tokens/s unknown"
-    exposed = f", communication {flown.exposed_communication:.0%} exposed" if flown.exposed_communication else ""
-    out.print(f"{flown.steps} steps, {loss}, {tokens}{exposed}")
-    saved = f"model: {flown.saved_model}" if flown.saved_model else f"adapter: {flown.adapter or 'none'}"
-    out.print(f"{saved}\ncheckpoint: {flown.checkpoint or 'none'}", markup=False)
+    out.print(f"\n[bold]Flight[/bold] {escape(record.placements)}")
+    loss, measured = "loss unknown", record.measured
+    if record.loss.first is not None and record.loss.last is not None:
+        loss = f"loss {record.loss.first:.3f} -> {record.loss.last:.3f}"
+    tokens = f"{measured.tokens_per_second:.0f} tokens/s" if measured.tokens_per_second else "tokens/s unknown"
+    exposed = record.communication.exposed_share if record.communication else None
+    waits = f", communication {exposed:.0%} exposed" if exposed else ""
+    out.print(f"{record.steps_done} steps, {loss}, {tokens}{waits}")
+    saved = f"model: {record.saved_model}" if record.saved_model else f"adapter: {record.adapter or 'none'}"
+    out.print(f"{saved}\ncheckpoint: {record.checkpoint or 'none'}", markup=False)

@@ -1,4 +1,4 @@
-"""Checks that rest on a measurement: the benchmark, its evidence, and the flight."""
+"""Checks that rest on a measurement: the benchmark, its evidence, and the run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 from agent import units
 from agent.gate.judged import checks_of_bars
 from agent.gate.verdict import Check
-from agent.jobs.run import Comparison, Flight
+from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
+from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.pci.probe import PciFacts
 from probes.rdma.probe import RdmaFacts
@@ -136,44 +137,46 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     return bool(snapshots)
 
 
-def checks_of_flight(flown: Flight | None, comparisons: Sequence[Comparison], node: str, why: str) -> tuple[Check, ...]:
-    """What the flight established; `why` says why there is no record."""
-    if flown is None:
+def checks_of_run(
+    record: RunRecord | None, comparisons: Sequence[Comparison], node: str, why: str
+) -> tuple[Check, ...]:
+    """What the run established; `why` says why there is no record."""
+    if record is None:
         failed = Check(id="flight.run.failed", status="fail", node=node, message=why)
         return (failed, *unmeasured(FLIGHT_CODES[1:], why))
     return (
-        _ended(flown, node),
-        _layout(flown, node),
-        _loss(flown, node),
+        _ended(record, node),
+        _layout(record, node),
+        _loss(record, node),
         *(_compared(line, node) for line in comparisons),
     )
 
 
-def _ended(flown: Flight, node: str) -> Check:
-    if flown.status == "complete":
-        return Check(id="flight.run.failed", status="pass", node=node, message=f"{flown.steps} steps trained")
-    message = f"the job ended as {flown.status!r}: {flown.reason or 'no reason given'}"
+def _ended(record: RunRecord, node: str) -> Check:
+    if record.status == "complete":
+        return Check(id="flight.run.failed", status="pass", node=node, message=f"{record.steps_done} steps trained")
+    message = f"the job ended as {record.status!r}: {record.reason or 'no reason given'}"
     return Check(id="flight.run.failed", status="fail", node=node, message=message, remedy="Read the job's log.")
 
 
-def _layout(flown: Flight, node: str) -> Check:
+def _layout(record: RunRecord, node: str) -> Check:
     code = "flight.layout.mismatch"
-    if flown.status == "mismatch":
-        return Check(id=code, status="fail", node=node, message=f"asked is not got: {flown.reason}",
+    if record.status == "mismatch":
+        return Check(id=code, status="fail", node=node, message=f"what runs is not what was requested: {record.reason}",
                      remedy="Use an engine that can run the layout.")  # fmt: skip
-    if flown.effective is None:
+    if record.layout.effective is None:
         return Check(id=code, status="unknown", node=node, message="the job did not report its layout")
-    return Check(id=code, status="pass", node=node, message=flown.placements)
+    return Check(id=code, status="pass", node=node, message=record.placements)
 
 
-def _loss(flown: Flight, node: str) -> Check:
+def _loss(record: RunRecord, node: str) -> Check:
     code = "flight.loss.not_falling"
-    if flown.loss_first is None or flown.loss_last is None:
+    if record.loss.first is None or record.loss.last is None:
         return Check(id=code, status="unknown", node=node, message="no loss was reported")
-    falls = flown.loss_last < flown.loss_first
+    falls = record.loss.last < record.loss.first
     return Check(
         id=code, status="pass" if falls else "fail", node=node,
-        message=f"loss {flown.loss_first:.3f} -> {flown.loss_last:.3f} in {flown.steps} steps",
+        message=f"loss {record.loss.first:.3f} -> {record.loss.last:.3f} in {record.steps_done} steps",
         remedy="" if falls else "Lower the learning rate, and look at the data.",
     )  # fmt: skip
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from agent import units
 from agent.advise import Request, answer, with_fsdp
@@ -26,14 +25,14 @@ from agent.gate.report import Report
 from agent.gate.verdict import Check, FailOn, Status, judge, select
 from agent.jobs import benchmark, launch
 from agent.jobs import result_store as keep
-from agent.jobs import run as flight
-from agent.jobs.run import Comparison, Flight
-from agent.pages.runs import flights, not_drawn
+from agent.jobs.run import Comparison, compare
+from agent.pages.runs import not_drawn, shown
 from agent.version import VERSION
 from agent.view import View, look, with_environment
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
 from collectives.bench.run import run as run_bench
+from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot
@@ -118,7 +117,7 @@ def _judged(
     progress.step("recommend: environment and layout")
     advice = _recommend(options, found, result, calibration)
 
-    record: Flight | None = None
+    record: RunRecord | None = None
     comparisons: tuple[Comparison, ...] = ()
     if options.fly and (signal := _stopped_by(result, stop)):
         extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: stopped by {signal} before that")
@@ -132,7 +131,7 @@ def _judged(
         if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
             extra += measured.unmeasured(measured.FLIGHT_CODES, why)
         else:
-            extra += measured.checks_of_flight(record, comparisons, found[0].hostname, why)
+            extra += measured.checks_of_run(record, comparisons, found[0].hostname, why)
     else:
         extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
     progress.done()
@@ -159,7 +158,7 @@ def _judged(
         flight=record,
         comparisons=comparisons,
         flights=_flights(options),
-        notes=(*notes, *(not_drawn(flights(keep.flights(options.flights))) if options.flights else ())),
+        notes=(*notes, *(not_drawn(shown(keep.flights(options.flights))) if options.flights else ())),
     )
 
 
@@ -190,7 +189,7 @@ def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Sta
     return "" if options.force or not failed else f"{', '.join(failed)} failed"
 
 
-def _flights(options: Options) -> tuple[dict[str, Any], ...]:
+def _flights(options: Options) -> tuple[RunRecord, ...]:
     """This flight and the earlier ones: those named, those below the report's folder, those the agent keeps."""
     kept = keep.folder()
     places = [*options.flights, options.output / "flights", *([kept / keep.FLIGHTS_FOLDER] if kept else [])]
@@ -276,7 +275,7 @@ def _recommend(
 
 def _fly(
     options: Options, advice: Recommendation, progress: Progress, stop: threading.Event
-) -> tuple[Flight | None, tuple[Comparison, ...], str]:
+) -> tuple[RunRecord | None, tuple[Comparison, ...], str]:
     """Launch the job with exactly the recommended environment and layout, and compare."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
     # a folder of its own for every flight: the job would resume what it finds, and a finished run has no step left
@@ -292,7 +291,7 @@ def _fly(
             keep.keep_flight(done.record)
         if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.told_its_end)):
             return None, (), ended
-        flown = flight.parse(done.record)
-    except (launch.LaunchError, flight.FlightError, OSError) as error:
+        record = done.record
+    except (launch.LaunchError, OSError) as error:
         return None, (), str(error)
-    return flown, flight.compare(advice.chosen.forecast if advice.chosen else None, flown), ""
+    return record, compare(advice.chosen.forecast if advice.chosen else None, record), ""

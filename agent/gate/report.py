@@ -17,8 +17,9 @@ import cattrs
 
 from agent.cluster.nodes import NodeRecord
 from agent.gate.verdict import Check, Verdict, unjudged, worst_first
-from agent.jobs.run import Comparison, Flight
+from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
+from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from probes.api import Snapshot
 from topology.graph import NodeTopology
@@ -40,9 +41,9 @@ class Report:
     verdict: Verdict
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
-    flight: Flight | None = None
+    flight: RunRecord | None = None
     comparisons: tuple[Comparison, ...] = ()
-    flights: tuple[dict[str, Any], ...] = ()  # records of this and earlier flights, newest first
+    flights: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
     notes: tuple[str, ...] = ()  # steps that were left out, and why
     nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
     schema_version: int = SCHEMA_VERSION

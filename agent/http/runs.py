@@ -6,9 +6,9 @@ is bounded in bytes and in values, because all that are kept are held in memory 
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -23,6 +23,7 @@ from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.jobs import result_store as keep
 from contracts import plain
+from contracts.run_record import RunRecord, dumps, record_of
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,11 @@ _Members = dict[str, Any]
 
 
 class Record(BaseModel):
-    """What POST /flights takes: a job's flight.json. Members that are not named here are kept as they are."""
+    """What POST /flights takes: a job's flight.json. Of other members those are kept that RunRecord has."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    schema_version: Literal[1]  # keep.FLIGHT_SCHEMA_VERSION
+    schema_version: Literal[1]  # contracts.run_record.RECORD_VERSION
     status: str = Field(pattern="^[a-z]{1,32}$")
     host: str = Field(min_length=1, max_length=253)
     started_at: _Time
@@ -60,7 +61,7 @@ class Record(BaseModel):
     step_seconds: list[float | None] = Field(default=[], max_length=4096)
 
 
-def read(body: bytes) -> dict[str, Any]:
+def read(body: bytes) -> RunRecord:
     """The record. ProblemError 400 where it is no JSON of ours, 422 where a member is not what it should be."""
     if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # before any is made
         raise ProblemError(422, f"the record holds {values} values: {MOST_VALUES} are taken")
@@ -74,9 +75,10 @@ def read(body: bytes) -> dict[str, Any]:
         found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:16]]
         detail = "; ".join(f"{e['where'][:64]}: {e['message']}" for e in found)
         raise ProblemError(422, detail, errors=found) from None
-    if len(json.dumps(record, indent=1)) > MOST_POSTED_BYTES:  # as it is kept, which may be longer than as it came
+    made = record_of(record)
+    if len(dumps(made)) > MOST_POSTED_BYTES:  # as it is kept, which may be longer than as it came
         raise ProblemError(422, f"the record takes more than {MOST_POSTED_BYTES} bytes to keep")
-    return dict(record)
+    return made
 
 
 class Keeper:
@@ -85,7 +87,7 @@ class Keeper:
     def __init__(self, state: State) -> None:
         self._state, self._lock = state, threading.Lock()
 
-    def keep(self, record: dict[str, Any], who: str) -> bool:
+    def keep(self, record: RunRecord, who: str) -> bool:
         """Whether it is new here. ProblemError 409 where it cannot be kept beside what is, 507 without room."""
         folder = self._state.folder
         if folder is None or not folder.is_dir():
@@ -94,11 +96,11 @@ class Keeper:
         with self._lock:
             for known in keep.flights((folder / keep.FLIGHTS_FOLDER,)):
                 if keep.start_of(known) == keep.start_of(record):
-                    if {**known, "posted_by": None} == {**record, "posted_by": None}:
+                    if replace(known, posted_by=None) == replace(record, posted_by=None):
                         return False
-                    raise ProblemError(409, f"another record of {record['host'][:64]}, started at "
-                                            f"{record['started_at']}, is kept here")  # fmt: skip
-            if keep.keep_flight({**record, "posted_by": who}, folder) is None:
+                    raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
+                                            f"{record.started_at}, is kept here")  # fmt: skip
+            if keep.keep_flight(replace(record, posted_by=who), folder) is None:
                 raise ProblemError(
                     507, "the record could not be written into the state folder; the agent's log says why"
                 )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from agent.counter_increases import Past
 from agent.gate.expect import Expectation
@@ -18,6 +17,7 @@ from agent.jobs import result_store as keep
 from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from agent.view import View, look
 from collectives.bench.results import BenchResult
+from contracts.run_record import RunRecord
 from probes.api import Snapshot
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class State:
             keep.left_out(path, error)
             return None, None
 
-    def _flights(self) -> tuple[dict[str, Any], ...]:
+    def _flights(self) -> tuple[RunRecord, ...]:
         if self._folder is None:
             return ()
         return keep.flights((self._folder / FLIGHTS_FOLDER,))

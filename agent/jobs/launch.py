@@ -19,20 +19,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from agent.advise import RequestError, export
 from agent.cli.job_settings import EMBEDDED_MODEL, said, untrainable
 from agent.gate.report import document, write_atomic
 from agent.jobs.transport import transport
 from collectives.bench import lock, processes
-from contracts import run_record as flight_record
-from contracts.run_record import own_exit_code
+from contracts import run_record
+from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from probes.api import Snapshot
 
 RUN_VARIABLE = processes.RUN_VARIABLE
-RESUMABLE = flight_record.RESUMABLE
+RESUMABLE = run_record.RESUMABLE
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
@@ -51,12 +50,12 @@ class Launched:
     last_lines: tuple[str, ...]
     cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
     killed: bool = False  # it did not end when it was asked to
-    record: dict[str, Any] | None = None  # flight.json of this start, where the job came to write it
+    record: RunRecord | None = None  # flight.json of this start, where the job came to write it
 
     @property
     def told_its_end(self) -> bool:
         """Whether the job itself wrote how it ended; else `record_of` has told it, by `fate`."""
-        return self.record is not None and self.record.get("reason") != self.fate
+        return self.record is not None and self.record.reason != self.fate
 
     @property
     def fate(self) -> str:
@@ -69,7 +68,7 @@ class Launched:
             told = "the job was done by then"
         elif self.cut_short:
             told = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
-        elif struck := flight_record.struck("\n".join(self.last_lines)):
+        elif struck := run_record.struck("\n".join(self.last_lines)):
             told = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
         else:
             told = f"the job ended with exit code {self.exit_code}"
@@ -134,7 +133,7 @@ def fly(
     words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
     began = time.time()
     ended = run(words, environment(advice), output, timeout_seconds, on_line, stop)
-    own = own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
+    own = run_record.own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
     return replace(ended, record=record_of(output / "flight.json", ended, began))
 
@@ -159,11 +158,11 @@ def planned_job(advice: Recommendation, output: Path) -> Path | None:
         raise LaunchError(str(error)) from None
 
 
-def record_of(path: Path, ended: Launched, began: float) -> dict[str, Any] | None:
+def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
-    before = flight_record.of_start(path, began)
-    told = flight_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
-    if before is not None and told is not None and before["status"] == "running" != told["status"]:
+    before = run_record.of_start(path, began)
+    told = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
+    if before is not None and told is not None and before.status == "running" != told.status:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
     return told

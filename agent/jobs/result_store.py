@@ -18,10 +18,11 @@ from typing import Any
 
 from agent.gate.report import write_atomic
 from agent.jobs import bench_history
-from agent.jobs.run import MOST_RECORD_BYTES
 from collectives.bench.results import BenchResult
-from contracts import bounded
+from contracts import bounded, codec
 from contracts.plain import loads as plain
+from contracts.run_record import MOST_RECORD_BYTES, RecordError, RunRecord
+from contracts.run_record import read as read_record
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ BENCH_FILE = "bench.json"
 FLIGHTS_FOLDER = "flights"
 KEPT_FLIGHTS = 50
 WRITTEN_WITHIN_SECONDS = 600.0  # however slow the disk
-FLIGHT_SCHEMA_VERSION = 1  # docs/finetune.md, flight.json
 
 
 def folder() -> Path | None:
@@ -55,36 +55,37 @@ def keep_bench(result: BenchResult, place: Path | None = None) -> Path | None:
     return _write(where / BENCH_FILE, result_to_json(result))
 
 
-def keep_flight(record: dict[str, Any], place: Path | None = None) -> Path | None:
+def keep_flight(record: RunRecord, place: Path | None = None) -> Path | None:
     """Leave the record of a flight; the oldest beyond KEPT_FLIGHTS go."""
     where = place or folder()
     if where is None:
         return None
     flights = where / FLIGHTS_FOLDER
-    content = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]  # several may come within one second
-    kept = _write(flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", record)
+    data = codec.write(record)
+    content = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]  # several may come within one second
+    kept = _write(flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
     others = [path for path in flights.glob("*.json") if path != kept]  # a clock set back makes the new one look old
     for old in sorted(others, reverse=True)[KEPT_FLIGHTS - 1 :]:
         old.unlink(missing_ok=True)
     return kept
 
 
-def flights(places: Iterable[Path]) -> tuple[dict[str, Any], ...]:
+def flights(places: Iterable[Path]) -> tuple[RunRecord, ...]:
     """Records of flights, newest first and each once; a folder stands for those in it and one level below."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str], RunRecord] = {}
     for place in places:
         files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/flight.json")]
         for path in sorted(files, reverse=True)[:KEPT_FLIGHTS]:
             record = _record(path)
             if record is not None:
                 found.setdefault(start_of(record, path), record)
-    newest = sorted(found.values(), key=lambda record: str(record.get("started_at") or ""), reverse=True)
+    newest = sorted(found.values(), key=lambda record: record.started_at or "", reverse=True)
     return tuple(newest[:KEPT_FLIGHTS])
 
 
-def start_of(record: dict[str, Any], path: Path | None = None) -> tuple[str, str]:
+def start_of(record: RunRecord, path: Path | None = None) -> tuple[str, str]:
     """Which start of which job a record is of: a host starts one at a time."""
-    return str(record.get("host")), str(record.get("started_at") or path)
+    return str(record.host), str(record.started_at or path)
 
 
 def read(path: Path) -> Any:
@@ -92,18 +93,12 @@ def read(path: Path) -> Any:
     return plain(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
 
 
-def _record(path: Path) -> dict[str, Any] | None:
+def _record(path: Path) -> RunRecord | None:
     try:
-        record = read(path)
-        if not isinstance(record, dict):
-            raise ValueError("no JSON object")
-        version = record.get("schema_version", FLIGHT_SCHEMA_VERSION)
-        if version != FLIGHT_SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {version!r}; this release reads {FLIGHT_SCHEMA_VERSION}")
-    except (OSError, ValueError) as error:
+        return read_record(path)
+    except RecordError as error:
         left_out(path, error)
         return None
-    return record
 
 
 def sweep(place: Path) -> None:
@@ -116,7 +111,7 @@ def sweep(place: Path) -> None:
 
 def left_out(path: Path, error: Exception) -> None:
     """Name a file that cannot be used, once: it is looked at with every scan."""
-    told = f"{path} is left out: {error}"
+    told = f"{error}: left out" if str(path) in str(error) else f"{path} is left out: {error}"
     if told not in _told:
         _told.add(told)
         log.warning(told)

@@ -9,11 +9,11 @@ from typing import Any
 
 from agent.gate.judged import is_judged_result, least_of
 from agent.gate.measured import gdrdma_possible
-from agent.jobs.run import parse
 from agent.metrics.catalogue import KEPT_COLLECTIVES, KEPT_RANKS, KEPT_SIZES, KEPT_TRANSPORTS
 from agent.view import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
+from contracts.run_record import Communication, RunRecord
 from probes.api import Failed, Ok
 from probes.pci.probe import PciFacts
 from probes.rdma.probe import RdmaFacts
@@ -36,7 +36,7 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
         if view.bench.evidence is not None:
             yield from _evidence_values(view.bench.evidence)
     if view.flights:
-        yield from _flight_values(view)
+        yield from _run_values(view)
 
 
 def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
@@ -63,7 +63,7 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
                 times[name] = min(times.get(name, snapshot.taken_at_seconds), snapshot.taken_at_seconds)
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
-    if view.flights and (ended := _unix_time(view.flights[0].get("ended_at") or view.flights[0].get("started_at"))):
+    if view.flights and (ended := _unix_time(view.flights[0].ended_at or view.flights[0].started_at)):
         times["flight"] = ended
     for name, seconds in times.items():
         yield (name,), seconds
@@ -158,52 +158,37 @@ def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
     yield "log_problems", [(key, float(count)) for key, count in shown.items()]
 
 
-def _flight_values(view: View) -> Iterator[tuple[str, Values]]:
-    ends = Counter(parse(record).status for record in view.flights)
+def _run_values(view: View) -> Iterator[tuple[str, Values]]:
+    ends = Counter(record.status for record in view.flights)
     yield "flights", [((status,), float(count)) for status, count in ends.most_common(8)]
-    record, last = view.flights[0], parse(view.flights[0])
+    last = view.flights[0]
+    measured, communication = last.measured, last.communication or Communication()
     yield "flight_success", [((), float(last.status == "complete"))]
     for name, number in (
-        ("flight_steps", last.steps),
-        ("flight_step_seconds", last.step_seconds),
-        ("flight_memory_bytes", last.memory_bytes),
-        ("flight_tokens_per_second", last.tokens_per_second),
-        ("flight_mfu_ratio", _member(record, "measured", "mfu")),
-        ("flight_communication_ratio", _member(record, "communication", "share")),
-        ("flight_exposed_communication_ratio", last.exposed_communication),
+        ("flight_steps", last.steps_done),
+        ("flight_step_seconds", measured.step_seconds),
+        ("flight_memory_bytes", measured.memory_bytes),
+        ("flight_tokens_per_second", measured.tokens_per_second),
+        ("flight_mfu_ratio", measured.mfu),
+        ("flight_communication_ratio", communication.share),
+        ("flight_exposed_communication_ratio", communication.exposed_share),
     ):
         if number is not None:
             yield name, [((), float(number))]
-    yield "flight_forecast_step_seconds", _bounds(record, "step_seconds")
-    yield "flight_forecast_memory_bytes", _bounds(record, "memory_bytes")
+    yield "flight_forecast_step_seconds", _bounds(last, "step_seconds")
+    yield "flight_forecast_memory_bytes", _bounds(last, "memory_bytes")
     within: Values = []
-    for quantity, measured in (("step_seconds", last.step_seconds), ("memory_bytes", last.memory_bytes)):
-        limits = {bound[0]: value for bound, value in _bounds(record, quantity)}
-        if measured is not None and {"low", "high"} <= limits.keys():
-            within.append(((quantity,), float(limits["low"] <= measured <= limits["high"])))
+    for quantity in ("step_seconds", "memory_bytes"):
+        limits, value = getattr(last.forecast, quantity), getattr(measured, quantity)
+        if value is not None and limits is not None:
+            within.append(((quantity,), float(limits.low <= value <= limits.high)))
     yield "flight_within_forecast", within
-    losses = (("first", last.loss_first), ("last", last.loss_last))
+    losses = (("first", last.loss.first), ("last", last.loss.last))
     yield "flight_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
-    spent = _numbers(_mapping(record.get("communication")).get("seconds_by_kind"))
-    largest = sorted(spent.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]
+    largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]
     yield "flight_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
 
 
-def _bounds(record: dict[str, Any], quantity: str) -> Values:
-    said = _numbers(_mapping(record.get("forecast")).get(quantity))
-    return [((bound,), said[bound]) for bound in BOUNDS if bound in said]
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    """The members that are numbers: a record is a file that anybody may have written."""
-    return {
-        str(k): float(v) for k, v in _mapping(value).items() if isinstance(v, (int, float)) and not isinstance(v, bool)
-    }
-
-
-def _member(record: dict[str, Any], *path: str) -> float | None:
-    return _numbers(_mapping(record.get(path[0]))).get(path[1])
+def _bounds(record: RunRecord, quantity: str) -> Values:
+    limits = getattr(record.forecast, quantity)
+    return [((bound,), getattr(limits, bound)) for bound in BOUNDS] if limits else []

@@ -27,7 +27,7 @@ from agent.jobs import bench_history
 from agent.pages import charts, drawing
 from agent.pages import nodes as page_nodes
 from agent.pages.prose import CLASSES, explained, headline, inline, sentence, told
-from agent.pages.runs import by_network, flights, side_by_side
+from agent.pages.runs import by_network, shown, side_by_side
 from agent.view import grouped, passed_ids, reasons, unknown_ids
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
@@ -75,7 +75,7 @@ def _environment(*, html: bool) -> Environment:
         glance=page_nodes.glance,
         charts=charts,
         layouts=_layouts,
-        flown=flights,
+        shown=shown,
         side_by_side=side_by_side,
         by_network=by_network,
         history_of=_history,

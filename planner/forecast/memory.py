@@ -82,7 +82,7 @@ def memory_parts(
         gathered=gathered,
         activations=activations,
         logits=logits,
-        # CUDA's caching allocator; on a CPU the job counts what is allocated (finetune/flight.py, return_freed)
+        # CUDA's caching allocator; on a CPU the job counts what is allocated (finetune/recorder.py, return_freed)
         fragmentation=0.0 if on_cpu else held * (constants.fragmentation - 1.0),
         reserved=0.0 if on_cpu else constants.reserved_bytes + engine.bucket_bytes,
         context=loaded if on_cpu else constants.context_bytes,

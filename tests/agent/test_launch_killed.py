@@ -106,7 +106,7 @@ def test_an_agent_that_is_away_costs_a_line(
     """The record is written all the same."""
     monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
     assert ended(tmp_path) == json.loads((tmp_path / "flight.json").read_text())
-    assert "does not have this flight's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
+    assert "does not have this run's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
 
 
 def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> None:

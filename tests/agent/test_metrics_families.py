@@ -20,6 +20,7 @@ from agent.metrics.counters import samples as tallies
 from agent.view import View, look
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
+from contracts.run_record import record_of
 from probes.api import Snapshot
 from probes.gpu.probe import GpuFacts
 from probes.host.recording import load
@@ -83,7 +84,7 @@ FLIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def full() -> View:
-    return look((snapshot_of(H100),), bench=bench(), flights=(FLIGHT,))
+    return look((snapshot_of(H100),), bench=bench(), flights=(record_of(FLIGHT),))
 
 
 def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -143,7 +144,7 @@ def test_probes_export_what_they_declare() -> None:
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
 def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
     """Every series is declared, appears once, and stays within the bound that docs/metrics.md states."""
-    view = look((snapshot_of(path),), bench=bench(), flights=(FLIGHT,))
+    view = look((snapshot_of(path),), bench=bench(), flights=(record_of(FLIGHT),))
     node = view.topologies[0]
     pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)
     size = {
@@ -210,7 +211,7 @@ def test_flight_stands_beside_its_forecast(full: View) -> None:
 def test_a_spoiled_flight_record_spoils_no_scrape() -> None:
     """flight.json is a file that anybody may have written: wrong kinds are left out."""
     record = {"status": 7, "forecast": [], "loss": {"first": "x"}, "measured": None, "communication": 3, "ended_at": 5}
-    found = samples(look((snapshot_of(H100),), flights=(record,)))
+    found = samples(look((snapshot_of(H100),), flights=(record_of(record),)))
     assert found["topoflight_flight_success"] == [({}, 0.0)]
     assert "topoflight_flight_loss" not in found
 

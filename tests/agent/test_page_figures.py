@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,8 +18,9 @@ from agent.http.questions import question
 from agent.pages import charts, drawing
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from agent.pages.runs import by_network, flights, not_drawn, side_by_side
+from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
 from agent.view import View, look
+from contracts.run_record import record_of
 from planner.advice import Interval, Part
 from probes.host.recording import load
 from probes.scan import scan
@@ -235,6 +237,10 @@ def test_three_runs_of_one_job_are_three_bars() -> None:
     assert "(1.50 x)" in figure
 
 
+def shown_of(records: Iterable[dict[str, object]]) -> tuple[Shown, ...]:
+    return shown(record_of(record) for record in records)
+
+
 def record(transports: list[str], step: float, status: str = "complete", **environment: str) -> dict[str, object]:
     return {
         "status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step},
@@ -244,7 +250,7 @@ def record(transports: list[str], step: float, status: str = "complete", **envir
 
 def test_flights_are_compared_by_the_network_they_logged() -> None:
     """The newest complete one of each counts; device numbers do not make networks; one network is no comparison."""
-    found = flights(
+    found = shown_of(
         [
             record(["P2P/CUMEM", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA"], 1.0),
             record(["NET/Socket/0"], 3.0),
@@ -265,7 +271,7 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
     smoke = {"measured": {"step_seconds": 1.0, "counted_steps": 0}, "steps_done": 2}
     long = [record(["NET/Socket/0"], 3.35, NCCL_SOCKET_IFNAME=name) for name in ("eth0", "net1")]
     long[1]["measured"] = {"step_seconds": 0.45, "counted_steps": 20}
-    found = flights([*({**one, **smoke} for one in long), *long])
+    found = shown_of([*({**one, **smoke} for one in long), *long])
     (bars,) = by_network(found)
     assert [run.value for run in bars.runs] == [3.35, 0.45]
     assert [told.partition(": ")[2] for told in not_drawn(found)] == [
@@ -276,12 +282,12 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
 def test_a_record_without_counted_steps_counts_what_is_left_of_its_steps() -> None:
     """As records of earlier releases have it: eight steps leave three, two leave none."""
     made = [record(["NET/Socket/0"], 1.0) | {"step_seconds": [1.0] * steps} for steps in (8, 2)]
-    assert [one.flight.counted_steps for one in flights(made)] == [3, 0]
+    assert [one.record.counted_steps for one in shown_of(made)] == [3, 0]
 
 
 def test_what_is_in_no_comparison_says_why() -> None:
     """A run that did not end, one without a transport, and a job that took one network only."""
-    found = flights([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
+    found = shown_of([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
     assert by_network(found) == ()
     told = "\n".join(not_drawn(found))
     assert "not complete but running" in told and "names no transport" in told and "took one network" in told
@@ -290,13 +296,13 @@ def test_what_is_in_no_comparison_says_why() -> None:
 def test_the_interface_that_nccl_names_goes_before_the_one_that_was_asked_for() -> None:
     """By its own log; a record that holds none of it, or nonsense, has what was asked for."""
     asked = record(["NET/Socket/0"], 1.0, NCCL_SOCKET_IFNAME="net1")
-    seen = [flights([{**asked, "nccl": {"interfaces": found}}])[0].transport for found in (["eth0"], [], None, [7])]
+    seen = [shown_of([{**asked, "nccl": {"interfaces": found}}])[0].transport for found in (["eth0"], [], None, [7])]
     assert seen == ["TCP over eth0 (NET/Socket)", *["TCP over net1 (NET/Socket)"] * 3]
 
 
 def test_one_job_over_three_networks_is_three_bars_in_html_and_in_markdown() -> None:
     """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
-    found = flights(
+    found = shown_of(
         [
             record(["NET/IB/0/GDRDMA"], 1.0, NCCL_SOCKET_IFNAME="net1"),
             record(["NET/Socket/0"], 1.5, NCCL_SOCKET_IFNAME="net1"),
@@ -318,7 +324,7 @@ def test_the_interface_that_gloo_took_counts_and_not_the_one_that_was_asked_for(
     unknown = ["gloo: TCP over an unknown interface (10.0.0.1)"]
     gloo = {"layout": {"effective": {"backend": "gloo"}}}
     records = [record(names, 1.0, GLOO_SOCKET_IFNAME="eth0") | gloo for names in (taken[1:], taken, unknown, [])]
-    assert [one.transport for one in flights([*records, record([], 1.0) | gloo])] == [
+    assert [one.transport for one in shown_of([*records, record([], 1.0) | gloo])] == [
         "TCP over net1 (gloo)", "TCP over net1, net2 (gloo)", "TCP over an unknown interface (gloo)",
         "TCP over eth0 (gloo)", "TCP over the default network (gloo)",
     ]  # fmt: skip
@@ -327,7 +333,7 @@ def test_the_interface_that_gloo_took_counts_and_not_the_one_that_was_asked_for(
 @pytest.mark.parametrize("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
 def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> None:
     """Nothing in a record that a job wrote can break the page."""
-    assert flights([bad])[0].lines == ()
+    assert shown_of([bad])[0].lines == ()
 
 
 def test_the_interval_says_whether_the_flight_was_inside() -> None:

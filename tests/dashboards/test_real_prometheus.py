@@ -33,6 +33,7 @@ from agent.http.state import State
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.bench.wire import result_to_json
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
+from contracts.run_record import RunRecord, record_of
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -76,10 +77,10 @@ def bench(machine: str) -> BenchResult:
     )  # fmt: skip
 
 
-def flight(machine: str) -> dict[str, Any]:
+def flight(machine: str) -> RunRecord:
     """The record of a fine-tune; a hot GPU makes its steps slower than the forecast allows."""
     slow = 3.0 if machine == boards.HOT else 1.0
-    return {
+    return record_of({
         "status": "complete", "ended_at": "2026-11-20T12:00:00Z", "steps_done": 200,
         "measured": {"step_seconds": slow, "memory_bytes": 4.1e10, "tokens_per_second": 9e4 / slow, "mfu": 0.4 / slow},
         "forecast": {"step_seconds": {"low": 0.8, "mid": 1.0, "high": 1.3},
@@ -87,7 +88,7 @@ def flight(machine: str) -> dict[str, Any]:
         "loss": {"first": 1.9, "last": 1.1},
         "communication": {"share": 0.2 * slow, "exposed_share": 0.05 * slow,
                           "seconds_by_kind": {"all_gather": 0.1, "reduce_scatter": 0.08}},
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 @dataclasses.dataclass

@@ -175,7 +175,9 @@ def clock_of_a_record(ground: Ground) -> list[str]:
         (flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{number}.json").write_text(json.dumps(FLIGHT))
     file.write_text(str(-DAY_SECONDS))
     code = (
-        "import sys, json; from agent.jobs.result_store import keep_flight; print(keep_flight(json.loads(sys.argv[1])))"
+        "import sys, json\nfrom contracts.run_record import record_of\n"
+        "from agent.jobs.result_store import keep_flight\n"
+        "print(keep_flight(record_of(json.loads(sys.argv[1]))))"
     )
     record = {**FLIGHT, "reason": "the new one", "started_at": "2026-01-01T00:00:00Z"}
     done = subprocess.run(

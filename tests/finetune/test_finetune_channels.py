@@ -94,7 +94,7 @@ def test_the_network_that_was_planned_passes(tmp_path, version, network, environ
     plan = asked(environment, transport)
     seen = look(written(tmp_path, version, network), plan, hosts=2)
     assert seen.wrong == ()
-    assert record([seen, seen], plan, hosts=2)["verdict"] == "as planned"
+    assert record([seen, seen], plan, hosts=2).verdict == "as planned"
 
 
 def test_another_network_than_the_one_that_is_named_stops_the_job(tmp_path):
@@ -138,7 +138,7 @@ def test_sockets_take_the_interface_of_the_plan(tmp_path, named, stops):
     plan = asked({"NCCL_SOCKET_IFNAME": named}, {})
     seen = look(path, plan, hosts=1)
     wrong = seen.wrong
-    assert record([seen], plan, hosts=1)["interfaces"] == ["eth1"]
+    assert record([seen], plan, hosts=1).interfaces == ["eth1"]
     assert len(wrong) == stops
     if stops:
         assert wrong[0].startswith(f"NCCL_SOCKET_IFNAME={named}: NCCL takes eth1 ({path}:2: ")
@@ -153,7 +153,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
     plan = asked({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
     seen = look(path, plan, hosts=2)
     assert seen.wrong == ()
-    assert record([seen, seen], plan, hosts=2)["verdict"] == "unknown"
+    assert record([seen, seen], plan, hosts=2).verdict == "unknown"
     assert bool(seen.unknown) is (text != log(*LOCAL))
 
 
@@ -162,11 +162,11 @@ def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_pat
     plan = asked({}, {"network": "IB"})
     strange = look(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
     assert strange.wrong == ()
-    assert record([strange], plan, hosts=2)["verdict"] == "unknown"
+    assert record([strange], plan, hosts=2).verdict == "unknown"
     well = look(written(tmp_path, "2.21", "IB"), plan, hosts=2)
     told = record([well, look(None, plan, hosts=2)], plan, hosts=2)
-    assert (told["verdict"], told["ranks_unknown"]) == ("unknown", 1)
-    assert told["unknown"] == ["rank 1: NCCL_DEBUG_FILE is not set"]
+    assert (told.verdict, told.ranks_unknown) == ("unknown", 1)
+    assert told.unknown == ["rank 1: NCCL_DEBUG_FILE is not set"]
 
 
 def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
@@ -174,8 +174,8 @@ def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
     plan = asked({"NCCL_IB_HCA": "mlx5"}, {})
     seen = look(written(tmp_path, "2.21", "Socket", gdr=False), plan, hosts=1)
     assert seen.wrong == ()
-    assert record([seen], plan, hosts=1)["verdict"] == "one host"
-    assert record([seen], asked({}, {}), hosts=2)["verdict"] == "nothing planned"
+    assert record([seen], plan, hosts=1).verdict == "one host"
+    assert record([seen], asked({}, {}), hosts=2).verdict == "nothing planned"
 
 
 def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
@@ -190,10 +190,10 @@ def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
     path.write_text(log(*(line.format(net="IB", tag="/GDRDMA") for line in FORMS["2.21"]), *LOCAL, *more))
     seen = look(path, plan, hosts=2)
     told = record([seen, seen], plan, hosts=2)
-    assert told["channels"] == {
+    assert told.channels == {
         "COLLNET/SHARP/0/GDRDMA": 2, "NET/IB/0/GDRDMA": 4, "NET/IB/1": 2, "P2P/CUMEM": 4, "SHM": 2,
     }  # fmt: skip
-    assert told["log"] == str(path)
+    assert told.log == str(path)
 
 
 def test_a_log_without_end_is_read_to_a_bound(tmp_path):
@@ -240,13 +240,14 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
+from contracts import codec
 from finetune import verify
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 os.environ["NCCL_HOSTID"] = f"host{rank}"
 os.environ["NCCL_DEBUG_FILE"] = f"{sys.argv[1]}/rank{rank}.log"
 told = verify.nccl_channels({"NCCL_IB_HCA": "mlx5_0"}, {})
-Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps(told))
+Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps(codec.write(told)))
 dist.barrier()
 dist.destroy_process_group()
 """

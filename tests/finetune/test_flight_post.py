@@ -18,7 +18,7 @@ from rigs.serving import START_SECONDS, port_of
 
 from contracts.layout import Layout
 from finetune import post
-from finetune.flight import Recorder
+from finetune.recorder import Recorder
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
@@ -82,7 +82,7 @@ def told(tmp_path, token_file, monkeypatch, caplog):
         assert TOKEN not in caplog.text + json.dumps(written)
         assert (written["status"], written["exit_code"]) == ("complete", 0)
         if written["notes"]:
-            assert "the agent does not have this flight's record" in caplog.text
+            assert "the agent does not have this run's record" in caplog.text
         return " ".join(written["notes"])
 
     return end
@@ -242,7 +242,7 @@ def test_a_job_s_record_stands_in_the_agents_flights(tmp_path):
     assert kept == [{**written[tokens], "posted_by": "token-file"}]
     assert (kept[0]["status"], kept[0]["steps_done"]) == ("complete", 2)
     assert "does not have" not in said[tokens]
-    assert "WARNING the agent does not have this flight's record: it answered 401" in said[other]
+    assert "WARNING the agent does not have this run's record: it answered 401" in said[other]
     assert "it answered 401" in " ".join(written[other]["notes"])
     assert not any(token in text for token in (TOKEN, TOKEN[::-1]) for text in (*said.values(), str(kept)))
 

@@ -1,4 +1,4 @@
-"""Records of a flight: what the agent makes of flight.json, the job's own exit code, the FLOPs behind its MFU."""
+"""Records of a run: what the agent makes of flight.json, the job's own exit code, the FLOPs behind its MFU."""
 
 import json
 import os
@@ -12,12 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from agent.jobs import launch
-from agent.jobs import run as flight
-from agent.pages import runs as flown
+from agent.jobs.run import compare
+from agent.pages.runs import shown
 from contracts.job_config import JobConfig
-from finetune.flight import flops_per_token
+from contracts.run_record import own_exit_code, record_of
 from finetune.loop import multiplied
 from finetune.model import build_model
+from finetune.recorder import flops_per_token
 from planner.advice import Forecast, Interval
 
 PARTS = [
@@ -42,13 +43,13 @@ def forecast():
 
 def test_the_parts_stand_beside_the_forecast():
     """The worst communication is named; a part that was not forecast has no figure."""
-    step, memory = flight.compare(forecast(), flight.parse(RECORD))
+    step, memory = compare(forecast(), record_of(RECORD))
     assert (step.words, memory.words) == ("inside", "unknown")
     assert step.detail == (
         "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
         "gradient reduction 20 ms (forecast 10 ms)"
     )
-    (one,) = flown.flights([RECORD])
+    (one,) = shown([record_of(RECORD)])
     assert "all-gather 31 % exposed" in one.lines[0][-1]
 
 
@@ -57,9 +58,9 @@ def test_the_parts_stand_beside_the_forecast():
 )
 def test_records_without_parts_are_read(raw):
     """Older files, and what is no part, give none."""
-    read = flight.parse({**RECORD, "parts": raw})
-    assert read.parts == ()
-    assert flight.compare(forecast(), read)[0].detail == ""
+    read = record_of({**RECORD, "parts": raw})
+    assert read.parts == []
+    assert compare(forecast(), read)[0].detail == ""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, told):
     began = time.time() - 1
     if written is not None:
         path.write_text(json.dumps(written))
-    assert launch.own_exit_code(path, torchrun, began) == told
+    assert own_exit_code(path, torchrun, began) == told
 
 
 def test_the_record_of_an_earlier_start_says_nothing(tmp_path):
@@ -81,7 +82,7 @@ def test_the_record_of_an_earlier_start_says_nothing(tmp_path):
     path = tmp_path / "flight.json"
     path.write_text(json.dumps({"exit_code": 75}))
     os.utime(path, (1, 1))
-    assert launch.own_exit_code(path, 1, time.time()) == 1
+    assert own_exit_code(path, 1, time.time()) == 1
 
 
 def test_a_killed_job_has_no_code_of_its_own(tmp_path):

@@ -27,6 +27,7 @@ from agent.gate.report import write_atomic
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import result_store as keep
+from contracts.run_record import record_of
 from planner.advice import Reason, Setting
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import config_map, indexed_job, pytorchjob, render, trainjob
@@ -55,7 +56,9 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
 
 def test_a_kept_flight_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     """The agent's state folder: names are made here, from time and process id only."""
-    kept = keep.keep_flight({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}, tmp_path)
+    kept = keep.keep_flight(
+        record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
+    )
     assert kept is not None and kept.parent == tmp_path / keep.FLIGHTS_FOLDER
     assert re.fullmatch(r"[\w.-]+\.json", kept.name)
 
@@ -136,7 +139,7 @@ def evil_host() -> Any:
 def test_a_hostile_host_name_stays_text_in_every_format(evil_host: Any, tmp_path: Path) -> None:
     """Page, metrics, JSON and YAML of a machine that calls itself a script, a metric and a document."""
     snapshot, flight = evil_host
-    keep.keep_flight(flight, tmp_path)
+    keep.keep_flight(record_of(flight), tmp_path)
     with TestClient(create(State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path))) as running:
         while running.get("/readyz").status_code != 200:
             time.sleep(0.01)

@@ -14,8 +14,7 @@ import pytest
 from agent.cli import inputs
 from agent.gate import baseline
 from agent.jobs import result_store as keep
-from agent.jobs import run as flight
-from contracts import bounded
+from contracts import bounded, run_record
 from planner.forecast.models import load_model
 from probes.host.recording import load
 
@@ -50,7 +49,7 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "kept record": keep.read,
-    "flight": flight.read,
+    "flight": run_record.read,
     "baseline": baseline.read,
     "config.json": lambda path: load_model(str(path)),
     "recording": load,

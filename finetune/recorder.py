@@ -1,7 +1,7 @@
-"""The flight recorder: what was asked, what ran, what the forecast said; `<output_dir>/flight.json`.
+"""Records the run: what was requested, what ran, what the forecast said; `<output_dir>/flight.json`.
 
-Surface: a JSON file of schema_version 1, replaced as a whole at every write; `metrics.jsonl` beside it, one line per
-logged step; tensorboard where asked.
+Surface: a `contracts.run_record.RunRecord`, replaced as a whole at every write; `metrics.jsonl` beside it, one line per
+logged step; tensorboard where requested.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from contracts import codec, run_record
 from contracts.layout import Layout
+from contracts.run_record import Loss, Measured, RunForecast, RunLayout, RunRecord
 from finetune import parts
+from finetune.parts import Profiled
 from hardware.gpus import gpu_named
 
-SCHEMA_VERSION = 1
 WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median
 # Memory is measured of these on a CPU: AdamW has its states after the first, DDP its last buckets in the third.
 MEMORY_STEPS = 3
@@ -98,20 +100,20 @@ class Recorder:
     """Collects the run; every rank has one, rank 0 writes."""
 
     def __init__(self, folder: Path, asked: Layout, forecast: Mapping[str, Any], device: torch.device) -> None:
-        self.folder, self.forecast, self.device = folder, forecast, device
+        self.folder, self.device = folder, device
         self.writes = int(os.environ.get("RANK", "0")) == 0
         self.baseline_rss = rss_bytes()
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.tokens = 0
         self.profiled: set[int] = set()
-        self.document: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION, "status": "running", "reason": None, "exit_code": None,
-            "started_at": _now(), "ended_at": None, "host": os.uname().nodename,
-            "restarts": int(os.environ.get("TOPOFLIGHT_RESTARTS", "0")),
-            "layout": {"asked": dataclasses.asdict(asked), "family": asked.family, "effective": None},
-            "forecast": dict(forecast), "notes": [], "communication": None, "parts": [],
-        }  # fmt: skip
+        self.record = RunRecord(
+            status="running", started_at=_now(), host=os.uname().nodename,
+            restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS", "0")), steps_done=0,
+            layout=RunLayout(asked=dataclasses.asdict(asked), family=asked.family),
+            forecast=codec.pick(dict(forecast), RunForecast),
+        )  # fmt: skip
+        self.ranks = asked.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have told each other
@@ -133,13 +135,11 @@ class Recorder:
             self._board = SummaryWriter(str(self.folder / "runs"))
 
     def note(self, text: str) -> None:
-        """A remark for the reader of the flight."""
-        if text not in self.document["notes"]:
-            self.document["notes"].append(text)
+        """A remark for the reader of the record."""
+        if text not in self.record.notes:
+            self.record.notes.append(text)
 
-    def step(
-        self, seconds: float, loss: float, tokens: int, profiled: bool, found: Mapping[str, Any] | None = None
-    ) -> None:
+    def step(self, seconds: float, loss: float, tokens: int, profiled: bool, found: Profiled | None = None) -> None:
         """One optimizer step, already over; `found` is what the profiler says once it has ended."""
         if profiled:
             self.profiled.add(len(self.seconds))
@@ -153,11 +153,11 @@ class Recorder:
         self.losses.append(loss)
         self.tokens += tokens
 
-    def profile(self, found: Mapping[str, Any] | None) -> None:
+    def profile(self, found: Profiled | None) -> None:
         """What the profiler says, once it has ended."""
         if found:
-            self.document["communication"] = found["communication"]
-            self.document["parts"] = parts.beside_forecast(found["parts"], self.forecast)
+            self.record.communication = found.communication
+            self.record.parts = parts.beside_forecast(found.parts, self.record.forecast)
 
     def watch_memory(self) -> None:
         """The next steps' memory counts: what loading took is over."""
@@ -190,43 +190,38 @@ class Recorder:
         grown = self.peak or highest_rss_bytes() - self.baseline_rss
         return max(0, grown), f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> Measured:
         """The numbers that a forecast can be held against."""
         typical = self.median_seconds()
         memory, counts = self.peak_memory()
         memory = max(memory, self.fullest)
         rate = self.tokens / len(self.losses) / typical if typical else None
         peak = peak_flops(self.device)
-        ranks = self.document["layout"]["asked"]["world_size"]
-        mfu = rate * self.flops / (peak * ranks) if rate and self.flops and peak else None
+        mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
-            "step_seconds": typical, "counted_steps": len(self.counted_steps()), "tokens_per_second": rate, "mfu": mfu,
-            "memory_bytes": memory,
-            "memory_counts": counts, "rss_peak_bytes": resident, "rss_growth_bytes": resident - self.baseline_rss,
-        }  # fmt: skip
+        return Measured(
+            step_seconds=typical, counted_steps=len(self.counted_steps()), tokens_per_second=rate, mfu=mfu,
+            memory_bytes=memory, memory_counts=counts, rss_peak_bytes=resident,
+            rss_growth_bytes=resident - self.baseline_rss,
+        )  # fmt: skip
 
-    def write(self, **members: Any) -> None:
+    def write(self) -> None:
         """Replace flight.json."""
-        self.document.update(members)
         if not self.writes:
             return
-        now = self.measured()
-        self.document.update(
-            measured=now,
-            step_seconds=[round(s, 6) for s in self.seconds],
-            steps_done=self.document.get("steps_done", 0),
-            loss={"first": self.losses[0] if self.losses else None, "last": self.losses[-1] if self.losses else None},
-            comparison=parts.hold_against(self.forecast, now, self.document["parts"]),
-        )
+        record = self.record
+        record.measured = self.measured()
+        record.step_seconds = [round(s, 6) for s in self.seconds]
+        record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
+        record.comparison = parts.hold_against(record.forecast, record.measured, record.worst)
         self.folder.mkdir(parents=True, exist_ok=True)
-        draft = self.folder / ".flight.json"
-        draft.write_text(json.dumps(self.document, indent=1))
-        draft.replace(self.folder / "flight.json")
+        run_record.save(self.folder / "flight.json", record)
 
     def end(self, status: str, exit_code: int, reason: str | None = None) -> None:
         """The last write."""
-        self.write(status=status, exit_code=exit_code, reason=reason, ended_at=_now())
+        record = self.record
+        record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, _now()
+        self.write()
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
@@ -244,11 +239,11 @@ class Progress:
         if self.bar is None:
             return
         now = recorder.measured()
-        extra = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{now['memory_bytes'] / 2**30:.2f}G"}
-        if now["mfu"] is not None:
-            extra["mfu"] = f"{now['mfu']:.0%}"
-        if recorder.document["communication"]:
-            extra["comm"] = f"{recorder.document['communication']['share']:.0%}"
+        extra = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{(now.memory_bytes or 0) / 2**30:.2f}G"}
+        if now.mfu is not None:
+            extra["mfu"] = f"{now.mfu:.0%}"
+        if recorder.record.communication and recorder.record.communication.share is not None:
+            extra["comm"] = f"{recorder.record.communication.share:.0%}"
         self.bar.set_postfix(extra, refresh=False)
         self.bar.update(step - self.bar.n)
 
