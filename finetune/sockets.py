@@ -71,10 +71,10 @@ def taken(ranks: Sequence[Seen]) -> list[list[tuple[str, tuple[str, ...]]]]:
 
 def told(ranks: Sequence[Seen]) -> list[str]:
     """The transports of rank 0, or why they are not known; none where it is alone."""
+    if len(ranks) < 2:  # a connection whose two ends are its own is somebody else's
+        return []
     if taken(ranks)[0]:
         return [spell(*one) for one in taken(ranks)[0]]
-    if len(ranks) < 2:
-        return []
     if not ranks[0].connections:
         return ["gloo: unknown: this rank's TCP connections cannot be read"]
     return ["gloo: unknown: no end of a connection is seen by two ranks, as behind address translation (NAT)"]
