@@ -148,27 +148,32 @@ def _batch(train: TrainSpec, world: int, unknowns: list[str]) -> int:
     return batch
 
 
+def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
+    """ValueError where nothing can be planned; the precision that is requested."""
+    if not cluster.nodes:
+        raise ValueError("cluster has no nodes")
+    if train.sequence_length < 1:
+        raise ValueError(f"sequence_length={train.sequence_length}: must be at least 1")
+    check_histogram(train.length_histogram)
+    if train.precision not in _PRECISIONS:
+        raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
+    if train.optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(OPTIMIZERS)}")
+    return next(p for p in _PRECISIONS if p == train.precision)
+
+
 def plan(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None, *,
     ranks_per_node: int | None = None, links: Links | None = None,
 ) -> Planned:  # fmt: skip
     """Gather the numbers; `links` overrides the bandwidths (what-if)."""
-    if not cluster.nodes:
-        raise ValueError("cluster has no nodes")
-    if train.sequence_length < 1:
-        raise ValueError(f"sequence_length={train.sequence_length}: must be at least 1")
-    check_histogram(train.length_histogram)
+    precision = _checked(cluster, train)
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
     engine = engine_named(train.engine)
     links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
-    if train.precision not in _PRECISIONS:
-        raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
-    if train.optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(OPTIMIZERS)}")
-    precision: Precision = next(p for p in _PRECISIONS if p == train.precision)
     if not has_gpu and precision != "fp32":
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
         precision = "fp32"

@@ -169,86 +169,126 @@ def search(
 
     With `named` only layouts whose fields have these values are tried, and what is not named is chosen as ever.
     """
-    named = named or {}
-    found = Found()
-    tie = 1.0 + TIE_SHARE * sigma
-    best: dict[str, Candidate] = {}
-    fastest: dict[str, float] = {}
-    over: dict[str, float] = {}  # by how many bytes the lightest layout of a family misses the memory
-    uneven: dict[int, None] = {}  # data-parallel degrees that do not divide the batch, in the order met
-    forbidden: dict[str, Rejected] = {}
-    train, engine = question.train, question.engine
-    fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
-    budget = capacity * DEFAULT_MEMORY.safe_share if capacity else None
-    on_cpu = not question.has_gpu
-    for tp, pp, cp, ep in _degrees(question, world, found):
-        if any(named.get(name, degree) != degree for name, degree in (("tp", tp), ("pp", pp), ("cp", cp))):
-            continue
-        dp = world // (tp * pp * cp)
-        if global_batch % dp:
-            uneven[dp] = None
-            continue
-        per_rank = global_batch // dp
-        in_node = max(1, question.links.ranks_per_node // (tp * cp))
-        for sharding, shard, replicate_degree, reshard in _shardings(question, dp, in_node):
-            for micro in _MICRO_BATCHES:
-                if micro > per_rank or per_rank % micro:
-                    continue
-                accumulation = per_rank // micro
-                if pp > 1 and accumulation < pp:
-                    break
-                for virtual in _virtuals(question, pp, accumulation):
-                    base = Layout(
-                        world_size=world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
-                        sharding=sharding, reshard_after_forward=reshard,
-                        sequence_parallel=tp > 1 and engine.splits_sequence(train),
-                        schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
-                        stage_layers=_stages(question.model.layers, pp), micro_batch=micro,
-                        gradient_accumulation=accumulation, precision=precision, fused_cross_entropy=fused,
-                        compile=engine.compile,
-                    )  # fmt: skip
-                    if any(getattr(base, name) != value for name, value in named.items() if name not in _FITTED):
-                        continue
-                    broken = first_broken(question, base)
-                    if broken is not None:
-                        forbidden.setdefault(broken[0], Rejected(what=_key(base), rule=broken[0], reason=broken[1]))
-                        continue
-                    found.tried += 1
-                    picked = fitting(question, base, budget, on_cpu=on_cpu, named=named)
-                    key = _key(base)
-                    if isinstance(picked, float):
-                        over[key] = min(over.get(key, picked), picked)
-                        continue
-                    layout, memory = picked
-                    parts = step_parts(job, layout)
-                    seconds = parts.total * scale
-                    fastest[key] = min(seconds, fastest.get(key, seconds))
-                    held = best.get(key)
-                    if (
-                        held is None
-                        or seconds < held.seconds / tie
-                        or (seconds <= tie * fastest[key] and memory.total < held.memory.total)
-                    ):
-                        best[key] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds)
-    if any(c.layout.pp > 1 for c in best.values()):
-        found.rejected.append(
-            Rejected(what="GPipe", rule="dominated", reason="the bubble of 1F1B, but all micro-batches held at once")
-        )
-    listed = {row.rule for row in found.rejected}
-    found.rejected += [row for rule, row in forbidden.items() if rule not in listed]
-    for dp in uneven:
-        reason = f"global batch {global_batch} does not divide by {dp}"
-        found.rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
-    for key, excess in over.items():
-        if key not in best:
-            found.rejected.append(Rejected(what=key, rule="memory-fits", reason=f"{excess / GIB:.1f} GiB over"))
-    found.best = sorted(best.values(), key=lambda c: c.seconds)
-    if found.best:
-        near = [c for c in found.best if c.seconds <= tie * found.best[0].seconds]
-        winner = min(near, key=lambda c: c.memory.total)
-        found.best.remove(winner)
-        found.best.insert(0, winner)
-    return found
+    run = _Search(
+        question=question, job=job, world=world, global_batch=global_batch, precision=precision,
+        budget=capacity * DEFAULT_MEMORY.safe_share if capacity else None, scale=scale, tie=1.0 + TIE_SHARE * sigma,
+        named=named or {},
+    )  # fmt: skip
+    for base in run.layouts():
+        run.attempt(base)
+    run.note_what_was_left_out()
+    run.rank()
+    return run.found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """One search, and what it has seen so far."""
+
+    question: Question
+    job: Job
+    world: int
+    global_batch: int
+    precision: Precision
+    budget: float | None
+    scale: float
+    tie: float
+    named: Mapping[str, object]
+    found: Found = field(default_factory=Found)
+    best: dict[str, Candidate] = field(default_factory=dict)
+    fastest: dict[str, float] = field(default_factory=dict)
+    over: dict[str, float] = field(default_factory=dict)  # bytes by which the lightest of a family misses the memory
+    uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, as met
+    forbidden: dict[str, Rejected] = field(default_factory=dict)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Every layout to try, without checkpointing and offloading: these follow from what fits."""
+        for tp, pp, cp, ep in _degrees(self.question, self.world, self.found):
+            if any(self.named.get(name, degree) != degree for name, degree in (("tp", tp), ("pp", pp), ("cp", cp))):
+                continue
+            dp = self.world // (tp * pp * cp)
+            if self.global_batch % dp:
+                self.uneven[dp] = None
+                continue
+            in_node = max(1, self.question.links.ranks_per_node // (tp * cp))
+            for sharding, shard, replicate_degree, reshard in _shardings(self.question, dp, in_node):
+                split = Layout(
+                    world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
+                    sharding=sharding, reshard_after_forward=reshard,
+                )  # fmt: skip
+                yield from self._batched(split)
+
+    def _batched(self, split: Layout) -> Iterator[Layout]:
+        """The same degrees with every micro-batch and number of chunks."""
+        train, engine, pp = self.question.train, self.question.engine, split.pp
+        fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
+        per_rank = self.global_batch // split.data_parallel
+        for micro in _MICRO_BATCHES:
+            if micro > per_rank or per_rank % micro:
+                continue
+            accumulation = per_rank // micro
+            if pp > 1 and accumulation < pp:
+                break
+            for virtual in _virtuals(self.question, pp, accumulation):
+                base = replace(
+                    split, sequence_parallel=split.tp > 1 and engine.splits_sequence(train),
+                    schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
+                    stage_layers=_stages(self.question.model.layers, pp), micro_batch=micro,
+                    gradient_accumulation=accumulation, precision=self.precision, fused_cross_entropy=fused,
+                    compile=engine.compile,
+                )  # fmt: skip
+                if all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
+                    yield base
+
+    def attempt(self, base: Layout) -> None:
+        """Forecast one layout, and keep it if it is the best of its family."""
+        key = _key(base)
+        broken = first_broken(self.question, base)
+        if broken is not None:
+            self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
+            return
+        self.found.tried += 1
+        picked = fitting(self.question, base, self.budget, on_cpu=not self.question.has_gpu, named=self.named)
+        if isinstance(picked, float):
+            self.over[key] = min(self.over.get(key, picked), picked)
+            return
+        layout, memory = picked
+        parts = step_parts(self.job, layout)
+        seconds = parts.total * self.scale
+        self.fastest[key] = min(seconds, self.fastest.get(key, seconds))
+        held = self.best.get(key)
+        if (
+            held is None
+            or seconds < held.seconds / self.tie
+            or (seconds <= self.tie * self.fastest[key] and memory.total < held.memory.total)
+        ):
+            self.best[key] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds)
+
+    def note_what_was_left_out(self) -> None:
+        """One reason for each rule, degree and family that gave no layout."""
+        rejected = self.found.rejected
+        if any(c.layout.pp > 1 for c in self.best.values()):
+            reason = "the bubble of 1F1B, but all micro-batches held at once"
+            rejected.append(Rejected(what="GPipe", rule="dominated", reason=reason))
+        listed = {row.rule for row in rejected}
+        rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
+        for dp in self.uneven:
+            reason = f"global batch {self.global_batch} does not divide by {dp}"
+            rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
+        rejected += [
+            Rejected(what=key, rule="memory-fits", reason=f"{excess / GIB:.1f} GiB over")
+            for key, excess in self.over.items()
+            if key not in self.best
+        ]
+
+    def rank(self) -> None:
+        """Fastest first; of those that are equal to it within the forecast's error, the one that fills least."""
+        best = self.found.best = sorted(self.best.values(), key=lambda c: c.seconds)
+        if best:
+            near = [c for c in best if c.seconds <= self.tie * best[0].seconds]
+            winner = min(near, key=lambda c: c.memory.total)
+            best.remove(winner)
+            best.insert(0, winner)
 
 
 def fitting(

@@ -214,16 +214,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     if family is None:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_FAMILIES))}")
     config = {**_DEFAULTS.get(family, {}), **config, **_PASSED_OVER.get(family, {})}
-    hidden = _whole(config, ("hidden_size", "n_embd"))
-    heads = _whole(config, ("num_attention_heads", "n_head"))
-    head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
-    if config.get("head_dim") is None and hidden % heads:
-        raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    kv_heads = _whole(config, ("num_key_value_heads",), default=heads)
-    if heads % kv_heads:
-        raise ModelError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
+    hidden, heads, head_dim, kv_heads = _heads(config)
     ffn = _whole(config, ("intermediate_size", "n_inner"), default=4 * hidden if family == "gpt2" else None)
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
     dense = _dense_layers(config, layers) if family in _MIXED else 0
@@ -242,8 +233,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2"},
         gated_mlp=family != "gpt2",
-        attention_bias=family in _BIASED
-        or (family not in _UNBIASED and bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))),
+        attention_bias=_attention_bias(config, family),
         mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
         experts=experts,
         experts_per_token=_whole(config, ("num_experts_per_tok",), default=2) if experts else 0,
@@ -252,12 +242,37 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         if experts and family == "qwen2_moe"
         else 0,
         dense_layers=dense if experts else 0,
-        max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=1 << 20)
-        if any(config.get(k) is not None for k in ("max_position_embeddings", "n_positions"))
-        else None,
+        max_positions=_positions(config),
         sliding_window=window,
         sliding_layers=sliding,
     )
+
+
+def _heads(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Hidden size, attention heads, columns of a head, key and value heads."""
+    hidden = _whole(config, ("hidden_size", "n_embd"))
+    heads = _whole(config, ("num_attention_heads", "n_head"))
+    head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    kv_heads = _whole(config, ("num_key_value_heads",), default=heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    return hidden, heads, head_dim, kv_heads
+
+
+def _attention_bias(config: Mapping[str, Any], family: str) -> bool:
+    if family in _BIASED or family in _UNBIASED:
+        return family in _BIASED
+    return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    names = ("max_position_embeddings", "n_positions")
+    given = any(config.get(name) is not None for name in names)
+    return _whole(config, names, default=1 << 20) if given else None
 
 
 def _experts(config: Mapping[str, Any], family: str) -> int:

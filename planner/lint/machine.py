@@ -15,6 +15,7 @@ from planner.nccl_env.gpus import p2p_level_effect
 from planner.nccl_env.names import Version
 from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Finding, Severity
+from probes.interfaces.probe import Interface
 
 MACHINE_CODES = (
     *ROCE_CODES,
@@ -64,15 +65,38 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
             (f"running interfaces: {listed}",), "Name an interface that exists on every node, or unset it.",
         )  # fmt: skip
         return
+    evidence = (f"running interfaces: {listed}",)
+    yield from _prefixes(value, wanted, [each.name for each in running], evidence)
+    yield from _unfit(value, taken, node)
+    secondary = [each.name for each in running if each.role == "secondary"]
+    if secondary and taken[0].role == "pod-default":
+        yield _finding(
+            "env.interface.overlay", Severity.WARN, name, value,
+            f"it takes {taken[0].name}, the pod's default network: TCP traffic crosses the cluster overlay although "
+            f"the pod has {', '.join(secondary)}.",
+            (f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary"), f"Write {name}={secondary[0]}.",
+        )  # fmt: skip
+
+
+def _prefixes(value: str, wanted: NameList, running: list[str], evidence: tuple[str, ...]) -> Iterator[Finding]:
+    """Entries that take more interfaces than the one they name."""
+    name = "NCCL_SOCKET_IFNAME"
+    if wanted.exact or wanted.negated:
+        return
     for entry in wanted.entries:
-        caught = [each.name for each in running if wanted.hits(entry, each.name)]
-        if not wanted.exact and not wanted.negated and entry[0] in caught and len(caught) > 1:
+        caught = [each for each in running if wanted.hits(entry, each)]
+        if entry[0] in caught and len(caught) > 1:
             more = ", ".join(each for each in caught if each != entry[0])
             yield _finding(
                 "env.interface.prefix", Severity.WARN, name, value,
                 f"names are prefixes: '{entry[0]}' also takes {more}, and TCP traffic is spread over all of them.",
-                (f"running interfaces: {listed}",), f"Write {name}=={value} ('=' asks for exact names).",
+                evidence, f"Write {name}=={value} ('=' asks for exact names).",
             )  # fmt: skip
+
+
+def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
+    """Interfaces that lead to no other node."""
+    name = "NCCL_SOCKET_IFNAME"
     unfit = [each for each in taken if each.role in ("loopback", "docker", "bridge", "virtual")]
     if unfit:
         first = taken[0] in unfit
@@ -81,14 +105,6 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
             "env.interface.unfit", Severity.WARN, name, value,
             f"it takes {', '.join(each.name for each in unfit)} ({unfit[0].role}): {what}.",
             tuple(f"{each.name}: {each.role}" for each in unfit), _better(node, name),
-        )  # fmt: skip
-    secondary = [each.name for each in running if each.role == "secondary"]
-    if secondary and taken[0].role == "pod-default":
-        yield _finding(
-            "env.interface.overlay", Severity.WARN, name, value,
-            f"it takes {taken[0].name}, the pod's default network: TCP traffic crosses the cluster overlay although "
-            f"the pod has {', '.join(secondary)}.",
-            (f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary"), f"Write {name}={secondary[0]}.",
         )  # fmt: skip
 
 

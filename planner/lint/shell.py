@@ -283,28 +283,13 @@ class _Reader:
         elif program == "setenv" and len(rest) >= 2:
             self._put(plain[1], self.value(rest[1]), plain[2], command.line, scope, exported=True)
         elif program == "set" and {"-x", "-gx", "-xg", "-Ux", "-xU", "-lx"} & {*plain[1:3]}:
-            named = [each for each in rest if not raw_text(each).startswith("-")]
-            if named:
-                values = [self.value(each) for each in named[1:]]
-                value = None if None in values else " ".join(each for each in values if each is not None)
-                raw = " ".join(raw_text(each) for each in named[1:])
-                self._put(raw_text(named[0]), value, raw, command.line, scope, exported=True)
+            self._set_in_fish(rest, command.line, scope)
         elif program == "set":
-            options = "".join(each for each in plain[1:] if each.startswith(("-", "+")))
-            self.all_exported = "-a" in plain or "allexport" in plain or (self.all_exported and "+a" not in options)
-            match = re.fullmatch(r"(\w+)=?", plain[1]) if len(plain) > 2 else None
-            if match and "=" in (plain[1] + plain[2]):  # csh: set name = value
-                self.values[match[1]] = self.value(words[-1])
+            self._set(words, plain)
         elif program in ("unset", "unsetenv"):
-            for name in plain[1:]:
-                self.values.pop(name, None)
-                self.script.assigned.append(
-                    Assigned(name=name, value="", raw="", line=command.line, scope=scope, unset=True)
-                )
+            self._unset(plain[1:], command.line, scope)
         elif program in ("read", "getopts", "mapfile", "readarray"):
-            for name in plain[1:]:
-                if _NAME.match(name):
-                    self.values[name] = None
+            self.values.update(dict.fromkeys(name for name in plain[1:] if _NAME.match(name)))
         elif program in _SILENT or program == "tee":
             self._written(command, program, rest, piped)
         else:
@@ -313,6 +298,26 @@ class _Reader:
             self._document(command, program)
             if piped:
                 self._handed(piped, program, command.line)
+
+    def _set_in_fish(self, rest: list[Word], line: int, scope: str) -> None:
+        named = [each for each in rest if not raw_text(each).startswith("-")]
+        if named:
+            values = [self.value(each) for each in named[1:]]
+            value = None if None in values else " ".join(each for each in values if each is not None)
+            raw = " ".join(raw_text(each) for each in named[1:])
+            self._put(raw_text(named[0]), value, raw, line, scope, exported=True)
+
+    def _set(self, words: list[Word], plain: list[str]) -> None:
+        options = "".join(each for each in plain[1:] if each.startswith(("-", "+")))
+        self.all_exported = "-a" in plain or "allexport" in plain or (self.all_exported and "+a" not in options)
+        match = re.fullmatch(r"(\w+)=?", plain[1]) if len(plain) > 2 else None
+        if match and "=" in (plain[1] + plain[2]):  # csh: set name = value
+            self.values[match[1]] = self.value(words[-1])
+
+    def _unset(self, names: list[str], line: int, scope: str) -> None:
+        for name in names:
+            self.values.pop(name, None)
+            self.script.assigned.append(Assigned(name=name, value="", raw="", line=line, scope=scope, unset=True))
 
     def _declare(self, word: Word, line: int, scope: str, *, exported: bool) -> None:
         for value, piece in self._split(word) if word[0].text.startswith("$") else [(None, word)]:
@@ -437,35 +442,16 @@ class _Reader:
             if skip:
                 skip -= 1
                 continue
-            value, _word = split[index]
-            following = texts[index + 1] if index + 1 < len(texts) else ""
-            option, equals, tail = text.partition("=")
-            if text in _PAIRED or (text == "-env" and "=" not in following and index + 2 < len(texts)):
-                if index + 2 < len(texts):
-                    self._pair(following, split[index + 2][0], texts[index + 2], command.line, where)
-                    skip = 2
-            elif text in _TAKES_VALUE:
-                self._setting(following, split[index + 1][0] if following else None, command.line, where)
-                skip = 1
-            elif equals and option in _TAKES_VALUE:
-                self._setting(tail, None if value is None else tail, command.line, where)
-            elif text.startswith(("-xNCCL_", "-eNCCL_")):
-                self._setting(text[2:], None if value is None else text[2:], command.line, where)
-            elif option in _EXPORT_LIST:
-                self._export_list(tail if equals else following, command.line, where)
-                skip = 0 if equals else 1
-            elif option in _FILES:
-                self.script.files.append(tail if equals else following)
-            elif (
-                index
-                and re.fullmatch(r"-\w*c", texts[index - 1])
-                and texts[0].rsplit("/", 1)[-1] not in ("srun", "gcc")
-            ):
+            value = split[index][0]
+            taken = self._launcher_option(texts, split, index, command.line, where)
+            if taken is not None:
+                skip = taken
+            elif self._is_script(texts, index):
                 self._inner_text(text, command.line, where)
             elif (dotted := _DOTTED.match(text)) is not None:  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
                 tail = text[dotted.end() :]
                 self._pair(dotted[1], None if value is None else tail.strip("\"'"), tail, command.line, where)
-            elif _SETTER.match(text) and (bare or option.startswith(("NCCL_", "TORCH_NCCL_"))):
+            elif _SETTER.match(text) and (bare or text.startswith(("NCCL_", "TORCH_NCCL_"))):
                 self._setting(text, value, command.line, where)
             elif index:
                 bare = bare and text.startswith("-")
@@ -474,6 +460,43 @@ class _Reader:
                 bare = True
             if text.rsplit("/", 1)[-1] == "env":
                 bare = True
+
+    @staticmethod
+    def _is_script(texts: list[str], index: int) -> bool:
+        """Whether a word is what `sh -c` and its like run."""
+        return (
+            index > 0
+            and re.fullmatch(r"-\w*c", texts[index - 1]) is not None
+            and texts[0].rsplit("/", 1)[-1] not in ("srun", "gcc")
+        )
+
+    def _launcher_option(
+        self, texts: list[str], split: list[tuple[str | None, Word]], index: int, line: int, where: str
+    ) -> int | None:
+        """Take a launcher's option that sets variables: how many words after it belong to it, None if it is none."""
+        text, value = texts[index], split[index][0]
+        following = texts[index + 1] if index + 1 < len(texts) else ""
+        option, equals, tail = text.partition("=")
+        if text in _PAIRED or (text == "-env" and "=" not in following and index + 2 < len(texts)):
+            if index + 2 >= len(texts):
+                return 0
+            self._pair(following, split[index + 2][0], texts[index + 2], line, where)
+            return 2
+        if text in _TAKES_VALUE:
+            self._setting(following, split[index + 1][0] if following else None, line, where)
+            return 1
+        if equals and option in _TAKES_VALUE:
+            self._setting(tail, None if value is None else tail, line, where)
+        elif text.startswith(("-xNCCL_", "-eNCCL_")):
+            self._setting(text[2:], None if value is None else text[2:], line, where)
+        elif option in _EXPORT_LIST:
+            self._export_list(tail if equals else following, line, where)
+            return 0 if equals else 1
+        elif option in _FILES:
+            self.script.files.append(tail if equals else following)
+        else:
+            return None
+        return 0
 
     def _setting(self, text: str, value: str | None, line: int, scope: str) -> None:
         """NAME=VALUE, several with commas between them (apptainer), or NAME alone, which hands on what is set."""

@@ -348,6 +348,40 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
         return
     exported = {each.name for each in judged if each.exported}
     loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
+    base, scopes = _scopes(judged)
+    always = NamedEnvironment(
+        source=source, form=title, environment=base.environment, unresolved=base.unresolved,
+        unexported={} if title == "Markdown" else loose,
+        lines=base.lines, names=tuple(base.lines), used=own,
+    )  # fmt: skip
+    live = [(name, scope) for name, scope in scopes.items() if scope.lines or scope.gone][:_LIMIT_SCOPES]
+    if base.lines or always.unexported:
+        yield always
+    elif len(live) == 1:
+        name, scope = live[0]
+        yield NamedEnvironment(
+            source=source if name.startswith("the command") else f"{source}, {name}", form=title,
+            environment=scope.environment, unresolved=scope.unresolved, lines=scope.lines, names=tuple(scope.lines),
+            used=own,
+        )  # fmt: skip
+        return
+    yield from _each_besides(always, source, live)
+
+
+def _each_besides(always: NamedEnvironment, source: str, live: list[tuple[str, _Scope]]) -> Iterable[NamedEnvironment]:
+    """Each condition or command that sets something else than the ones before it."""
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    for name, scope in live:
+        adds = {key: value for key, value in scope.environment.items() if always.environment.get(key) != value}
+        asks = {key: raw for key, raw in scope.unresolved.items() if key not in always.lines}
+        key = tuple(sorted((*adds.items(), *asks.items(), *((gone, "") for gone in scope.gone))))
+        if key and key not in seen:
+            seen.add(key)
+            yield _besides(always, f"{source}, {name}", scope, (*adds, *asks))
+
+
+def _scopes(judged: list[Assigned]) -> tuple[_Scope, dict[str, _Scope]]:
+    """What is exported for all, and under each condition or for each command."""
     base = _Scope()
     scopes: dict[str, _Scope] = {}
     settled = _settled(judged)
@@ -360,37 +394,18 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
             base.take(each)
             for scope in scopes.values():  # what is set for all afterwards ends what a condition set before
                 scope.drop(each.name)
-    always = NamedEnvironment(
-        source=source, form=title, environment=base.environment, unresolved=base.unresolved,
-        unexported={} if title == "Markdown" else loose,
-        lines=base.lines, names=tuple(base.lines), used=own,
+    return base, scopes
+
+
+def _besides(always: NamedEnvironment, source: str, scope: _Scope, names: tuple[str, ...]) -> NamedEnvironment:
+    """What holds always with what one condition or command sets besides."""
+    ended = {*scope.unresolved, *scope.gone}
+    kept = {each: value for each, value in always.environment.items() if each not in ended}
+    return NamedEnvironment(
+        source=source, form=always.form, environment={**kept, **scope.environment},
+        unresolved={**always.unresolved, **scope.unresolved}, lines={**always.lines, **scope.lines},
+        base=always, names=names, used=always.used,
     )  # fmt: skip
-    live = [(name, scope) for name, scope in scopes.items() if scope.lines or scope.gone][:_LIMIT_SCOPES]
-    if len(live) == 1 and not base.lines and not always.unexported:
-        name, scope = live[0]
-        yield NamedEnvironment(
-            source=source if name.startswith("the command") else f"{source}, {name}", form=title,
-            environment=scope.environment, unresolved=scope.unresolved, lines=scope.lines, names=tuple(scope.lines),
-            used=own,
-        )  # fmt: skip
-        return
-    if base.lines or always.unexported:
-        yield always
-    seen: set[tuple[tuple[str, str], ...]] = set()
-    for name, scope in live:
-        adds = {key: value for key, value in scope.environment.items() if base.environment.get(key) != value}
-        asks = {key: raw for key, raw in scope.unresolved.items() if key not in base.lines}
-        key = tuple(sorted((*adds.items(), *asks.items(), *((gone, "") for gone in scope.gone))))
-        if not key or key in seen:
-            continue
-        seen.add(key)
-        kept = {each: value for each, value in base.environment.items() if each not in scope.unresolved}
-        kept = {each: value for each, value in kept.items() if each not in scope.gone}
-        yield NamedEnvironment(
-            source=f"{source}, {name}", form=title, environment={**kept, **scope.environment},
-            unresolved={**base.unresolved, **scope.unresolved}, lines={**base.lines, **scope.lines},
-            base=always, names=(*adds, *asks), used=own,
-        )  # fmt: skip
 
 
 _OF_A_COMMAND = re.compile(r"(?:the command of line|here-document of line|\w+ of line|line) \d+")

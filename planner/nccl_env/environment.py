@@ -98,17 +98,29 @@ def settings(
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
     if not case.one_node and case.backend == "nccl":
-        added = [each for each in settings_as_published(case) if each.name not in {one.name for one in chosen}]
-        chosen += tuple(added)
-        notes = tuple(note for note in notes if note.topic not in {each.name for each in added})
+        chosen, notes = _with_published(case, chosen, notes)
     if platform.leave_to_the_vendor(case):
-        chosen = tuple(each for each in chosen if not each.name.startswith("NCCL_"))
-        scripted = platform.vendor_script(case) is not None
-        notes = tuple(
-            note for note in notes if not (scripted and note.topic.startswith("NCCL_") and note.topic not in _KEPT)
-        )
+        chosen, notes = _without_nccl(case, chosen, notes)
     unknown = any(note.text.startswith("Unknown") or note.topic == "platform" for note in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         text = "Set no NCCL variable: NCCL finds what this machine offers by itself."
         notes = (Note(topic="NCCL", text=text), *notes)
     return EnvAdvice(settings=chosen, notes=notes, needs=pod_needs(case), backend=case.backend)
+
+
+_Answers = tuple[tuple[Setting, ...], tuple[Note, ...]]
+
+
+def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
+    """What the platform publishes beside what the rules chose; a note about such a variable gives way."""
+    named = {one.name for one in chosen}
+    added = tuple(each for each in settings_as_published(case) if each.name not in named)
+    published = {each.name for each in added}
+    return (*chosen, *added), tuple(note for note in notes if note.topic not in published)
+
+
+def _without_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
+    """What is left where the vendor's own script or plugin sets NCCL's variables."""
+    if platform.vendor_script(case) is not None:
+        notes = tuple(note for note in notes if not note.topic.startswith("NCCL_") or note.topic in _KEPT)
+    return tuple(each for each in chosen if not each.name.startswith("NCCL_")), notes
