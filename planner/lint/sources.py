@@ -484,6 +484,13 @@ _BY_NAME: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"/etc/environment$"), "env"),
 )  # fmt: skip
 
+_BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
+    (_PYTHON_HINT, "python"),
+    (_SHELL_HINT, "shell"),
+    (_TOML_HINT, "toml"),
+    (re.compile(r"^[ \t]*ENV\s+\w+[=\s]", re.MULTILINE), "dockerfile"),
+)
+
 
 def guess_kind(text: str, name: str = "") -> str:
     """What a text looks like; its file's name comes first where it tells."""
@@ -508,14 +515,9 @@ def guess_kind(text: str, name: str = "") -> str:
         return "dockerfile"
     if _YAML_HINT.search(text) or text.lstrip().startswith(("{", "[{", '["')) or _yaml_like(text):
         return "pod"
-    if _PYTHON_HINT.search(text):
-        return "python"
-    if _SHELL_HINT.search(text):
-        return "shell"
-    if _TOML_HINT.search(text):
-        return "toml"
-    if re.search(r"^[ \t]*ENV\s+\w+[=\s]", text, re.MULTILINE):
-        return "dockerfile"
+    for hint, kind in _BY_TEXT:
+        if hint.search(text):
+            return kind
     return "env" if not _mixed(text) else "shell"
 
 

@@ -28,8 +28,6 @@ from finetune.plan import read_plan
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, load_model
 from planner.lint.sources import EnvironmentTextError, read_environment
-from planner.wire import WireError
-from planner.wire import from_json as advice_from_json
 from probes.host.recording import RecordingError, load
 from probes.interfaces.status import parse_network_status
 from probes.wire import SnapshotError
@@ -71,7 +69,6 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("advice", text(lambda raw: advice_from_json(raw, object)), WireError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),  # type: ignore[type-var]
     ("environment", text(read_environment), EnvironmentTextError, (b"#" * (9 * MIB),)),
     ("manifest", text(lambda raw: read_environment(raw, "pod")), EnvironmentTextError, (
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",

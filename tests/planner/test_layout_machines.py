@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import cattrs
 import pytest
 
 from planner.advice import Recommendation
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.wire import to_data
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
@@ -36,7 +36,7 @@ def answer(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> 
 
 def essence(recommendation: Recommendation) -> dict[str, Any]:
     """The part of the advice that a person reads first; times to two figures, so that only real changes show."""
-    data = to_data(recommendation)
+    data = cattrs.unstructure(recommendation)
 
     def short(ranked: dict[str, Any]) -> dict[str, Any]:
         layout, forecast = ranked["layout"], ranked["forecast"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import platform
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ from planner.nccl_env.names import (
     read_on,
     replacement,
 )
-from planner.nccl_env.render import RenderError, k8s_env, render_env, render_json, render_k8s, render_shell, render_yaml
+from planner.nccl_env.render import RenderError, k8s_env, render_env, render_k8s, render_shell
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 
@@ -164,13 +163,6 @@ def test_k8s_values_are_strings() -> None:
     read = yaml.safe_load(render_k8s(AWKWARD))
     assert read == k8s_env(AWKWARD)
     assert all(isinstance(entry["value"], str) for entry in read)
-
-
-def test_json_and_yaml_carry_the_reasons() -> None:
-    """Both say the same."""
-    as_json = json.loads(render_json(AWKWARD))
-    assert as_json == yaml.safe_load(render_yaml(AWKWARD))
-    assert as_json["settings"][0]["reason"] == {"rule": "because", "evidence": "seen", "source": "read"}
 
 
 def test_nothing_to_set_is_valid_text() -> None:
