@@ -10,7 +10,7 @@ from pathlib import Path
 _CHAPTER = re.compile(r"^## ", re.MULTILINE)
 _FINDING = re.compile(r"^### (?=`)", re.MULTILINE)  # its heading: codes that share a section, each with its severities
 _CODE = re.compile(r"`([a-z0-9_.]+)`(?: \(([a-z, ]+)\))?")
-_POINT = re.compile(r"^- \*\*(\w+):\*\* (.+?)(?=^- |\Z)", re.MULTILINE | re.DOTALL)
+_POINT = re.compile(r"^(?:- )?\*\*(\w+):\*\* (.+?)(?=^(?:- )?\*\*|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 class UnknownCodeError(KeyError):
