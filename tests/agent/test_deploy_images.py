@@ -59,6 +59,16 @@ def test_agent_image_steps_give_an_agent_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Containerfile.agent", "Containerfile.finetune"])
+def test_one_digest_pins_every_stage(name: str) -> None:
+    """No stage has a base of its own: what --build-arg PYTHON_IMAGE names is all that comes from a registry."""
+    lines = (IMAGES / name).read_text().splitlines()
+    bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    copied = [line for line in lines if line.startswith("COPY --from=")]
+    assert set(bases) == {"${PYTHON_IMAGE}"} and all(line.startswith("COPY --from=build ") for line in copied)
+    assert sum(line.startswith("ARG PYTHON_IMAGE=") for line in lines) == 1
+
+
+@pytest.mark.parametrize("name", ["Containerfile.agent", "Containerfile.finetune"])
 def test_images_run_as_a_number_that_is_not_root(name: str) -> None:
     """runAsNonRoot can check only a number; group 0 is what OpenShift's arbitrary users have."""
     last = (IMAGES / name).read_text().split("\nFROM ")[-1]

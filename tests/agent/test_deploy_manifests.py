@@ -147,6 +147,47 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 
+def admits(policy: Document, namespace: str, labels: dict[str, str] | None = None) -> bool:
+    """Whether a policy of this shape lets pods of a namespace in (NetworkPolicy v1, namespaceSelector)."""
+    told = {"kubernetes.io/metadata.name": namespace, **(labels or {})}
+
+    def fits(selector: Document) -> bool:
+        wanted = selector.get("matchLabels", {}).items()
+        return all(told.get(key) == value for key, value in wanted) and all(
+            one["operator"] == "In" and told.get(one["key"]) in one["values"]
+            for one in selector.get("matchExpressions", ())
+        )
+
+    sources = [source for rule in policy["spec"].get("ingress", ()) for source in rule["from"]]
+    assert all(set(source) == {"namespaceSelector"} for source in sources)
+    return any(fits(source["namespaceSelector"]) for source in sources)
+
+
+@every_overlay
+def test_monitoring_reaches_the_agents_and_nothing_reaches_the_controller(folder: Path) -> None:
+    """Other namespaces only where an administrator has labelled them; every pod that we run has a policy."""
+    documents = render(folder)
+    policies = {d["metadata"]["name"]: d for d in documents if d["kind"] == "NetworkPolicy"}
+    for kind in ("DaemonSet", "Deployment"):
+        for made in (d for d in documents if d["kind"] == kind):
+            policy = policies[made["metadata"]["name"]]
+            assert policy["metadata"]["namespace"] == made["metadata"]["namespace"]
+            selected, labels = (
+                policy["spec"]["podSelector"]["matchLabels"],
+                made["spec"]["template"]["metadata"]["labels"],
+            )
+            assert selected and selected.items() <= labels.items()
+            assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+            assert not any(admits(policy, name) for name in ("default", "training", "topoflight", "kube-system"))
+    agents = policies["topoflight"]
+    openshift = ("openshift-monitoring", "openshift-user-workload-monitoring")
+    for name in openshift if "openshift" in folder.name else ("monitoring",):
+        assert admits(agents, name)
+    assert admits(agents, "training", {"topoflight.io/access": "true"})
+    if "kueue" in folder.name:
+        assert "ingress" not in policies["topoflight-admission"]["spec"]
+
+
 def test_daemonset_arguments_are_understood() -> None:
     """The arguments in the manifests are options that exist."""
     from agent.cli.main import cli
