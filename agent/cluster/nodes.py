@@ -298,6 +298,7 @@ class Fleet:
         self._machines: dict[str, Json] = {}  # by key, as they
         self._graphs: dict[str, NodeTopology | None] = {}
         self._kinds: dict[NodeTopology, str] = {}  # equal graphs, whatever else of their facts differs
+        self._kind_of: dict[str, str] = {}  # hashing a graph takes longer than all the rest of an answer
         self._facts: dict[str, Snapshot | None] = {}
         self._lock = threading.Lock()
 
@@ -315,6 +316,7 @@ class Fleet:
             self._machines = {key: machine for key, machine in self._machines.items() if key in held}
             self._graphs = {key: graph for key, graph in self._graphs.items() if key in held}
             self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
+            self._kind_of = {key: kind for key, kind in self._kind_of.items() if {key, kind} <= held}
             self._facts = {key: facts for key, facts in self._facts.items() if key in held}
 
     def put(self, item: Json) -> None:
@@ -346,7 +348,11 @@ class Fleet:
     def kind(self, record: NodeRecord) -> str | None:
         """A key that records with equal graphs share, to the last link; None without a graph of this release."""
         graph = self._graph(record)
-        return self._kinds.setdefault(graph, record.graph or "") if graph else None
+        if graph is None or record.graph is None:
+            return None
+        if record.graph not in self._kind_of:
+            self._kind_of[record.graph] = self._kinds.setdefault(graph, record.graph)
+        return self._kind_of[record.graph]
 
     def _graph(self, record: NodeRecord) -> NodeTopology | None:
         if record.graph is None:

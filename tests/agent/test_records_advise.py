@@ -281,6 +281,20 @@ def test_records_of_the_old_form_are_read_and_equal_the_new_ones() -> None:
             assert told(advise_cluster(fleet_of(old), request)[0]) == told(advise_cluster(fleet_of(new), request)[0])
 
 
+def test_a_kind_outlives_the_node_that_it_was_first_seen_on() -> None:
+    """Equal graphs of records that differ otherwise stay one kind when one of the nodes goes."""
+    facts = SNAPSHOTS["l40s-4x-pcie"].facts(HostinfoFacts)
+    assert facts is not None
+    records = []
+    for name in ("n1", "n2", "n3"):
+        outcomes = {**SNAPSHOTS["l40s-4x-pcie"].outcomes, "hostinfo": Ok(facts=replace(facts, kernel=f"6.{name}"))}
+        records.append(record_of(replace(SNAPSHOTS["l40s-4x-pcie"], outcomes=outcomes), name))
+    held = fleet_of(*records)
+    assert len({record.graph for record in records}) == 3 and len({held.kind(record) for record in records}) == 1
+    held.set(records[1:])
+    assert [kind["names"] for kind in topology_document(held)["kinds"]] == [["n2", "n3"]]
+
+
 def test_findings_keep_their_time_while_they_last() -> None:
     """One that stays keeps its first scan's time, a new one has its own, one that comes back begins anew."""
     sick, seen = record_of(SNAPSHOTS["sick-h100-dead-hca"], "n1"), FirstSeen()
