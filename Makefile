@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ALONE := ranks or netns or rdma or kube or gpu
 HEAVY := $(ALONE) or browser or prometheus
 
-.PHONY: run test test-fast test-heavy lint golden serve bench forecast expect e2e drills clean lock audit sbom fuzz
+.PHONY: run test test-fast test-heavy lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -38,7 +38,11 @@ test-heavy: $(READY)
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)
-	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k golden
+	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
+
+# the long documents whose digests are kept, into OUT: once before a change and once after it, for diff -r
+golden-documents: $(READY)
+	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
 
 # against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/kubernetes.md);
 # without KUBECONFIG the same conversations with the stand-in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -45,17 +46,29 @@ def corpus() -> Path:
 
 
 @pytest.fixture
-def golden() -> Callable[[str, Any], None]:
-    """Compare a value with tests/golden/<name>; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it."""
+def golden() -> Callable[..., None]:
+    """Compare a value with tests/golden/<name>; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it.
 
-    def compare(name: str, value: Any) -> None:
-        path = GOLDEN / name
+    With `digest` the file holds the document's SHA-256 alone: long documents that follow from others which are kept
+    whole. `make golden-documents OUT=DIR` writes them out, before a change and after it, for diff -r.
+    """
+
+    def compare(name: str, value: Any, *, digest: bool = False) -> None:
         text = value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True) + "\n"
+        path = GOLDEN / name
+        if digest:
+            if folder := os.environ.get("TOPOFLIGHT_GOLDEN_DOCUMENTS"):
+                whole = Path(folder) / name
+                whole.parent.mkdir(parents=True, exist_ok=True)
+                whole.write_text(text, encoding="utf-8")
+            path = path.with_name(f"{path.name}.sha256")
+            text = hashlib.sha256(text.encode()).hexdigest() + "\n"
         if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             return
         assert path.exists(), f"{path} is missing: make golden writes it"
-        assert text == path.read_text(encoding="utf-8"), f"{path} differs: read the difference, then make golden"
+        look = "make golden-documents, before and after" if digest else "read the difference"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}, then make golden"
 
     return compare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,9 @@ def essence(recommendation: Recommendation) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_golden_layout(name: str) -> None:
-    """The whole layout advice, as recorded; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
-    file = GOLDEN / name / "layout.json"
-    said = json.dumps(essence(answer(name)), indent=1, ensure_ascii=False) + "\n"
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(said, encoding="utf-8")
-    assert json.loads(said) == json.loads(file.read_text(encoding="utf-8"))
+def test_golden_layout(name: str, golden: Callable[..., None]) -> None:
+    """The whole layout advice, as recorded."""
+    golden(f"{name}/layout.json", json.dumps(essence(answer(name)), indent=1, ensure_ascii=False) + "\n", digest=True)
 
 
 def test_no_tensor_parallelism_without_nvlink() -> None:
