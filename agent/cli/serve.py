@@ -5,20 +5,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
 
 from agent.cli.hosts import host_option, root_option
 
-ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no doors that make load
+ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
     "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
+    "allowed_hosts": (),
 }  # fmt: skip
+MOST_CONNECTIONS = 512  # each costs some 20 KiB while it is open
+RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server and what libraries open
+BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
+HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
+KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
+LINES_PER_MINUTE = 10.0  # of complaints about what clients send
+GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
 
@@ -36,6 +48,8 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
               help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
 @click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               metavar="FILE", help="The same as a YAML mapping; read anew for each scan.")  # fmt: skip
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+              help="A name beside localhost and this host's own under which the agent may be read.")  # fmt: skip
 @click.option("--reads", default="open", type=click.Choice(["open", "token"]), show_default=True,
               help="Whether reading needs a token too.")  # fmt: skip
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -49,7 +63,7 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
               help="With --publish: labels through Node Feature Discovery, where it is installed.")  # fmt: skip
 @click.option("--node-name", envvar="NODE_NAME", default=None, help="This node's name in the cluster.")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **given: Any) -> None:
-    """Run the HTTP agent: page, JSON, metrics. Doors that make load stay closed without --token-file or -review.
+    """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
 
     With --host it serves recordings in place of this host.
     """
@@ -59,6 +73,8 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     from probes.hostinfo.container import ROLE
     from probes.scanner import Scanner
 
+    if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, given)
     places = bind(address, port)  # first: who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
@@ -74,7 +90,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
         click.echo(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
-        listen(application(state, given), address, port, places)
+        listen(application(state, {**given, "hosts": _names(address, given)}), address, port, places)
     finally:
         if scanner:
             scanner.close()
@@ -108,22 +124,54 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.connections import BACKLOG, KEEP_ALIVE_SECONDS, Seldom, protocol
+    from agent.http.access import Bucket
+    from agent.http.limits import Limited
 
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(Seldom())
+    for name in ("uvicorn.error", "asyncio"):  # hostile clients do not fill the log
+        logging.getLogger(name).addFilter(_Seldom(Bucket(rate=LINES_PER_MINUTE / 60, size=LINES_PER_MINUTE).take))
     sys.setswitchinterval(SWITCH_SECONDS)
-    http: Any = protocol()
+    connections = _connections()
+    Limited.most_per_address = min(Limited.most_per_address, max(4, connections // 4))
     config = uvicorn.Config(
         app, host=address, port=port, log_level=logging.getLevelName(logging.getLogger().level).lower(),
-        access_log=False, ws="none", http=http, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
-        timeout_graceful_shutdown=5,
+        access_log=False, ws="none", http=Limited, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
+        limit_concurrency=connections, h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
     )  # fmt: skip
-    server = uvicorn.Server(config)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if not self.should_exit:  # whatever hangs, the process ends
+                end = threading.Timer(GRACE_SECONDS, os._exit, (128 + sig,))
+                end.daemon = True
+                end.start()
+            super().handle_exit(sig, frame)
+
+    server = Server(config)
     with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once all is closed
         server.run(sockets=places or bind(address, port))
     if not server.started:  # its own words are in the log
         raise click.ClickException("the HTTP agent did not start")
+
+
+class _Seldom(logging.Filter):
+    def __init__(self, take: Callable[[], bool]) -> None:
+        super().__init__()
+        self._take = take
+
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - whatever it says
+        return self._take()
+
+
+def _connections() -> int:
+    """How many connections this process has descriptors for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + BACKLOG + RESERVED_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_CONNECTIONS
+    return max(8, min(MOST_CONNECTIONS, (soft - RESERVED_DESCRIPTORS) // 2))
 
 
 def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
@@ -174,7 +222,16 @@ def application(state: Any, given: dict[str, Any]) -> Any:
             client, lambda: next(iter(cluster.own()), None), namespace=_namespace(client),
             interval_seconds=given["publish_interval"], labels=given["nfd"],
         )  # fmt: skip
-    return create(state, tokens=tokens, cluster=cluster, publisher=publisher)
+    return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=given.get("hosts"))
+
+
+def _names(address: str, given: dict[str, Any]) -> list[str]:
+    """The names under which this agent may be read: this host's, and in a pod those of services in its namespace."""
+    names = {"localhost", os.uname().nodename, address, given["node_name"], *given["allowed_hosts"]}
+    if namespace := os.environ.get("POD_NAMESPACE"):
+        names |= {"topoflight", "topoflight-node"}
+        names |= {f"*.{namespace}{suffix}" for suffix in ("", ".svc", ".svc.cluster.local")}
+    return sorted(name for name in names if name)
 
 
 def _client() -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import re
 import shlex
 import stat
@@ -25,7 +26,10 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -42,6 +46,7 @@ _MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
 REVIEWS_PER_SECOND = 10.0  # of one source
 MOST_SOURCES = 1024
 MOST_WAITING = 32  # tokens to be judged, of all sources
+READS = ("GET", "HEAD")
 PROBES = ("/healthz", "/readyz")  # the kubelet's, which brings no token
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
@@ -184,6 +189,28 @@ class Tokens:
         return Judgement(problem=ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path)))
 
 
+class ReadHosts(TrustedHostMiddleware):
+    """Refuses reads under a foreign name: a web page whose name was bound to this address anew reads nothing here.
+
+    An address is no name that could be bound anew, and whoever sends no Host is no browser.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 400."""
+        named = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if named is None or scope["method"] not in READS or _is_address(named):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(urlsplit(f"//{host}").hostname or ""))
+    except ValueError:
+        return False
+
+
 class Guard:
     """ASGI middleware that judges the token before anything reads the body.
 
@@ -197,7 +224,7 @@ class Guard:
         """Let the request through, with the caller's name in its state, or refuse it."""
         if scope["type"] == "http":
             method, path = scope["method"], scope["path"]
-            reads = method in ("GET", "HEAD") and not self._tokens.reads_open and path not in PROBES
+            reads = method in READS and not self._tokens.reads_open and path not in PROBES
             if reads or (method == "POST" and path in self._posts):
                 request = Request(scope)
                 try:

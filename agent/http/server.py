@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -22,7 +22,7 @@ from agent.cluster.publish import Publisher
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import FailOn, GateError, judge, select, worst_first
 from agent.http import load, openapi, pages, problem, runs
-from agent.http.access import Guard, Tokens
+from agent.http.access import Guard, ReadHosts, Tokens
 from agent.http.answers import Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
 from agent.http.problem import ProblemError
@@ -46,12 +46,12 @@ Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node,
 
 def create(
     state: State, *, tokens: Tokens | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
-    worker: Worker | None = None,
+    worker: Worker | None = None, hosts: Sequence[str] | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application around one state; scanning and publishing start and end with it.
 
     Without `tokens` whatever needs a token is closed; without `cluster` the cluster is what this agent scans. Costly
-    questions go to `worker`, by default one of its own.
+    questions go to `worker`, by default one of its own. `hosts` are the names under which this agent may be read.
     """
     tokens, cluster, worker = tokens or Tokens(), cluster or Cluster(state), worker or Worker()
 
@@ -79,6 +79,8 @@ def create(
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
     posts: set[str] = set()
     app.add_middleware(Guard, tokens=tokens, posts=posts)
+    if hosts is not None:
+        app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
     _health(app, state, lambda: counters.samples(publisher.tally if publisher else None, cluster.tally))
     pages.install(app, state, _current, cluster, worker, rendered)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
 import resident
 
+from agent.cli import serve
 from agent.gate.report import write_atomic
 from agent.http.server import create
 from agent.http.state import State
@@ -265,3 +266,25 @@ def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
                 assert running.get(door, headers={"Authorization": f"Bearer {SECRET}"}).status_code == 200
                 assert running.get(door).status_code == 401
                 assert running.head(door).status_code in (401, 405)
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("host", "read"),
+    [("localhost", True), ("localhost:9402", True), ("127.0.0.1:9402", True), ("[::1]:9402", True), ("10.1.2.3", True),
+     ("topoflight.gpu-nodes:9402", True), ("topoflight-node.gpu-nodes.svc.cluster.local", True), ("gpubox", True),
+     ("evil.example", False), ("localhost.evil.example", False), ("127.0.0.1.evil.example", False), ("", False),
+     ("a@localhost", False), ("evil.example/localhost", False)],
+)  # fmt: skip
+def test_reads_under_a_foreign_name_are_refused(host: str, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page whose name was bound to this address anew reads nothing; what needs a token is refused for want of one."""
+    monkeypatch.setenv("POD_NAMESPACE", "gpu-nodes")
+    names = serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ("gpubox",)})
+    state = State(lambda: (scan(load(MACHINE)),), interval_seconds=3600)
+    state.refresh()
+    client = TestClient(create(state, hosts=names))
+    for path in ("/", "/findings", "/metrics", "/openapi.json"):
+        assert client.get(path, headers={"Host": host}).status_code == (200 if read else 400), path
+    assert client.post("/preflight", headers={"Host": host}).status_code == 403

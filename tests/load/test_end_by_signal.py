@@ -1,0 +1,94 @@
+"""SIGTERM ends the agent within the grace that its manifest gives, whatever it is about."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import resident
+import yaml
+from load_served import H100, ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+
+from api_server import write_kubeconfig
+
+GRACE_SECONDS = next(
+    document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for document in yaml.safe_load_all((ROOT / "deploy/daemonset/base/daemonset.yaml").read_text())
+    if document["kind"] == "DaemonSet"
+)
+COSTLY = "/recommendations?model=Llama-3.1-405B&nodes=20000"
+
+
+def connect(port: int, *requests: str) -> list[socket.socket]:
+    made = []
+    for request in requests:
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", port))
+        one.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            one.sendall(request.encode())
+        made.append(one)
+    return made
+
+
+def get(path: str) -> str:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def idle(port: int) -> list[socket.socket]:
+    return []
+
+
+def crowded(port: int) -> list[socket.socket]:
+    """Silent, slow and deaf clients, and pages that are kept fresh."""
+    return connect(port, *[""] * 20, *["GET / HTTP/1.1\r\nX: "] * 20, *[get("/snapshot") * 100] * 10,
+                   *[get("/events")] * 10)  # fmt: skip
+
+
+def planning(port: int) -> list[socket.socket]:
+    """The worker at work, and a queue before it."""
+    return connect(port, *(get(f"{COSTLY}&sequence_length={4096 + number}") for number in range(20)))
+
+
+def asking_the_cluster(port: int) -> list[socket.socket]:
+    """Of an API server that takes connections and says nothing; tokens wait to be judged, too."""
+    posted = "POST /preflight HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {:020d}\r\n\r\n"
+    return connect(port, *[get("/nodes")] * 50, *(posted.format(number) for number in range(20)))
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[Path]:
+    """A kubeconfig of a server that never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+        yield write_kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("busy", [None, idle, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
+def test_it_ends_in_time(
+    busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """None: before anything is loaded but the listening socket."""
+    port = resident.free_port()
+    words = ["--publish", "--token-review"] if busy is asking_the_cluster else []
+    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port), *words,
+               "--state", str(tmp_path / "state")]  # fmt: skip
+    with resident.process(command, {"KUBECONFIG": str(silent)}, tmp_path / "log") as agent:
+        if busy is None:
+            eventually(lambda: "page:" in (tmp_path / "log").read_text(), "it listens")
+            held = []
+        else:
+            resident.wait(port, "/readyz", agent)
+            held = busy(port)
+            assert resident.get(port, "/metrics")[0] == 200  # after them: they have arrived
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(GRACE_SECONDS) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        for one in held:
+            one.close()
