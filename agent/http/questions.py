@@ -20,7 +20,7 @@ from agent import advise
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
 from agent.gate.report import render
 from agent.http import cluster
-from agent.http.worker import Answer, Refusal
+from agent.http.worker import Answer, Refusal, send
 from agent.view import View
 
 log = logging.getLogger(__name__)
@@ -176,12 +176,12 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this goes and not the agent
     logging.basicConfig(level=logging.WARNING)
     pipe, known = Connection(int(sys.argv[1])), Known()
-    pipe.send("ready")
+    pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             kind, given = pipe.recv()
             if not known.take(kind, given):
-                pipe.send(answer(known, kind, given))
+                send(pipe, answer(known, kind, given))
 
 
 if __name__ == "__main__":

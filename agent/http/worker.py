@@ -9,6 +9,7 @@ the cluster's records those that have changed. Why a process, and what it costs:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -89,6 +90,23 @@ class _Job:
         self.answered.set_exception(ProblemError(status, detail, headers=headers))
 
 
+def send(pipe: Connection, answer: Answer | Refusal) -> None:
+    """From the worker to the agent go texts and bytes only: nothing that is unpacked into objects."""
+    told: dict[str, Any] = {"status": answer.status}
+    if isinstance(answer, Refusal):
+        told["detail"] = answer.detail
+    else:
+        told |= {"media_type": answer.media_type, "headers": dict(answer.headers)}
+    pipe.send_bytes(json.dumps(told).encode())
+    pipe.send_bytes(b"" if isinstance(answer, Refusal) else answer.body)
+
+
+def received(pipe: Connection) -> Answer | Refusal:
+    """The other side of `send`."""
+    told, body = json.loads(pipe.recv_bytes()), pipe.recv_bytes()
+    return Refusal(**told) if "detail" in told else Answer(body=body, **told)
+
+
 class _Process:
     """The worker process, and what it has been told. Belongs to one thread, and dies with it."""
 
@@ -108,7 +126,7 @@ class _Process:
         if not self._pipe.poll(START_SECONDS):
             self.kill()
             raise _LateError(f"the worker process has not started within {START_SECONDS:.0f} s")
-        self._pipe.recv()
+        self._pipe.recv_bytes()
 
     def ask(self, job: _Job, longest: float) -> Answer | Refusal:
         """Raises _LateError, and EOFError or OSError where the process has ended."""
@@ -121,8 +139,7 @@ class _Process:
                 until = min(until, now + LEFT_SECONDS)
             if now > until:
                 raise _LateError(f"the question takes longer than {longest:.0f} s: ask for less")
-        answer: Answer | Refusal = self._pipe.recv()
-        return answer
+        return received(self._pipe)
 
     def _tell(self, job: _Job) -> None:
         """Hand over what has changed since the last question."""
