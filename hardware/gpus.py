@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from hardware.series import is_of
 from hardware.tables import pair, read
 
 NVIDIA = 0x10DE
@@ -42,6 +43,7 @@ class Gpu:
     soldered: str | None = None  # beside "SXM", on the driver's name: boards that exist only with NVLink in use
     peers: bool = True  # False: the driver refuses peer access over PCIe
     grace: bool = False  # on a Grace CPU, by C2C
+    stand_in: bool = False  # its speed is assumed of a GPU in no row
     pci: Mapping[int, str] = field(default_factory=dict)  # device id: name in pci.ids
 
     @property
@@ -85,6 +87,11 @@ def gpu_named(name: str | None) -> Gpu | None:
     return next((gpu for gpu in gpus() if re.search(gpu.pattern, text)), None)
 
 
+def stand_in() -> Gpu:
+    """The GPU whose speed is assumed of one in no row."""
+    return next(gpu for gpu in gpus() if gpu.stand_in)
+
+
 def soldered(name: str) -> bool:
     """Whether a board of this name exists only with NVLink in use: there no link at all is a fault, not a choice."""
     gpu = gpu_named(name)
@@ -94,7 +101,12 @@ def soldered(name: str) -> bool:
 def refuses_peers(name: str) -> bool:
     """Whether the driver refuses this GPU peer access over PCIe, as it does to all that are sold for games."""
     gpu = gpu_named(name)
-    return bool(re.search(r"GeForce|TITAN", name, re.IGNORECASE)) or bool(gpu and not gpu.peers)
+    return is_of("sold for games", name) or bool(gpu and not gpu.peers)
+
+
+def without_gdr(name: str) -> bool:
+    """Whether a GPU has no GPUDirect RDMA by design: it is sold for games, or its memory is the host's."""
+    return is_of("sold for games", name) or is_of("without GPUDirect RDMA", name)
 
 
 def on_grace(name: str | None) -> bool:

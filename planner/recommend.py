@@ -10,7 +10,7 @@ from typing import Any
 from collectives.bench.results import Measurement
 from collectives.nccl_log.transport import Evidence
 from contracts.layout import Layout, LayoutError, Precision
-from hardware.gpus import gpu_named
+from hardware.gpus import gpu_named, stand_in
 from hardware.machines import catalogue
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
@@ -71,11 +71,11 @@ def _rates(
         gpu = gpu_named(node.gpus[0].model)
         if gpu is not None:
             return gpu_rates(gpu, train, engine, precision)
-        unknowns.append(f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an A100's; calibrate")
-        fallback = gpu_named("A100")
-        if fallback is None:
-            raise LookupError("the table of GPUs lost its A100")
-        rates = gpu_rates(fallback, train, engine, precision)
+        other = stand_in()
+        unknowns.append(
+            f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an {other.name}'s; calibrate"
+        )
+        rates = gpu_rates(other, train, engine, precision)
         memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
         return Rates(
             gemm=rates.gemm, attention=rates.attention, hbm=rates.hbm, memory_bytes=memory,

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent.gate.measured import gdrdma_possible
+from hardware.gpus import without_gdr
 from planner.advice import Recommendation
 from probes.api import Snapshot
 from probes.gpu.probe import GpuFacts
 from topology.build import build
-
-# GPUDirect RDMA is for data center and workstation GPUs (CUDA documentation, GPUDirect RDMA)
-WITHOUT_GPUDIRECT = ("GeForce", "TITAN")
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
@@ -48,7 +46,7 @@ def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
     for snapshot in found:
         gpus, node = snapshot.facts(GpuFacts), build(snapshot)
         models = [gpu.name for gpu in gpus.gpus] if gpus else [None]
-        able = all(model and not any(word in model for word in WITHOUT_GPUDIRECT) for model in models)
+        able = all(model and not without_gdr(model) for model in models)
         if not able or len(node.nearest_nic) != len(node.gpus) or not node.nearest_nic:
             return ""
         for near in node.nearest_nic:

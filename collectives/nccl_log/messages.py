@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import cache
 from typing import TypeVar
+
+from hardware.series import is_of, pattern
 
 MAX_VALUES = 512
 MAX_PLACES = 4_096
@@ -51,26 +54,7 @@ _CLIQUE = re.compile(rb"MNNVL 1 cliqueId \w+ cliqueSize (\d{1,5})")
 _FABRIC = re.compile(rb"MNNVL busId \S+ fabric UUID (?!0+\.0+ )\S+ cliqueId \S+ state 3\b")
 _PLACE = re.compile(rb"(\d{1,7})\[([0-9a-f]{1,12})\] -> (\d{1,7})\[([0-9a-f]{1,12})\]")
 
-# Names of GPUs as the driver prints them ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB", "NVIDIA GB10").
-_GPU_NAME = re.compile(
-    rb"(?:NVIDIA[ -]|Tesla[ -]|(?<![A-Za-z])(?=GeForce|Quadro))((?:Tesla |GeForce |Quadro |TITAN |RTX )?"
-    rb"(?:GB10|GB[23]00|G?H\d{2,3}|B[123]\d\d|[ALPTVKM]\d{1,3}[GSXm]?|RTX|GTX|PRO|TITAN|T1000|T\d{3})\b[\w -]{0,40})"
-)
 _TEST_GPU = re.compile(rb" device +\d+ \[[\w:.]+\] +(?:NVIDIA )?(\w[\w -]{1,48})")
-# Compute capability 8.0 and above; below it NCCL sends without GPUDirect RDMA unless NVLink joins the GPU to another
-# (ncclTopoCheckGdr, src/graph/paths.cc).
-_AMPERE_OR_LATER = re.compile(
-    r"\b(?:GB\d+|G?H\d{2,3}|B[123]\d\d|A\d{1,4}[GXm]?|L4|L40S?|L20|L2|RTX [3-9]0[5-9]0|RTX A\d+|RTX PRO|"
-    r"RTX \d000(?: SFF)? Ada)\b"
-)
-_BEFORE_AMPERE = re.compile(
-    r"\b(?:[VPKM]\d{1,3}m?|T4G?|T1000|T\d{3}|TITAN\b.*|GTX \d+\w*|RTX 20\d\d|RTX [4568]000|GV100|GP100)(?=\b|-)"
-)
-_CARD = re.compile(r"PCIE|PCIe|\b(?:A(?:2|10|10G|16|30|40)|L4|L40S?|L20|L2|T4G?)\b|\bRTX\b")
-_HAS_NVLINK = re.compile(r"SXM|NVLink|GV100|GP100")
-# GeForce has no GPUDirect RDMA ("only on Tesla and Quadro class GPUs", NVIDIA's GPUDirect RDMA guide), nor has GB10,
-# whose memory is the host's (DGX Spark's user guide).
-_NO_GDR = re.compile(r"\bGeForce\b|\bGB10\b")
 
 
 _SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
@@ -98,11 +82,23 @@ def _fill(mine: dict[_Name, _Value], theirs: dict[_Name, _Value], most: int) -> 
             mine.setdefault(name, value)
 
 
+@cache
+def _gpu_name() -> re.Pattern[bytes]:
+    """Names of GPUs as the driver prints them ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB", "NVIDIA GB10")."""
+    return re.compile(
+        rb"(?:NVIDIA[ -]|Tesla[ -]|(?<![A-Za-z])(?=GeForce|Quadro))(%s\b[\w -]{0,40})" % pattern("model").encode()
+    )
+
+
 def gpus_before_ampere(names: Iterable[str]) -> bool | None:
-    """Whether the GPUs of these names send without GPUDirect RDMA by default; None where the names do not tell."""
+    """Whether the GPUs of these names send without GPUDirect RDMA by default; None where the names do not tell.
+
+    Below compute capability 8.0 NCCL does so unless NVLink joins the GPU to another (ncclTopoCheckGdr,
+    src/graph/paths.cc).
+    """
     kinds = {
-        None if not (_AMPERE_OR_LATER.search(name) or _BEFORE_AMPERE.search(name))
-        else not _AMPERE_OR_LATER.search(name) and not _HAS_NVLINK.search(name)
+        None if not (is_of("Ampere or later", name) or is_of("before Ampere", name))
+        else not is_of("Ampere or later", name) and not is_of("NVLink board", name)
         for name in names
     }  # fmt: skip
     if False in kinds:
@@ -112,12 +108,12 @@ def gpus_before_ampere(names: Iterable[str]) -> bool | None:
 
 def gpus_on_pcie(names: Collection[str]) -> bool:
     """Whether the names say that all these GPUs are cards: NVLink joins some of them in pairs, and most not at all."""
-    return all(bool(_CARD.search(name)) for name in names) and bool(names)
+    return all(is_of("card", name) for name in names) and bool(names)
 
 
 def gpus_without_gdr(names: Collection[str]) -> bool:
     """Whether all these GPUs have no GPUDirect RDMA by design."""
-    return all(bool(_NO_GDR.search(name)) for name in names) and bool(names)
+    return all(is_of("without GPUDirect RDMA", name) for name in names) and bool(names)
 
 
 class Facts:
@@ -292,7 +288,7 @@ class Facts:
             said.append(f"{FABRIC}NVLink reaches over nodes")
 
     def _gpus(self, message: bytes, said: list[str]) -> None:
-        match = _GPU_NAME.search(message) or _TEST_GPU.search(message)
+        match = _gpu_name().search(message) or _TEST_GPU.search(message)
         if match and len(self.gpus) < 64:
             name = b" ".join(match[1].split()).decode("utf-8", "replace")
             if name not in self.gpus:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from pydantic import TypeAdapter
 
-from hardware.gpus import gpu_named, gpus, model_of, on_grace, refuses_peers, soldered
+from hardware.gpus import gpu_named, gpus, model_of, on_grace, refuses_peers, soldered, without_gdr
 from hardware.links import links, nvlink
+from hardware.machines import machines as rows
 from hardware.nics import fastest, is_efa, is_virtual, models, nics
 from planner.forecast import machines
 from planner.forecast.models import model_named
@@ -20,9 +25,8 @@ from planner.sweep import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
-PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-    "packages"
-]
+BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+PACKAGES = BUILD["targets"]["wheel"]["packages"]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
@@ -39,6 +43,13 @@ def test_a_gpu_is_found_by_its_own_name_and_its_pci_ids(gpu) -> None:
     assert gpu_named(gpu.name) == gpu
     assert all(gpu_named(name) == gpu for name in gpu.pci.values())
     assert all(model_of(0x10DE, number) == (name, gpu.compute_capability) for number, name in gpu.pci.items())
+
+
+@pytest.mark.parametrize("row", [*gpus(), *links(), *nics(), *rows()], ids=lambda row: row.name)
+def test_a_row_is_of_its_type(row: object) -> None:
+    """TOML knows a number from a text; what stands in a row is what the record says."""
+    for name, kind in get_type_hints(type(row)).items():
+        TypeAdapter(kind).validate_python(getattr(row, name), strict=True)
 
 
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
@@ -84,6 +95,11 @@ def test_what_a_drivers_name_says(name: str, built_with_nvlink: bool, no_peers: 
     assert (soldered(name), refuses_peers(name), on_grace(name)) == (built_with_nvlink, no_peers, grace)
 
 
+def test_gpus_without_gpudirect_rdma() -> None:
+    names = ("NVIDIA GeForce RTX 4090", "NVIDIA TITAN RTX", "NVIDIA GB10", "NVIDIA RTX A6000", "NVIDIA GB200")
+    assert [without_gdr(name) for name in names] == [True, True, True, False, False]
+
+
 def test_help_reads_no_table() -> None:
     code = (
         "import sys; from agent.cli.main import main; sys.argv = ['topoflight', '--help']\n"
@@ -118,3 +134,42 @@ def test_what_rccl_serves_is_refused_and_not_guessed(machine: str, hosts: int) -
     assert "no ceiling of training on it was measured" in answer.unknowns[0]
     (point,) = sweep(machine, [hosts], model_named("Llama-3.1-8B"), TrainSpec())
     assert point.step_seconds is None and point.reason in answer.unknowns
+
+
+_MODEL = re.compile(
+    r"(?<![-\w])(?:GB\d{2,3}|G?H\d{2,3}|B[123]\d\d|V100|P100|A(?:2|10G?|16|30|40|100|800|6000)|L4|L40S?|T4|MI\d{3}\w?"
+    r"|(?:RTX|GTX|TITAN)[ \w]*)\b|\bG?[BH]\[\d+\]00",
+    re.IGNORECASE,
+)
+NO_KEY = {"collectives/nccl_log/messages.py": "GB10"}  # what a log's places give away: the answer of a rule
+
+
+def _strings(tree: ast.Module) -> list[ast.Constant]:
+    """Every string and bytes of the code that is no docstring."""
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in docs
+    ]
+
+
+@pytest.mark.parametrize("package", [*(each for each in PACKAGES if each != "hardware"), "dashboards"])
+def test_no_table_outside_hardware_is_keyed_by_a_gpu(package: str) -> None:
+    """A GPU's name in code is a table that was not moved. A sentence may name one."""
+    found = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        where = str(path.relative_to(ROOT))
+        for node in _strings(ast.parse(path.read_text())):
+            text = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+            sentence = re.search(r"[a-z]{2,}[,:;]? [a-z]{2,} ", text)
+            if _MODEL.search(text) and not sentence and NO_KEY.get(where) != text:
+                found.append(f"{where}:{node.lineno}: {text!r:.60}")
+    assert found == []
+
+
+def test_the_test_sees_a_table() -> None:
+    for text in ("H100", "NVIDIA B200", r"h[12]00.*pcie", r"B[23]00", "mi300x", "RTX 4090", "a10g"):
+        assert _MODEL.search(text), text
+    for text in ("sick-h100-no-peermem", "p5.48xlarge", "ConnectX-7", "NCCL_P2P_LEVEL"):
+        assert not _MODEL.search(text), text
