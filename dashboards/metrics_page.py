@@ -24,7 +24,7 @@ def _tables() -> str:
         lines += [f"### {source}", "", *(_line(family) for family in families), ""]
     lines += [
         "## Labels", "",
-        f"In brackets how many values of it one host can have, which bounds its series: {symbols}.", "",
+        f"In brackets the most values on one host: {symbols}.", "",
         *(f"- `{name}`{f' ({count})' if count else ''}: {text}" for name, (text, count) in LABELS.items()),
         "", f"Never used, because they are the scraper's: {never}.", "",
     ]  # fmt: skip

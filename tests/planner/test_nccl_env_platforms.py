@@ -259,28 +259,27 @@ def page() -> str:
         for name, value, mine, reason in compared(row) if row.machine else ():
             kind = "advised" if mine == value else "not set" if mine == "not set" else "ours"
             outcomes.setdefault(kind, []).append(f"`{name}={mine if kind == 'ours' else value}`")
-            if kind != "advised" and not (row.amd or row.plugin):
+            if kind == "not set" and not (row.amd or row.plugin):
                 known = why.setdefault(reason, [])
                 known += [f"`{name}`"] if f"`{name}`" not in known else []
         if not row.machine:
             outcomes["published"] = [f"`{name}={value}`" for name, (value, _) in row.values().items()]
+        if row.plugin:  # long lists, of which nothing is for a user to decide
+            outcomes["not set"] = [f"{len(outcomes['not set'])} variables of the vendor's script or manifest"]
+        parts += ["RCCL is not judged yet"] if row.amd else []
         parts += [f"{kind}: {' '.join(each)}" for kind, each in outcomes.items() if each]
-        note = (
-            "RCCL is not judged yet" if row.amd else "the vendor's script or manifest sets them" if row.plugin else ""
-        )
-        parts += [note] if note else []
         lines.append("; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing to set")
     listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
-    return "\n".join((HEAD, *lines, "", "## Why", "", *reasons, "", "## Sources", "", *listed)) + "\n"
+    return "\n".join((HEAD, *lines, "", "## Why not set", "", *reasons, "", "## Sources", "", *listed)) + "\n"
 
 
 HEAD = """\
 # Platforms
 
 What makers of platforms publish for NCCL, and what is advised on a machine of that shape for several nodes: *advised*
-as published, *not set* though published, *ours* instead or besides. In brackets: the sources, and the facts that
-recognise the platform (DMI, PCI, files; no network is asked). Where no fact does, nothing is applied. Drawn from
+as published, *not set* though published, *ours* instead or besides. In brackets: the sources, and what recognises the
+platform (DMI, GPU, fabric; no network is asked). Where nothing does, nothing is applied. Drawn from
 `planner/nccl_env/data/platforms.toml` by `tests/planner/test_nccl_env_platforms.py`.
 """
 
@@ -289,14 +288,14 @@ def _facts(row: Platform) -> str:
     if not row.recognised:
         return "not recognised"
     clouds = {
-        "aws": "DMI: Amazon EC2",
-        "azure": "DMI: Azure",
-        "gcp": "DMI: Google",
-        "oci": "DMI: Oracle",
+        "aws": "Amazon EC2",
+        "azure": "Azure",
+        "gcp": "Google",
+        "oci": "Oracle",
     }
     parts = [clouds[row.cloud]] if row.cloud else []
-    parts += [f"product `{row.product}`"] if row.product else []
-    parts += [f"GPU `{row.gpu}`"] if row.gpu else []
+    parts += [f"`{row.product}`"] if row.product else []
+    parts += [f"`{row.gpu}`"] if row.gpu else []
     parts += ["AMD GPUs"] if row.amd else []
     fabric = {
         "cxi": "Cassini NICs",
