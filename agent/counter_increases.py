@@ -1,6 +1,6 @@
 """Errors that rise between two scans of one host: a counter's value alone counts since the driver was loaded.
 
-RDMA ports are judged by `probes.rdma.counters`, GPUs and their links by `probes.gpu.counters`.
+GPUs, their links and RDMA ports are judged by `probes.increases`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import re
 from collections.abc import Sequence
 
 from probes.api import Finding, Snapshot
-from probes.gpu import counters as gpu_counters
-from probes.gpu.probe import GpuFacts
-from probes.rdma import counters as rdma_counters
-from probes.rdma.probe import RdmaFacts
+from probes.gpu.facts import GpuFacts
+from probes.increases import gpu_increases, rdma_increases
+from probes.rdma.facts import RdmaFacts
 
-PAST_SECONDS = 60.0  # the limit of PCIe replays is one of a minute (probes.gpu.counters)
+PAST_SECONDS = 60.0  # the limit of PCIe replays is one of a minute (probes.increases)
 KEPT = 4
 
 CODES = ("rdma.counters.rising", "gpu.counters.rising", "gpu.xid.new")
@@ -29,10 +28,10 @@ def rising(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
     found: list[Finding] = []
     old_rdma, new_rdma = before.facts(RdmaFacts), after.facts(RdmaFacts)
     if old_rdma is not None and new_rdma is not None:
-        found += rdma_counters.rising(old_rdma, new_rdma, seconds)
+        found += rdma_increases(old_rdma, new_rdma, seconds)
     old_gpus, new_gpus = before.facts(GpuFacts), after.facts(GpuFacts)
     if old_gpus is not None and new_gpus is not None:
-        found += gpu_counters.rising(old_gpus, new_gpus, seconds)
+        found += gpu_increases(old_gpus, new_gpus, seconds)
     return tuple(found)
 
 

@@ -30,8 +30,8 @@ from planner.lint.environment import lint
 from planner.lint.sources import recorded_environments
 from probes.api import Ok, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
-from probes.rdma.probe import RdmaFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
 from topology import check as topology_check
 from topology.build import build
 from topology.cluster import join

@@ -392,7 +392,7 @@ def snapshot(data: bytes) -> object:
 
 def network_status(data: bytes) -> object:
     """The network-status annotation, bare or in a file of annotations."""
-    from probes.interfaces.status import annotation, parse_network_status
+    from probes.interfaces.read import annotation, parse_network_status
 
     text = _json(lambda: STATUS, data).decode("utf-8", errors="replace")
     found = annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
@@ -547,7 +547,7 @@ def words(data: bytes) -> object:
 
 def pci_config(data: bytes) -> object:
     """PCI configuration space."""
-    from probes.pci.config import parse_config
+    from probes.pci.read import parse_config
 
     return parse_config(data[:4096])
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "tests" / "fakes" / "nvml"))
 import nvml_profile  # noqa: E402 - found through the line above
 
 from probes.api import Ok  # noqa: E402
-from probes.gpu.probe import GpuFacts  # noqa: E402
+from probes.gpu.facts import GpuFacts  # noqa: E402
 from probes.host.recording import load  # noqa: E402
 from probes.scan import scan  # noqa: E402
 from probes.scanner import Scanner  # noqa: E402

@@ -27,8 +27,8 @@ from planner.rules import Question, first_broken
 from planner.search import Candidate, Found, fitting, search
 from planner.stacks.known import engine_named
 from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
 from probes.gpu.health import held_bytes
-from probes.gpu.probe import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from topology.graph import ClusterTopology
 

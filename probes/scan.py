@@ -12,10 +12,11 @@ from importlib import metadata
 from typing import Any
 
 from probes.api import Absent, Failed, Finding, Metric, Ok, Probe, Sample, Severity, Snapshot, UnavailableError
-from probes.gpu.types import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.protocol import Host
-from probes.rdma.probe import RdmaFacts
+from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL, BY_NAME
+from probes.wire import Outcome, SnapshotError, outcome_from_json, outcome_to_json
 
 SCAN_METRICS = (
     Metric(name="probe_success", help="1 where the probe answered, or found nothing to look at.", labels=("probe",)),
@@ -35,7 +36,7 @@ def version() -> str:
         return "unknown"
 
 
-def run(probe: Probe[Any], host: Host) -> Ok[Any] | Absent | Failed:
+def run(probe: Probe[Any], host: Host) -> Outcome:
     """One probe on one host; never raises for what the probe does."""
     start = time.perf_counter()
     try:
@@ -58,10 +59,8 @@ def scan(host: Host, probes: Sequence[Probe[Any]] = ALL) -> Snapshot:
     )
 
 
-def _fitting(name: str, outcome: Ok[Any] | Absent | Failed) -> Ok[Any] | Absent | Failed:
+def _fitting(name: str, outcome: Outcome) -> Outcome:
     """The outcome, where its facts are of the kinds they are declared to be: a recording may hold anything."""
-    from probes.wire import SnapshotError, outcome_from_json, outcome_to_json
-
     try:
         outcome_from_json(name, outcome_to_json(outcome))
     except SnapshotError as error:

@@ -1,26 +1,66 @@
-"""Snapshots as JSON and back.
+"""Outcomes and snapshots as JSON and back.
 
 An outcome is {"status": "ok", "facts": {...}}, {"status": "absent", "why": ...} or {"status": "failed", "error": ...},
-always with "seconds". Fields that this release does not know are left out, a newer schema_version is refused.
+always with "seconds". Facts are dataclasses of numbers, text, None, and tuples and dicts of these. Fields that this
+release does not know are left out, a newer schema_version is refused. The child that asks the drivers writes only, and
+never imports what reads.
 """
 
 from __future__ import annotations
 
 import json
-
-import cattrs
-from cattrs.preconf.json import make_converter
+from functools import cache
+from typing import Any
 
 from contracts.plain import PlainError, strict
 from contracts.plain import loads as plain
 from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
 from probes.host.protocol import Json
-from probes.outcome import Outcome as Outcome
-from probes.outcome import outcome_to_json as outcome_to_json
 from probes.registry import BY_NAME
 
-_converter = make_converter()
-strict(_converter)
+Outcome = Ok[Any] | Absent | Failed
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
+    """{"status": "ok", "absent" or "failed", "seconds": ..., and "facts", "why" or "error"}."""
+    if isinstance(outcome, Ok):
+        return {"status": "ok", "seconds": outcome.seconds, "facts": _plain(outcome.facts)}
+    if isinstance(outcome, Absent):
+        return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
+    return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
+
+
+def _plain(value: Any) -> Json:
+    kind = type(value)
+    if kind in _AS_IT_IS:
+        return value
+    if kind is tuple or kind is list:
+        return [_plain(item) for item in value]
+    if kind is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    return {name: _plain(getattr(value, name)) for name in _fields(kind)}
+
+
+_AS_IT_IS = frozenset({str, int, float, bool, type(None)})
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    """The names of a dataclass' fields. TypeError where it is none: no fact may be lost silently."""
+    fields = getattr(kind, "__dataclass_fields__", None)
+    if fields is None:
+        raise TypeError(f"a fact of type {kind.__name__} has no plain form")
+    return tuple(fields)
+
+
+@cache
+def _converter() -> Any:
+    """Imported with the first outcome that is read."""
+    from cattrs.preconf.json import make_converter
+
+    converter = make_converter()
+    strict(converter)
+    return converter
 
 
 class SnapshotError(ValueError):
@@ -39,10 +79,10 @@ def outcome_from_json(probe: str, data: Json) -> Outcome:
             raise SnapshotError(f'outcome of probe {probe!r}: status is {status!r}; allowed: "ok", "absent", "failed"')
         if probe not in BY_NAME:
             return Failed(error=f"this release has no probe {probe!r}; its facts cannot be read", seconds=seconds)
-        return Ok(facts=_converter.structure(data["facts"], BY_NAME[probe].facts), seconds=seconds)
+        return Ok(facts=_converter().structure(data["facts"], BY_NAME[probe].facts), seconds=seconds)
     except SnapshotError:
         raise
-    except (cattrs.BaseValidationError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise SnapshotError(f"outcome of probe {probe!r}: {_words(error)}") from None
 
 
@@ -92,6 +132,8 @@ def loads(text: str | bytes) -> Snapshot:
 
 
 def _words(error: BaseException) -> str:
-    if isinstance(error, cattrs.BaseValidationError):
+    if isinstance(error, ExceptionGroup):  # of cattrs: one for each field that does not fit
+        import cattrs
+
         return "; ".join(cattrs.transform_error(error)[:5])
     return f"{type(error).__name__}: {error}"

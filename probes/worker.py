@@ -17,9 +17,9 @@ from probes.host.live import LiveHost
 from probes.host.nvml import Slot
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost
-from probes.outcome import outcome_to_json
 from probes.registry import BY_NAME
 from probes.scan import run
+from probes.wire import outcome_to_json
 
 DRIVER_SHARE = 0.8
 """Of a probe's time, in which NVML may be asked: what a slow driver told by then still has to be sent."""

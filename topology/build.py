@@ -10,11 +10,11 @@ from itertools import combinations
 
 from hardware.gpus import NVIDIA, model_of
 from probes.api import Snapshot
-from probes.gpu.probe import Gpu, GpuFacts
+from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
-from probes.pci.probe import PciDevice, PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciDevice, PciFacts
+from probes.rdma.facts import RdmaFacts
 from topology.build_nics import nics_of
 from topology.complete import complete
 from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair, PathClass, PciNode

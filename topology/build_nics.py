@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from probes.interfaces.probe import Interface, InterfacesFacts
-from probes.rdma.probe import RdmaDevice, RdmaFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
+from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.graph import NicNode
 from topology.pcie import PciTree
 

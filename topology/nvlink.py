@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from probes.gpu.links import LINKS_MAX
-from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
-from probes.gpu.types import UNREAD
+from probes.gpu.answers import LINKS_MAX
+from probes.gpu.facts import UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from topology.graph import GpuNode, Pair, PathClass
 from topology.nccl import nvlink_bytes_per_second
 

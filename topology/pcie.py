@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from probes.pci.probe import PciDevice, is_bridge, is_network
+from probes.pci.facts import PciDevice, is_bridge, is_network
 from topology.graph import CpuNode
 from topology.nccl import INTEL_P2P_OVERHEAD, cpu_bytes_per_second, pcie_bytes_per_second, pcie_generation
 

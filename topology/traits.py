@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from probes.api import Ok, Severity, Snapshot
-from probes.gpu.probe import Gpu, GpuFacts
+from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts, RdmaPort
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.build import build
 from topology.labels import nvlinks
 from topology.nccl import GIGA

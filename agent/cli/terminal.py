@@ -25,11 +25,11 @@ from contracts.layout import Layout
 from contracts.run_record import RunRecord
 from planner.advice import RankedLayout, Recommendation
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.rdma.probe import RdmaFacts
+from probes.rdma.facts import RdmaFacts
 from topology.derive import Pairs
 from topology.formats.matrix import columns
 from topology.graph import NodeTopology

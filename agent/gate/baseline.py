@@ -21,8 +21,8 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from probes.api import Snapshot
 from probes.host.recording import RecordingError, load
-from probes.pci import ends as pci_ends
-from probes.pci.probe import PciDevice, PciFacts
+from probes.pci import facts as pci_facts
+from probes.pci.facts import PciDevice, PciFacts
 from probes.scan import scan
 
 LIMIT_BYTES = 32 << 20  # as much as a recording may have
@@ -69,7 +69,7 @@ def gone(path: Path, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
     found = []
     for node, facts in now.items():
         before = then.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_ends.gpus), ("hcas", "HCA", pci_ends.hcas)):
+        for key, words, listed in (("gpus", "GPU", pci_facts.gpus), ("hcas", "HCA", pci_facts.hcas)):
             had = {device.bus_id for device in listed(before)} if before else set()
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(had):

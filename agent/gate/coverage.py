@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from agent.gate.verdict import Check
 from probes.api import Failed, Ok, Snapshot
-from probes.gpu.probe import GpuFacts
-from probes.pci import ends as pci_ends
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.gpu.facts import GpuFacts
+from probes.pci import facts as pci_facts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes of what every host has
 # Unknown although their probe answered, for reasons that do not lie with the device: they are told, and not required.
@@ -64,15 +64,15 @@ def _shown(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     gpus = snapshot.facts(GpuFacts)
     if pci is None:  # what NVML and sysfs told all the same
         return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
-    shown = {"gpu"} if pci_ends.gpus(pci) or pci_ends.foreign_accelerators(pci) else set()
-    return shown | ({"rdma"} if pci_ends.hcas(pci) else set())
+    shown = {"gpu"} if pci_facts.gpus(pci) or pci_facts.foreign_accelerators(pci) else set()
+    return shown | ({"rdma"} if pci_facts.hcas(pci) else set())
 
 
 def no_gpu_read(snapshot: Snapshot) -> str:
     """Why nothing is known of GPUs that the bus shows; empty where one was read, or where there is none."""
     pci = snapshot.facts(PciFacts)
-    on_bus = pci_ends.gpus(pci) if pci else ()
-    foreign = pci_ends.foreign_accelerators(pci) if pci else ()
+    on_bus = pci_facts.gpus(pci) if pci else ()
+    foreign = pci_facts.foreign_accelerators(pci) if pci else ()
     facts = snapshot.facts(GpuFacts)
     if facts is None:
         if on_bus:
@@ -93,7 +93,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
 def no_hca_read(snapshot: Snapshot) -> str:
     """Why nothing is known of HCAs that the bus shows; empty where one was read, or where there is none."""
     pci = snapshot.facts(PciFacts)
-    on_bus = pci_ends.hcas(pci) if pci else ()
+    on_bus = pci_facts.hcas(pci) if pci else ()
     if not on_bus:
         return ""
     facts = snapshot.facts(RdmaFacts)

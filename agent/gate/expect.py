@@ -20,12 +20,12 @@ from agent.gate.measured import gdrdma_possible
 from agent.gate.verdict import Check, GateError
 from contracts import bounded
 from probes.api import Absent, Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 from topology.check import by_gdr, farthest_gdr
 from topology.graph import NodeTopology
 from topology.labels import nvlinks

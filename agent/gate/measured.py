@@ -12,8 +12,8 @@ from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 
 BENCH_CODES = (
     "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",

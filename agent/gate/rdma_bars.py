@@ -16,8 +16,7 @@ from collectives.bench.wire import ResultError, rdma_from_json
 from contracts import bounded
 from contracts.plain import PlainError, loads
 from probes.api import Snapshot
-from probes.rdma.gids import nccl_gid_index
-from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.graph import NicNode

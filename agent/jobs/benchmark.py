@@ -22,7 +22,7 @@ from planner.forecast.models import model_named
 from planner.forecast.weights import weights
 from planner.nccl_env import environment as nccl_env
 from probes.api import Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from topology.build import build
 from topology.cluster import join
 from topology.reach_paths import Due

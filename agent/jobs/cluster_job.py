@@ -38,7 +38,7 @@ from planner.kubernetes.job import (
 from planner.stacks.export import request_of
 from planner.stacks.known import export
 from probes.api import Snapshot
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 
 Document = dict[str, Any]
 POD_ROLES = {"pod-default", "secondary", "loopback"}  # of interfaces in a pod's network

@@ -11,7 +11,7 @@ from agent.gate.measured import gdrdma_possible
 from hardware.gpus import without_gdr
 from planner.advice import Recommendation
 from probes.api import Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from topology.build import build
 
 

@@ -15,8 +15,8 @@ from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord
 from probes.api import Failed, Ok
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 from topology.graph import NodeTopology, Pair
 
 Values = list[tuple[tuple[str, ...], float]]

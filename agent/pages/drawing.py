@@ -18,7 +18,7 @@ from agent import units
 from agent.gate.verdict import Check
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
-from probes.pci.probe import PciFacts
+from probes.pci.facts import PciFacts
 from topology.derive import Pairs
 from topology.formats.matrix import columns
 from topology.graph import Island, NicNode, NodeTopology

@@ -16,7 +16,7 @@ from agent.gate.verdict import Check
 from agent.view import Group, View, grouped, only
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from topology.graph import NodeTopology
 from topology.reference import departures

@@ -19,9 +19,9 @@ from typing import Any
 from planner.kubernetes import rails as network_rails
 from planner.kubernetes.job import JobError
 from probes.api import Snapshot
-from probes.interfaces.probe import InterfacesFacts
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 
 Document = dict[str, Any]
 

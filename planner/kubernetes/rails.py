@@ -21,7 +21,7 @@ from planner.nccl_env.rdma import hca_list
 from planner.nccl_env.situation import NodeView, PortView
 from planner.nccl_env.situation import networks as subnets
 from probes.api import Snapshot
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 
 # Addresses that are nobody's on the Internet: RFC 1918, RFC 6598, RFC 4193. Nobody chose the ranges after the first,
 # so they must not run into addresses that belong to someone.

@@ -15,7 +15,7 @@ from planner.nccl_env.gpus import p2p_level_effect
 from planner.nccl_env.names import Version
 from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Finding, Severity
-from probes.interfaces.probe import Interface
+from probes.interfaces.facts import Interface
 
 MACHINE_CODES = (
     *ROCE_CODES,

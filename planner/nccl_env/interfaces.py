@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from planner.advice import Note, Reason, Setting
 from planner.nccl_env.situation import NodeView, Situation, by_host, networks, rdma_device_of, some
-from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 
 _NCCL_ORDER = "NCCL src/misc/socket.cc, ncclFindInterfaces"
 _UNFIT = ("loopback", "docker", "bridge", "virtual")

@@ -14,13 +14,12 @@ from collectives.nccl_log.transport import Evidence
 from hardware.gpus import gpu_named
 from planner.nccl_env.names import Version, parse_version
 from probes.api import Failed, Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.ends import amd_gpus, is_cassini
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from probes.pci.facts import PciFacts, amd_gpus, is_cassini
+from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NodeTopology
 
 # Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an

@@ -13,40 +13,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from hardware.gpus import NVIDIA
 from probes.api import Finding, Severity
+from probes.gpu.facts import BusGpu, GpuBus
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container
-from probes.pci.ends import is_passed_through
+from probes.pci.facts import is_passed_through
 
 PCI = "/sys/bus/pci/devices"
 PROC = "/proc/driver/nvidia/gpus"
 NODES_MAX = 64  # as many GPUs as the probe asks about
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BusGpu:
-    """One NVIDIA GPU of the bus that this host's own driver could hold."""
-
-    bus_id: str
-    driver: str | None = None
-    minor: int | None = None  # N of /dev/nvidiaN; None where the driver's /proc does not tell
-    node_exists: bool | None = None  # None where the minor is unknown
-    node_usable: bool | None = None  # this process may open it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBus:
-    """The GPUs of the bus, and what decides which of them this process was given."""
-
-    gpus: tuple[BusGpu, ...]
-    container: str | None = None  # "kubernetes", "docker", ...
-    nodes: int = 0  # /dev/nvidia0, /dev/nvidia1, ... that this process may open
-    requested: int | None = None  # GPUs that NVIDIA_VISIBLE_DEVICES names; None where it names none, all, or MIG slices
-    all_requested: bool = False  # NVIDIA_VISIBLE_DEVICES=all; images set it too, so it proves no request
 
 
 def read_bus(host: Host) -> GpuBus | None:

@@ -13,11 +13,11 @@ from probes.api import Finding, Severity
 from probes.gpu import health as gpu_health
 from probes.gpu import unread as gpu_unread
 from probes.gpu.bus import check_bus
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.gpu.health import BUSY_RATIO, finding, subject_of
 from probes.gpu.read import SLOW_SECONDS_PER_CALL
-from probes.gpu.types import Gpu, GpuFacts, GpuPair
 from probes.host.nvml import CRASHED, HUNG, NOT_ASKED
-from probes.pci import check as pci_check
+from probes.pci import probe as pci_probe
 
 CODES = (
     "gpu.driver.unusable", "gpu.driver.slow", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
@@ -262,7 +262,7 @@ def _pcie(gpu: Gpu) -> Iterator[Finding]:
     # Where sysfs shows the link, the pci probe judges the same width, with the slot's side of it.
     if width and most and width < most and not gpu.link_in_sysfs:
         yield finding(
-            "gpu.pcie.width", pci_check.NARROW_GPU, subject_of(gpu),
+            "gpu.pcie.width", pci_probe.NARROW_GPU, subject_of(gpu),
             f"runs with {width} PCIe lanes where GPU and slot have {most}: {width / most:.0%} of the bandwidth",
             f"nvmlDeviceGetCurrPcieLinkWidth = {width}, nvmlDeviceGetMaxPcieLinkWidth = {most}",
             "Reseat the card or riser; check the slot's bifurcation in the firmware setup.",

@@ -16,31 +16,36 @@ from dataclasses import replace
 from typing import Any, cast
 
 from probes.api import UnavailableError
-from probes.gpu import xid
-from probes.gpu.ask import LOST, Asker, does_not_apply
-from probes.gpu.bus import read_bus
-from probes.gpu.decode import (
+from probes.gpu.answers import (
     ANCESTORS,
     COMPUTE_MODES,
     FABRIC,
     FABRIC_SUMMARIES,
+    LOST,
     P2P,
     THROTTLE_REASONS,
+    Asker,
+    LinkStates,
     cpu_list,
+    does_not_apply,
     fabric_clique,
     fabric_degraded,
     fabric_faults,
     fabric_status,
     flag,
+    link_states,
     named,
     non_negative,
+    nvlinks,
     pair_of_ints,
     processes,
     ratio,
     recovery_action,
-)  # fmt: skip
-from probes.gpu.links import LinkStates, link_states, nvlinks, settle
-from probes.gpu.types import Gpu, GpuFacts, GpuPair
+    settle,
+    xid_of_line,
+)
+from probes.gpu.bus import read_bus
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.host import sysfs
 from probes.host.nvml import HANDLE, INIT, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, Json, NvmlError
@@ -173,7 +178,7 @@ def _xids(host: Host) -> dict[str, list[int]] | None:
         return None
     found: dict[str, list[int]] = {}
     for line in lines:
-        if (told := xid.of_line(line)) is not None:
+        if (told := xid_of_line(line)) is not None:
             found.setdefault(told[0], []).append(told[1])
     return found
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from probes.api import Finding, Severity
-from probes.gpu.types import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.nvml import CRASHED, HUNG, NOT_ASKED
 
 IDENTITY = "gpu.device.unread"

@@ -1,14 +1,18 @@
 """The machine itself: CPU, NUMA, memory, kernel, virtualisation.
 
-Specification: proc(5), sysfs-devices-node, DMI. The file is not called host.py because that is the Host a probe asks.
+Specification: proc(5); DMI; Linux Documentation/ABI/stable/sysfs-devices-node; NCCL user guide, nccl.conf; cloud-init,
+instance metadata (/run/cloud-init/cloud-id). The probe is not called host, because that is what a probe asks.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from probes.api import Finding, Metric, Probe, Sample, Severity
+from probes.host import sysfs
 from probes.host.protocol import Host
 
 
@@ -45,7 +49,7 @@ class HostinfoFacts:
     vendor: str | None = None
     chassis_asset_tag: str | None = None  # DMI: how OCI and Azure mark their machines, bare metal included
     cloud_id: str | None = None  # /run/cloud-init/cloud-id: "aws", "azure", "gce", "oracle"
-    vendor_files: tuple[str, ...] = ()  # of `hostinfo_read.VENDOR_FILES` those that are on this disk
+    vendor_files: tuple[str, ...] = ()  # of `hostinfo.VENDOR_FILES` those that are on this disk
     storage_servers: tuple[str, ...] = ()  # addresses that network file systems are mounted from (/proc/self/mounts)
     boot_id: str | None = None
     load: float | None = None  # 1-minute load average
@@ -53,13 +57,6 @@ class HostinfoFacts:
     nccl_conf: dict[str, str] | None = None  # /etc/nccl.conf, ~/.nccl.conf
     nccl_conf_files: tuple[str, ...] = ()  # the files nccl_conf came from, the winning one first
     numa_balancing: bool | None = None  # /proc/sys/kernel/numa_balancing
-
-
-def read(host: Host) -> HostinfoFacts:
-    """Ask the host what it is."""
-    from probes.hostinfo import read as hostinfo_read
-
-    return hostinfo_read.read(host)
 
 
 def check(facts: HostinfoFacts) -> Iterator[Finding]:
@@ -120,6 +117,180 @@ def samples(facts: HostinfoFacts) -> Iterator[Sample]:
         for peer, distance in zip(facts.numa, node.distances, strict=False):
             labels = (str(node.node), str(peer.node))
             yield Sample(metric="hostinfo_numa_distance_ratio", value=distance / 10, labels=labels)
+
+
+DMI = "/sys/class/dmi/id/"
+NODES = "/sys/devices/system/node/"
+_OF_THE_CONTAINER = ("container", "TOPOFLIGHT_ROLE")  # read by probes.hostinfo.container; no library reads them
+NODES_MAX = 1024  # MAX_NUMNODES of the kernel's largest configuration
+
+# Files by which makers and clouds bring NCCL plugins and their environment. What is there says which platform this is
+# and which recipe goes with it; nothing is executed.
+VENDOR_FILES = (
+    "/usr/local/gib/scripts/set_nccl_env.sh",  # Google gIB, in pods
+    "/home/kubernetes/bin/gib/scripts/set_nccl_env.sh",  # the same on a node of GKE
+    "/var/lib/gib/scripts/set_nccl_env.sh",
+    "/usr/local/tcpxo/lib64/nccl-env-profile.sh",  # Google TCPXO
+    "/usr/local/nvidia/lib64/nccl-env-profile.sh",
+    "/home/kubernetes/bin/nvidia/lib64/nccl-env-profile.sh",
+    "/var/lib/tcpxo/lib64/nccl-env-profile.sh",
+    "/usr/local/tcpx/lib64/libnccl-net.so",  # Google TCPX
+    "/var/lib/tcpx/lib64/libnccl-net.so",
+    "/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so",  # EFA installer
+    "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net.so",
+    "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so",  # NVIDIA HPC-X
+    "/opt/hpcx/nccl_spectrum-x_plugin/lib/libnccl-net.so",
+    "/opt/nccl_rdma_sharp_plugin/lib/libnccl-net.so",
+    "/usr/local/nccl-rdma-sharp-plugins/lib/libnccl-net.so",  # Azure HPC images
+    "/opt/cray/libfabric",  # HPE Slingshot host software
+)
+_SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "beegfs", "glusterfs")
+SERVERS_MAX = 64
+
+# DMI strings of hypervisors (what systemd-detect-virt(1) also goes by), each looked for in "vendor product".
+HYPERVISORS = (
+    ("Amazon EC2", "Amazon EC2"),
+    ("Google Compute Engine", "Google Compute Engine"),
+    ("Microsoft Corporation Virtual Machine", "Hyper-V"),
+    ("VMware", "VMware"),
+    ("QEMU", "QEMU"),
+    ("KVM", "KVM"),
+    ("innotek", "VirtualBox"),
+    ("Xen", "Xen"),
+    ("OpenStack", "OpenStack"),
+    ("Alibaba Cloud", "Alibaba Cloud"),
+    ("Oracle Corporation Standard PC", "Oracle Cloud"),
+    ("Nutanix", "Nutanix"),
+    ("Parallels", "Parallels"),
+)
+
+
+def read(host: Host) -> HostinfoFacts:
+    """Ask every question; whatever is not there stays None."""
+    identity, cpu = host.identity(), host.cpu()
+    cpuinfo = sysfs.text(host, "/proc/cpuinfo")
+    first = _processor(cpuinfo)
+    vendor, product = sysfs.text(host, DMI + "sys_vendor"), sysfs.text(host, DMI + "product_name")
+    conf, conf_files = nccl_conf(host, str(identity.get("home") or ""))
+    balancing = sysfs.number(host, "/proc/sys/kernel/numa_balancing")
+    load = cpu.get("load_average")
+    return HostinfoFacts(
+        hostname=str(identity.get("hostname") or "unknown"),
+        kernel=_text(identity.get("kernel")),
+        os=sysfs.fields(sysfs.text(host, "/etc/os-release"), "=").get("PRETTY_NAME", "").strip("\"'") or None,
+        architecture=_text(identity.get("architecture")),
+        cpu_vendor=_cpu_vendor(first),
+        cpu_name=first.get("model name") or first.get("cpu"),
+        cpu_family=sysfs.parse_number(first.get("cpu family")),
+        cpu_model=sysfs.parse_number(first.get("model")),
+        sockets=_sockets(cpuinfo),
+        cores=cpu.get("physical"),
+        threads=cpu.get("logical"),
+        memory_bytes=cpu.get("memory_bytes"),
+        memory_available_bytes=cpu.get("memory_available_bytes"),
+        numa=numa_nodes(host),
+        virtual_machine=virtual_machine(host, first),
+        product=product,
+        vendor=vendor,
+        chassis_asset_tag=sysfs.text(host, DMI + "chassis_asset_tag"),
+        cloud_id=sysfs.text(host, "/run/cloud-init/cloud-id"),
+        vendor_files=tuple(path for path in VENDOR_FILES if host.exists(path)),
+        storage_servers=storage_servers(sysfs.text(host, "/proc/self/mounts")),
+        boot_id=sysfs.text(host, "/proc/sys/kernel/random/boot_id"),
+        load=load[0] if load else None,
+        nccl_environment={k: v for k, v in host.environment().items() if k not in _OF_THE_CONTAINER},
+        nccl_conf=conf,
+        nccl_conf_files=conf_files,
+        numa_balancing=None if balancing is None else balancing != 0,  # 1 and 2 (memory tiering) both scan
+    )
+
+
+def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
+    """The hypervisor's name; None on bare metal, or where nothing tells."""
+    if processor is None:
+        processor = _processor(sysfs.text(host, "/proc/cpuinfo"))
+    vendor, product = sysfs.text(host, DMI + "sys_vendor") or "", sysfs.text(host, DMI + "product_name") or ""
+    flags = processor.get("flags")
+    if flags is not None and "hypervisor" not in flags.split():
+        return None  # x86 without the CPUID bit, whatever DMI says: a cloud's bare-metal instance
+    if flags is None and "metal" in product:
+        return None
+    named = next((name for mark, name in HYPERVISORS if mark in f"{vendor} {product}"), None)
+    return named or sysfs.text(host, "/sys/hypervisor/type") or ("unknown hypervisor" if flags is not None else None)
+
+
+def storage_servers(mounts: str | None) -> tuple[str, ...]:
+    """IPv4 addresses that file systems are mounted from: "10.1.2.3:/data" of NFS, "10.1.2.3@o2ib:/fs" of Lustre."""
+    found: dict[str, None] = {}
+    for line in (mounts or "").splitlines():
+        words = line.split()
+        if len(words) < 3 or words[2] not in _NETWORK_FILE_SYSTEMS:
+            continue
+        for text in _SERVER.findall(words[0]):
+            try:
+                found[str(ipaddress.IPv4Address(text))] = None
+            except ValueError:
+                continue
+    return tuple(found)[:SERVERS_MAX]
+
+
+def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
+    """The nodes in the order of their numbers, which may have gaps (POWER9: 0 and 8)."""
+    numbers = sorted(int(name[4:]) for name in sysfs.names(host, NODES) if re.fullmatch(r"node\d{1,4}", name))
+    nodes = []
+    for number in numbers[:NODES_MAX]:
+        folder = f"{NODES}node{number}/"
+        memory = re.search(r"MemTotal:\s*(\d{1,18}) kB", sysfs.text(host, folder + "meminfo") or "", re.ASCII)
+        distances = (sysfs.parse_number(part) for part in (sysfs.text(host, folder + "distance") or "").split())
+        nodes.append(
+            NumaNode(
+                node=number,
+                cpus=sysfs.text(host, folder + "cpulist") or "",
+                memory_bytes=int(memory[1]) * 1024 if memory else None,
+                distances=tuple(d for d in distances if d is not None),
+            )
+        )
+    return tuple(nodes)
+
+
+def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+    """Settings of the user's file ($NCCL_CONF_FILE, else ~/.nccl.conf), then of /etc/nccl.conf; the first one wins."""
+    user = host.environment().get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
+    settings: dict[str, str] = {}
+    files = []
+    for path in (user, "/etc/nccl.conf"):
+        content = sysfs.text(host, path) if path.startswith("/") and "\0" not in path else None
+        if content is None:
+            continue
+        files.append(path)
+        for line in content.splitlines():
+            key, equals, value = line.strip().partition("=")
+            if equals and not key.startswith("#"):
+                settings.setdefault(key.strip(), value.strip())
+    return (settings if files else None), tuple(files)
+
+
+def _processor(content: str | None) -> dict[str, str]:
+    """The first block of /proc/cpuinfo."""
+    return sysfs.fields(re.split(r"\n[ \t]*\n", (content or "").lstrip(), maxsplit=1)[0])
+
+
+def _sockets(content: str | None) -> int | None:
+    """How many different "physical id" there are."""
+    return len(set(re.findall(r"^physical id[ \t]*:[ \t]*(\d+)", content or "", re.MULTILINE | re.ASCII))) or None
+
+
+def _cpu_vendor(processor: dict[str, str]) -> str | None:
+    if "vendor_id" in processor:
+        return processor["vendor_id"]
+    if processor.get("CPU implementer"):
+        return "ARM"  # the architecture; the implementer's number names the maker
+    return "IBM" if processor.get("cpu", "").startswith("POWER") else None
+
+
+def _text(value: object) -> str | None:
+    return str(value) if value else None
 
 
 PROBE = Probe(

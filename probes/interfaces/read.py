@@ -1,12 +1,20 @@
 """Reads links, addresses and routes through rtnetlink, or what /sys/class/net and /proc/net tell without it.
 
+Beside them two files that others left: the Multus annotation of the pod, written by the downward API (a fieldRef
+environment variable is fixed before the networks are attached, so a volume is the dependable way), and the switch port
+at the other end of a wire, as systemd-networkd heard it over LLDP.
+
 Specification: rtnetlink(7); Linux Documentation/ABI/testing/sysfs-class-net; NetworkAttachmentDefinition de facto
-standard 1.3 (the network-status annotation).
+standard 1.3 (k8s.v1.cni.cncf.io/network-status); IEEE 802.1AB-2016 clause 8 (TLVs: type in 7 bits, length in 9);
+systemd src/network/networkd-lldp-rx.c (/run/systemd/netif/lldp/<ifindex>: per neighbour the frame's length, 64 bits
+little-endian, and the Ethernet frame).
 """
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +22,9 @@ from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
 from probes.hostinfo.container import container
-from probes.interfaces import lldp
-from probes.interfaces.probe import Interface, InterfacesFacts
-from probes.interfaces.roles import nccl_choice, role_of
-from probes.interfaces.status import NetworkStatus, read_network_status
-from probes.rdma.gids import ipv4_of, read_gids
+from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkStatus, nccl_choice, role_of
+from probes.rdma.facts import ipv4_of
+from probes.rdma.read import read_gids
 
 NET = "/sys/class/net"
 LINKS_MAX = 4096
@@ -45,7 +51,7 @@ def read(host: Host) -> InterfacesFacts:
     names = {link["index"]: link["name"] for link in links}
     rdma = _rdma_map(host)
     facts = {link["name"]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
-    wired = lldp.neighbours(
+    wired = neighbours(
         host, {link["index"]: link["name"] for link in links if link["name"] in facts and facts[link["name"]].bus_id}
     )
     in_pod = status is not None or container(host) == "kubernetes"
@@ -260,3 +266,147 @@ def _rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[st
             return next((device for device in members if device), None)
         current = all_.get(current.parent or "") if current.kind in ("macvlan", "ipvlan", "vlan", "macvtap") else None
     return None
+
+
+# The agent's own manifests mount the annotation at the first place; the others are what people do.
+STATUS_FILES = (
+    "/etc/podinfo/network-status",
+    "/etc/podnetinfo/network-status",
+    "/etc/podnetinfo/annotations",  # what the SR-IOV network resources injector mounts
+    "/etc/podinfo/annotations",
+)
+STATUS_KEYS = (
+    "k8s.v1.cni.cncf.io/network-status",
+    "k8s.v1.cni.cncf.io/networks-status",
+)  # the second is the old spelling
+ENTRIES_MAX = 256
+
+
+def read_network_status(host: Host) -> NetworkStatus | None:
+    """The first file that holds the annotation; None where none does."""
+    configured = host.environment().get("TOPOFLIGHT_NETWORK_STATUS", "")
+    for path in ((configured,) if configured.startswith("/") and "\0" not in configured else ()) + STATUS_FILES:
+        content = sysfs.text(host, path)
+        if content is None:
+            continue
+        if path.endswith("annotations"):
+            content = annotation(content)
+            if content is None:
+                continue
+        try:
+            return NetworkStatus(source=path, by_interface=parse_network_status(content))
+        except ValueError as error:
+            return NetworkStatus(source=path, error=str(error))
+    return None
+
+
+def annotation(content: str) -> str | None:
+    """The value in a downward-API file of all annotations: one key="Go-quoted string" a line."""
+    for line in content.splitlines():
+        key, _, value = line.partition("=")
+        if key in STATUS_KEYS:
+            try:
+                found = json.loads(value)  # Go's %q of JSON text is a JSON string
+            except (ValueError, RecursionError):
+                return None
+            return found if isinstance(found, str) else None
+    return None
+
+
+def parse_network_status(content: str) -> dict[str, Entry]:
+    """Entries by interface; ValueError says what is wrong with the text."""
+    try:
+        listed = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("network-status is nested too deeply") from error
+    if not isinstance(listed, list):
+        raise ValueError(f"network-status is a list of networks, not {type(listed).__name__}")
+    entries = [_entry(item) for item in listed[:ENTRIES_MAX] if isinstance(item, dict)]
+    return {entry.interface: entry for entry in entries if entry.interface}
+
+
+def _entry(item: dict[str, Json]) -> Entry:
+    info = item.get("device-info")
+    pci = info.get("pci") if isinstance(info, dict) else None
+    pci = pci if isinstance(pci, dict) else {}
+    mtu = item.get("mtu")
+    default = item.get("default") is True
+    return Entry(
+        network=str(item.get("name") or ""),
+        interface=str(item.get("interface") or ("eth0" if default else "")),  # the default network may omit it
+        default=default,
+        mtu_bytes=mtu if isinstance(mtu, int) and not isinstance(mtu, bool) else None,
+        bus_id=_text(pci.get("pci-address")),
+        rdma_device=_text(pci.get("rdma-device")),
+    )
+
+
+def _text(value: Json) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+LLDP_FOLDER = "/run/systemd/netif/lldp"
+_BYTES_MAX = 1 << 14
+_FRAME_HEADER, _ETHERTYPE = 14, b"\x88\xcc"
+_CHASSIS, _PORT, _SYSTEM_NAME = 1, 2, 5
+_TEXT = {
+    _CHASSIS: (6, 7),
+    _PORT: (1, 5, 7),
+}  # subtypes that are text: an interface's name or alias, or locally assigned
+_NAME_MAX = 64
+
+
+def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
+    """What each interface of these indices is wired to: "leaf1 Ethernet1/5". One that heard nothing is left out."""
+    there = set(sysfs.names(host, LLDP_FOLDER))
+    found = {}
+    for index, name in indices.items():
+        if str(index) in there:
+            try:
+                content = host.read_bytes(f"{LLDP_FOLDER}/{index}", _BYTES_MAX)
+            except OSError:
+                continue
+            heard = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
+            if len(heard) == 1:  # several: a hub or a bridge in between, and which of them it is cannot be told
+                found[name] = heard[0]
+    return found
+
+
+def frames(content: bytes) -> Iterator[bytes]:
+    """The frames of one file; a last one that is cut short is left out."""
+    at = 0
+    while at + 8 <= len(content):
+        size = int.from_bytes(content[at : at + 8], "little")
+        at += 8 + size
+        if not size or at > len(content):
+            return
+        yield content[at - size : at]
+
+
+def neighbour(frame: bytes) -> str | None:
+    """The system's name and its port, as far as they are text; None where the frame names no system."""
+    if frame[12:_FRAME_HEADER] != _ETHERTYPE:
+        return None
+    said: dict[int, str] = {}
+    for kind, value in _tlvs(frame[_FRAME_HEADER:]):
+        if kind == _SYSTEM_NAME:
+            said.setdefault(kind, _plain(value))
+        elif kind in _TEXT and value and value[0] in _TEXT[kind]:
+            said.setdefault(kind, _plain(value[1:]))
+    system = said.get(_SYSTEM_NAME) or said.get(_CHASSIS)
+    return " ".join(filter(None, (system, said.get(_PORT)))) if system else None
+
+
+def _tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + 2 <= len(data):
+        head = int.from_bytes(data[at : at + 2], "big")
+        kind, size = head >> 9, head & 0x1FF
+        if not kind or at + 2 + size > len(data):
+            return
+        yield kind, data[at + 2 : at + 2 + size]
+        at += 2 + size
+
+
+def _plain(value: bytes) -> str:
+    return "".join(c for c in value.decode("ascii", "replace") if " " < c <= "~")[:_NAME_MAX]

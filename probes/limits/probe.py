@@ -1,15 +1,20 @@
-"""Limits that break RDMA and shared memory, and whose they are.
+"""Limits that break RDMA and shared memory, of the process that asks, judged by what NCCL and PyTorch need.
 
-Specification: getrlimit(2), proc(5), capabilities(7), cgroups(7).
+Specification: getrlimit(2), proc(5), capabilities(7), cgroups(7); Linux Documentation/admin-guide/cgroup-v2.rst.
+Sources: NCCL user guide, Troubleshooting ("Shared memory", "Docker": --shm-size=1g --ulimit memlock=-1, SYS_NICE);
+NCCL_BUFFSIZE, default 4194304; PyTorch multiprocessing, "Sharing CPU tensors", strategy file_descriptor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from probes.api import Finding, Metric, Probe, Sample
+from probes.api import Finding, Metric, Probe, Sample, Severity
+from probes.host import sysfs
 from probes.host.protocol import Host
+from probes.hostinfo.container import container, of_agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +44,6 @@ class LimitsFacts:
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 
-def read(host: Host) -> LimitsFacts:
-    """Ask for every limit of this process."""
-    from probes.limits import read as limits_read
-
-    return limits_read.read(host)
-
-
-def check(facts: LimitsFacts) -> Iterator[Finding]:
-    """Limits a training job would stumble over if it got the same ones."""
-    from probes.limits import check as limits_check
-
-    return limits_check.check(facts)
-
-
 def unjudged(facts: LimitsFacts) -> dict[str, str]:
     """What the agent's own container cannot tell: a job's manifest gives its pod another /dev/shm and other rights.
 
@@ -80,6 +71,297 @@ def samples(facts: LimitsFacts) -> Iterator[Sample]:
     for metric, number in pairs:
         if number is not None:
             yield Sample(metric=metric, value=float(number))
+
+
+IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
+CGROUPS = "/sys/fs/cgroup"
+UNLIMITED_V1 = 1 << 62  # cgroup v1 prints LONG_MAX rounded down to a page for "no limit"
+SECCOMP = {"0": "disabled", "1": "strict", "2": "filter"}
+CGROUP_DEPTH_MAX = 32
+
+
+def read(host: Host) -> LimitsFacts:
+    """Ask for every limit of this process."""
+    identity = host.identity()
+    uid = int(identity.get("uid") or 0)
+    status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
+    capabilities = _hexadecimal(status.get("CapEff"))
+    memlock, nofile, nproc = (_limit(host, name) for name in ("MEMLOCK", "NOFILE", "NPROC"))
+    shm = _shm_bytes(host)
+    where, agent = container(host), of_agent(host)
+    whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
+    return LimitsFacts(
+        whose=f"this process, pid {identity.get('pid')}, uid {uid}, {whose}",
+        uid=uid,
+        memlock_soft_bytes=memlock[0] if memlock else None,
+        memlock_hard_bytes=memlock[1] if memlock else None,
+        memlock_known=memlock is not None,
+        nofile_soft=nofile[0] if nofile else None,
+        nofile_hard=nofile[1] if nofile else None,
+        nproc_soft=nproc[0] if nproc else None,
+        cap_effective=capabilities,
+        ipc_lock=_bit(capabilities, IPC_LOCK_BIT),
+        sys_nice=_bit(capabilities, SYS_NICE_BIT),
+        shm_size_bytes=shm[0] if shm else None,
+        shm_free_bytes=shm[1] if shm else None,
+        hugepages=_hugepages(host),
+        cgroup_memory_max_bytes=_cgroup_memory(host),
+        cgroup_cpus=_cgroup_cpus(host),
+        container=where,
+        of_agent=agent,
+        seccomp=SECCOMP.get(status.get("Seccomp", "")),
+        overcommit=sysfs.number(host, "/proc/sys/vm/overcommit_memory"),
+        rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
+    )
+
+
+def _limit(host: Host, name: str) -> tuple[int | None, int | None] | None:
+    try:
+        return host.limit(name)
+    except OSError:
+        return None
+
+
+def _shm_bytes(host: Host) -> tuple[int, int] | None:
+    try:
+        return host.statvfs("/dev/shm")  # noqa: S108 - asked for its size, nothing is put there
+    except OSError:
+        return None
+
+
+def _hexadecimal(value: str | None) -> int | None:
+    return int(value, 16) if value and re.fullmatch(r"[0-9a-fA-F]{1,16}", value) else None
+
+
+def _bit(mask: int | None, bit: int) -> bool | None:
+    return None if mask is None else bool(mask >> bit & 1)
+
+
+def _hugepages(host: Host) -> dict[str, int] | None:
+    root = "/sys/kernel/mm/hugepages"
+    counts = {
+        name.removeprefix("hugepages-"): sysfs.number(host, f"{root}/{name}/nr_hugepages")
+        for name in sysfs.names(host, root)
+        if name.startswith("hugepages-")
+    }
+    return {size: count for size, count in counts.items() if count is not None} or None
+
+
+def _cgroup_folders(host: Host, controller: str) -> list[str]:
+    """The cgroup of this process and its parents, v2 or v1; a cgroup namespace shows its own root as "/"."""
+    folders: list[str] = []
+    for line in (sysfs.text(host, "/proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        mounted = CGROUPS if number == "0" else f"{CGROUPS}/{controller}"
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        parts = [part for part in path.split("/") if sysfs.NAME.fullmatch(part)][:CGROUP_DEPTH_MAX]
+        folders += ["/".join([mounted, *parts[:length]]) for length in range(len(parts), -1, -1)]
+    return folders
+
+
+def _cgroup_memory(host: Host) -> int | None:
+    """The tightest memory limit on the way to the root."""
+    found = []
+    for folder in _cgroup_folders(host, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            value = sysfs.number(host, f"{folder}/{name}")
+            if value is not None and 0 <= value < UNLIMITED_V1:
+                found.append(value)
+    return min(found, default=None)
+
+
+def _cgroup_cpus(host: Host) -> float | None:
+    """The tightest CPU quota on the way to the root, in CPUs."""
+    found = []
+    for folder in _cgroup_folders(host, "cpu"):
+        quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
+        pair = (sysfs.parse_number(quota), sysfs.parse_number(period))
+        if pair == (None, None):
+            pair = (
+                sysfs.number(host, f"{folder}/cpu.cfs_quota_us"),
+                sysfs.number(host, f"{folder}/cpu.cfs_period_us"),
+            )
+        if pair[0] is not None and pair[1] is not None and pair[0] > 0 and pair[1] > 0:
+            found.append(pair[0] / pair[1])
+    return min(found, default=None)
+
+
+NCCL_BUFFER_BYTES = 4 << 20  # NCCL_BUFFSIZE default: one channel's buffer to one peer in one direction
+SHM_WANTED_BYTES = 1 << 30  # NCCL user guide: docker run --shm-size=1g; Docker's own default is 64 MiB
+SHM = "/dev/shm"  # noqa: S108 - judged by its size, nothing is put there
+NOFILE_DEFAULT = 1024  # the kernel's soft default (INR_OPEN_CUR)
+
+CRIO_REMEDY = (
+    'On OpenShift apply a MachineConfig that writes [crio.runtime] default_ulimits = ["memlock=-1:-1"] below '
+    "/etc/crio/crio.conf.d/; with containerd set LimitMEMLOCK=infinity for its unit"
+)
+MEMLOCK_REMEDIES = {
+    "kubernetes": f"{CRIO_REMEDY}; then read the limit again in the job's own pod.",
+    "docker": "Start the container with --ulimit memlock=-1:-1.",
+    "podman": "Start the container with --ulimit memlock=-1:-1.",
+    "containerd": "Start the container with --ulimit memlock=-1:-1, or set LimitMEMLOCK=infinity for its unit.",
+    "lxc": "Set lxc.prlimit.memlock = unlimited in the container's configuration.",
+    "systemd-nspawn": "Start the container with --rlimit=RLIMIT_MEMLOCK=infinity.",
+}
+MEMLOCK_IN_CONTAINER = "Raise the memlock limit to unlimited (soft and hard) in what starts the container."
+MEMLOCK_REMEDY = (
+    "Set memlock to unlimited (soft and hard) in /etc/security/limits.d/, in the unit's LimitMEMLOCK, and with Slurm "
+    "in PropagateResourceLimitsExcept=MEMLOCK."
+)
+SHM_REMEDIES = {
+    "kubernetes": "Mount an emptyDir with medium: Memory and a sizeLimit of at least 1Gi at /dev/shm.",
+    "docker": "Start the container with --shm-size=1g or more, or --ipc=host.",
+    "podman": "Start the container with --shm-size=1g or more, or --ipc=host.",
+    "containerd": "Start the container with --shm-size=1g or more, or --ipc=host (nerdctl).",
+}
+SHM_IN_CONTAINER = "Give the container a /dev/shm of at least 1 GiB in what starts it."
+SHM_REMEDY = "Remount /dev/shm with a larger size: mount -o remount,size=8G /dev/shm."
+
+
+def size(value: int | None) -> str:
+    """A limit in words."""
+    if value is None:
+        return "unlimited"
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value} bytes"
+
+
+def check(facts: LimitsFacts) -> Iterator[Finding]:
+    """Every limit in turn."""
+    yield from _memlock(facts)
+    yield from _nofile(facts)
+    if not facts.of_agent:  # see probes.limits.probe.unjudged
+        yield from _shm(facts)
+        yield from _numa_policy(facts)
+
+
+def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
+    if not facts.memlock_known:
+        yield Finding(
+            code="limits.memlock.unknown",
+            severity=Severity.UNKNOWN,
+            subject="",
+            message="The memlock limit could not be read.",
+            evidence=(facts.whose,),
+            remedy="Run `ulimit -l` and `ulimit -H -l` in the job's own environment.",
+        )
+        return
+    if facts.memlock_soft_bytes is None:
+        return
+    soft, hard = size(facts.memlock_soft_bytes), size(facts.memlock_hard_bytes)
+    if facts.ipc_lock:
+        severity = Severity.INFO
+        message = (
+            f"RLIMIT_MEMLOCK is {soft}; this process has CAP_IPC_LOCK and is not bound by it, but a job that runs as "
+            "another user without that capability is."
+        )
+    else:
+        # Two buffers, one to send and one to receive, are the least that a connection registers, beside its control
+        # structures: at or below that no RDMA connection of NCCL can be set up.
+        too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
+        severity = Severity.FAIL if facts.rdma_present and too_small else Severity.WARN
+        if facts.rdma_present is False:  # nothing here registers memory: it costs no job of this host
+            severity = Severity.INFO
+        message = (
+            f"RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, "
+            "and NCCL asks for unlimited."
+        )
+        if facts.memlock_hard_bytes is None:
+            message += " The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
+    yield Finding(
+        code="limits.memlock.low",
+        severity=severity,
+        subject="",
+        message=message,
+        evidence=(
+            f"getrlimit(RLIMIT_MEMLOCK): soft {soft}, hard {hard}",
+            f"CapEff bit 14 (CAP_IPC_LOCK): {_word(facts.ipc_lock)}",
+            f"whose limit: {facts.whose}",
+        ),
+        remedy=_of_engine(facts, MEMLOCK_REMEDIES, MEMLOCK_IN_CONTAINER, MEMLOCK_REMEDY),
+    )
+
+
+def _shm(facts: LimitsFacts) -> Iterator[Finding]:
+    remedy = _of_engine(facts, SHM_REMEDIES, SHM_IN_CONTAINER, SHM_REMEDY)
+    if facts.shm_size_bytes is None:
+        yield Finding(
+            code="limits.shm.unknown",
+            severity=Severity.UNKNOWN,
+            subject=SHM,
+            message="The size of /dev/shm could not be read; NCCL's SHM transport and DataLoader workers need it.",
+            evidence=("statvfs(/dev/shm) failed", facts.whose),
+            remedy=remedy,
+        )
+        return
+    evidence = (f"statvfs(/dev/shm): {size(facts.shm_size_bytes)}, {size(facts.shm_free_bytes or 0)} free", facts.whose)
+    if facts.shm_free_bytes is not None and facts.shm_free_bytes < NCCL_BUFFER_BYTES:
+        yield Finding(
+            code="limits.shm.full",
+            severity=Severity.FAIL,
+            subject=SHM,
+            message=f"{SHM} has {size(facts.shm_free_bytes)} left: not one NCCL buffer of 4 MiB fits.",
+            evidence=evidence,
+            remedy="Remove left-over segments of dead jobs from /dev/shm. " + remedy,
+        )
+    elif facts.shm_size_bytes < SHM_WANTED_BYTES:
+        yield Finding(
+            code="limits.shm.small",
+            severity=Severity.WARN,
+            subject=SHM,
+            message=(
+                f"{SHM} is {size(facts.shm_size_bytes)}, the NCCL user guide asks for 1 GiB: ranks that talk "
+                "through "
+                "shared memory fail with “No space left on device”."
+            ),
+            evidence=evidence,
+            remedy=remedy,
+        )
+
+
+def _nofile(facts: LimitsFacts) -> Iterator[Finding]:
+    if facts.nofile_soft is not None and facts.nofile_soft <= NOFILE_DEFAULT:
+        yield Finding(
+            code="limits.nofile.low",
+            severity=Severity.INFO if facts.nofile_soft == NOFILE_DEFAULT else Severity.WARN,
+            subject="",
+            message=(
+                f"A process may open {facts.nofile_soft} files: DataLoader workers pass one descriptor a tensor, NCCL "
+                "opens some for every peer."
+            ),
+            evidence=(f"getrlimit(RLIMIT_NOFILE): soft {facts.nofile_soft}, hard {facts.nofile_hard}", facts.whose),
+            remedy=(
+                "Raise it in the launcher with ulimit -n, up to the hard limit, or in the container engine's ulimits."
+            ),
+        )
+
+
+def _numa_policy(facts: LimitsFacts) -> Iterator[Finding]:
+    if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
+        yield Finding(
+            code="limits.numa_policy.denied",
+            severity=Severity.INFO,
+            subject="",
+            message=(
+                "A seccomp filter without CAP_SYS_NICE usually refuses set_mempolicy: ranks cannot bind memory to a "
+                "NUMA node."
+            ),
+            evidence=(f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose),
+            remedy="Add the capability SYS_NICE to the job's container where it binds memory.",
+        )
+
+
+def _of_engine(facts: LimitsFacts, engines: Mapping[str, str], other: str, bare: str) -> str:
+    """The remedy of this container's engine, of any other one, or of a host without container."""
+    return engines.get(facts.container, other) if facts.container else bare
+
+
+def _word(known: bool | None) -> str:
+    return "unknown" if known is None else "yes" if known else "no"
 
 
 PROBE = Probe(

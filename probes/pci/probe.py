@@ -1,93 +1,351 @@
-"""The PCIe tree from sysfs, and what decides whether a NIC may read GPU memory.
+"""Judges the PCIe tree: links narrower than they could be, redirected peer traffic, no way for a NIC to GPU memory.
 
-Specification: Linux Documentation/ABI/testing/sysfs-bus-pci; PCI Express Base Specification, ACS capability.
+Sources: NCCL user guide, Troubleshooting ("GPU Direct", "PCI Access Control Services", "IO Virtualization");
+Linux drivers/pci (an idle GPU lowers its link's speed, never its width).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import combinations
 
-from probes.api import Finding, Metric, Probe, Sample
-from probes.host.protocol import Host
+from hardware.gpus import NVIDIA
+from hardware.nics import is_efa
+from probes.api import Finding, Metric, Probe, Sample, Severity
+from probes.pci.facts import (
+    INFINIBAND_CLASS,
+    PciDevice,
+    PciFacts,
+    amd_gpus,
+    gpus,
+    hcas,
+    is_bridge,
+    is_gpu,
+    is_network,
+    is_passed_through,
+)
+from probes.pci.read import read
 
+EVIDENCE_MAX = 16
+DEPTH_MAX = 64
+SYSFS = "/sys/bus/pci/devices"
+NARROW_GPU = Severity.FAIL
+"""Of a GPU whose PCIe link has fewer lanes than it could, whether sysfs or NVML shows it: half the lanes at most."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciDevice:
-    """A bridge, GPU, NIC or NVSwitch; other classes are left out."""
-
-    bus_id: str  # "0000:1b:00.0"
-    class_code: int  # 0x030200 3D controller, 0x0200xx/0x0207xx network, 0x060400 bridge, 0x068000 NVSwitch
-    vendor_id: int
-    device_id: int
-    parent: str | None = None  # bus id of the bridge above; None directly under the root complex
-    root: str | None = None  # host bridge: "pci0000:17"
-    numa_node: int | None = None  # None where sysfs says -1
-    driver: str | None = None
-    link_transfers_per_second: float | None = None  # current_link_speed: 16 GT/s is 16e9
-    link_transfers_per_second_max: float | None = None
-    link_width: int | None = None
-    link_width_max: int | None = None
-    acs_source_validation: bool | None = None  # config space, readable by root only
-    relaxed_ordering: bool | None = None
-    iommu_group: int | None = None
-    physical_function: str | None = None  # bus id of the PF where this is an SR-IOV VF
-    sriov_vfs: int | None = None
-    sriov_vfs_max: int | None = None
-    resizable_bar: bool | None = None  # True where every resizable BAR is as large as it can be
-    bar_sizes_offered: bool | None = None  # the resizable BAR capability is there
-    rdma: bool | None = None  # a NIC's infiniband/ folder; None for other classes
-    lost: bool = False  # configuration space reads as ones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciFacts:
-    """The tree, and the host-wide switches of GPUDirect RDMA."""
-
-    devices: tuple[PciDevice, ...]
-    iommu_mode: str | None = None  # "off", "passthrough", "translated"; None unknown
-    peermem_version: str | None = None  # /sys/module/nvidia_peermem/version
-    peermem_loaded: bool | None = None
-    nvidia_open_module: bool | None = None  # open kernel modules export DMA-BUF
-    dmabuf_possible: bool | None = None  # open module and kernel >= 5.12; possible, not proven
-    virtual_tree: str | None = None  # why the tree cannot be trusted: "every device sits on its own root (hypervisor)"
-    hypervisor: str | None = None  # None bare metal or unknown: ACS and IOMMU matter there only
-    container: str | None = None  # "kubernetes", ...: in a pod, a NIC's RDMA device may be another namespace's
-    topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
-
-
-def is_bridge(class_code: int) -> bool:
-    """PCI-to-PCI bridge (06 04) or NVSwitch (06 80)."""
-    return class_code >> 8 in (0x0604, 0x0680)
-
-
-def is_gpu(class_code: int) -> bool:
-    """VGA or 3D controller (03 00, 03 02), display (03 80) or processing accelerator (12 00)."""
-    return class_code >> 8 in (0x0300, 0x0302, 0x0380, 0x1200)
-
-
-def is_network(class_code: int) -> bool:
-    """Network controller: Ethernet (02 00), InfiniBand (02 07) and the others."""
-    return class_code >> 16 == 0x02
-
-
-def read(host: Host) -> PciFacts:
-    """Read the tree and the switches."""
-    from probes.pci import read as pci_read
-
-    return pci_read.read(host)
+DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
 
 def check(facts: PciFacts) -> Iterator[Finding]:
-    """What of the tree keeps GPUs and NICs from their speed."""
-    from probes.pci import check as pci_check
+    """Device by device, then the host's switches."""
+    for device in facts.devices:
+        yield from _device(device)
+        yield from _link(facts, device)
+    if facts.hypervisor is None:
+        yield from _acs(facts)
+        yield from _iommu(facts)
+    yield from _unjudged(facts)
+    yield from _no_rdma(facts)
+    yield from _peermem(facts)
+    yield from _virtual_tree(facts)
 
-    return pci_check.check(facts)
+
+def _unjudged(facts: PciFacts) -> Iterator[Finding]:
+    """GPUs that nothing here reads: seen on the bus, and not judged."""
+    found = amd_gpus(facts)
+    if found:
+        yield Finding(
+            code="pci.gpu.unjudged",
+            severity=Severity.UNKNOWN,
+            subject="",
+            message=f"{len(found)} AMD GPUs seen (PCI class and vendor), RCCL is not judged yet.",
+            evidence=tuple(
+                f"{SYSFS}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
+                for d in found[:EVIDENCE_MAX]
+            ),
+            remedy="Judge them with AMD's own tools (rocm-smi, rvs, rccl-tests); the host is judged for the rest.",
+        )
+
+
+def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
+    return [d for d in facts.devices if is_network(d.class_code) and d.rdma and d.physical_function is None]
+
+
+def _device(device: PciDevice) -> Iterator[Finding]:
+    where = f"{SYSFS}/{device.bus_id}"
+    if device.lost:
+        yield Finding(
+            code="pci.device.lost",
+            severity=Severity.FAIL,
+            subject=device.bus_id,
+            message="The device no longer answers on the bus: its configuration space reads as ones.",
+            evidence=(f"{where}/config: 0xff in all of the header",),
+            remedy="Drain the host, power-cycle it, and have the device replaced if it is lost again.",
+        )
+    gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA and device.physical_function is None
+    if gpu and is_passed_through(device.driver):
+        yield Finding(
+            code="pci.device.passed_through",
+            severity=Severity.INFO,
+            subject=device.bus_id,
+            message=f"The GPU is held by {device.driver} for a virtual machine: it is not this host's, and not judged.",
+            evidence=(f"{where}/driver: {device.driver}",),
+        )
+    if gpu and device.driver in (None, "nouveau"):
+        yield Finding(
+            code="pci.device.no_driver",
+            severity=Severity.FAIL,
+            subject=device.bus_id,
+            message=(
+                f"The GPU is on the bus, but sysfs shows {device.driver or 'no driver'} bound to it: CUDA and NVML do "
+                "not see it."
+            ),
+            evidence=(f"{where}/driver: {device.driver or 'no link'}",),
+            remedy="Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver.",
+        )
+    if gpu and device.bar_sizes_offered and device.resizable_bar is False:
+        yield Finding(
+            code="pci.rebar.off",
+            severity=Severity.INFO,
+            subject=device.bus_id,
+            message=(
+                "The GPU offers a larger BAR than it was given: the CPU and NICs reach only a part of its memory at a "
+                "time."
+            ),
+            evidence=(f"{where}/config: resizable BAR, a larger size is supported than the one in use",),
+        )
+    if device.rdma and device.relaxed_ordering is False:
+        yield Finding(
+            code="pci.relaxed_ordering.off",
+            severity=Severity.INFO,
+            subject=device.bus_id,
+            message="Relaxed ordering is off in the NIC's device control: writes to memory keep strict order.",
+            evidence=(f"{where}/config: Device Control bit 4 is 0",),
+        )
+
+
+def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
+    """Lanes that the device and the slot above it could both use."""
+    above = next((d for d in facts.devices if d.bus_id == device.parent), None)
+    widths = [w for w in (device.link_width_max, above.link_width_max if above else None) if w]
+    return min(widths) if device.link_width_max and widths else None
+
+
+def _possible_transfers(facts: PciFacts, device: PciDevice) -> float | None:
+    above = next((d for d in facts.devices if d.bus_id == device.parent), None)
+    rates = [
+        r for r in (device.link_transfers_per_second_max, above.link_transfers_per_second_max if above else None) if r
+    ]
+    return min(rates) if device.link_transfers_per_second_max and rates else None
+
+
+def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
+    gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA
+    # A bridge is judged only directly below a root port: there both ends of one link are known. Inside a switch,
+    # parent and child are no link. VFs have no link of their own.
+    uplink = is_bridge(device.class_code) and any(d.bus_id == device.parent and d.parent is None for d in facts.devices)
+    if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
+        return
+    where = f"{SYSFS}/{device.bus_id}"
+    width, possible = device.link_width, possible_width(facts, device)
+    if width and possible and width < possible:
+        yield Finding(
+            code="pci.link.width",
+            severity=NARROW_GPU if gpu else Severity.FAIL if device.rdma or uplink else Severity.WARN,
+            subject=device.bus_id,
+            message=(
+                f"{_what(device)} runs at x{width}, device and slot can do x{possible}: {width / possible:.0%} of its "
+                "bandwidth."
+            ),
+            evidence=(f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}"),
+            remedy=(
+                "Reseat the card or riser, look for corrected PCIe errors in the kernel log, and compare the slot's "
+                "bifurcation."
+            ),
+        )
+    speed, fastest = device.link_transfers_per_second, _possible_transfers(facts, device)
+    # GPUs lower their link's speed when idle, and so does the switch above them: no verdict from a scan at rest.
+    if is_network(device.class_code) and speed and fastest and speed < fastest:
+        yield Finding(
+            code="pci.link.speed",
+            severity=Severity.WARN,
+            subject=device.bus_id,
+            message=f"{_what(device)} runs at {speed / 1e9:g} GT/s, device and slot can do {fastest / 1e9:g} GT/s.",
+            evidence=(
+                f"{where}/current_link_speed: {speed / 1e9:g} GT/s",
+                f"{where}/max_link_speed: {(device.link_transfers_per_second_max or 0) / 1e9:g} GT/s",
+            ),
+            remedy=(
+                "Set the slot's PCIe generation to automatic in the firmware setup, and reseat the card if it stays "
+                "low."
+            ),
+        )
+
+
+def _what(device: PciDevice) -> str:
+    if is_gpu(device.class_code):
+        return "The GPU"
+    return "The NIC" if is_network(device.class_code) else "The switch's uplink"
+
+
+def _ancestors(parents: dict[str, str | None], device: PciDevice) -> list[str]:
+    found: list[str] = []
+    above = device.parent
+    while above is not None and len(found) < DEPTH_MAX:
+        found.append(above)
+        above = parents.get(above)
+    return found
+
+
+def peer_ports(facts: PciFacts) -> set[str]:
+    """Ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below the bridge they share."""
+    parents = {d.bus_id: d.parent for d in facts.devices}
+    ends = gpus(facts)
+    chains = {d.bus_id: _ancestors(parents, d) for d in (*ends, *_rdma_nics(facts))}
+    ports: set[str] = set()
+    for a, b in combinations(chains, 2):
+        if all(d.bus_id not in (a, b) for d in ends):
+            continue
+        shared = set(chains[a]) & set(chains[b])
+        if shared:
+            ports |= {port for chain in (chains[a], chains[b]) for port in chain if port not in shared}
+    return ports
+
+
+def _acs(facts: PciFacts) -> Iterator[Finding]:
+    ports = peer_ports(facts)
+    judged = [d for d in facts.devices if d.bus_id in ports]
+    redirecting = [d for d in judged if d.acs_source_validation]
+    if redirecting:
+        yield Finding(
+            code="pci.acs.on",
+            severity=Severity.FAIL,  # judged on the way between GPUs and their peers only
+            subject="",
+            message=(
+                f"ACS is on at {len(redirecting)} PCIe ports between GPUs and their peers: traffic that could turn "
+                "round in the "
+                "switch goes up to the root complex, and GPUDirect is slow or fails."
+            ),
+            evidence=tuple(
+                f"{SYSFS}/{d.bus_id}/config: ACS Control, Source Validation on" for d in redirecting[:EVIDENCE_MAX]
+            ),
+            remedy=(
+                "On bare metal turn ACS off on these ports (setpci ECAP_ACS+0x6.w=0000 at boot, or in the firmware "
+                "setup)."
+            ),
+        )
+    elif any(d.acs_source_validation is None for d in judged):
+        yield Finding(
+            code="pci.acs.unknown",
+            severity=Severity.UNKNOWN,
+            subject="",
+            message=(
+                "Whether ACS redirects traffic between GPUs and NICs is unknown: only root reads all of "
+                "configuration space."
+            ),
+            evidence=tuple(
+                f"{SYSFS}/{port}/config: extended part not readable" for port in sorted(ports)[:EVIDENCE_MAX]
+            ),
+            remedy="Run the scan once as root, or `lspci -vvv | grep ACSCtl`, and look for SrcValid+.",
+        )
+
+
+def _iommu(facts: PciFacts) -> Iterator[Finding]:
+    ends = len(gpus(facts)) + len(_rdma_nics(facts))
+    if facts.iommu_mode == "translated" and gpus(facts) and ends > 1:
+        yield Finding(
+            code="pci.iommu.translated",
+            # Traffic of GPUs and peers that share a switch leaves it now; other traffic crossed the root complex before
+            severity=Severity.FAIL if peer_ports(facts) else Severity.WARN,
+            subject="",
+            message=(
+                "The IOMMU translates the DMA of GPUs and NICs: peer-to-peer traffic goes through the CPU or fails."
+            ),
+            evidence=("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",),
+            remedy="Boot with iommu=pt (and intel_iommu=on or amd_iommu=on where VFs need it), or turn the IOMMU off.",
+        )
+
+
+def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
+    """Cards made for RDMA without an RDMA device: their driver's RDMA half is not loaded or is switched off."""
+    for device in facts.devices:
+        made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id)
+        # a virtual function without an RDMA device may be a pod's, in a network namespace of its own
+        theirs = device.physical_function is not None and not made_for_it
+        if device.rdma is not False or theirs or is_passed_through(device.driver):
+            continue
+        if not (made_for_it or device.driver == "mlx5_core" or device in hcas(facts)):
+            continue
+        # An Ethernet card may be there for storage or management, but not where nothing else of a GPU node does RDMA.
+        alone = bool(gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
+        severity = Severity.FAIL if made_for_it or alone else Severity.WARN
+        yield Finding(
+            code="pci.nic.no_rdma",
+            severity=Severity.UNKNOWN if facts.container else severity,
+            subject=device.bus_id,
+            message=(
+                "The NIC has no RDMA device"
+                + (" in this container, which may be another network namespace's." if facts.container else ".")
+                + " NCCL would use it through sockets only."
+            ),
+            evidence=(f"{SYSFS}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}"),
+            remedy="Load the driver's RDMA module (mlx5_ib, efa, ib_uverbs), and check devlink's enable_rdma.",
+        )
+
+
+def _peermem(facts: PciFacts) -> Iterator[Finding]:
+    nics = [d for d in facts.devices if is_network(d.class_code) and d.rdma]
+    if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
+        return
+    known = facts.peermem_loaded is False and facts.dmabuf_possible is False
+    yield Finding(
+        code="pci.peermem.missing" if known else "pci.peermem.unknown",
+        severity=Severity.FAIL if known else Severity.UNKNOWN,
+        subject="",
+        message=(
+            "Neither nvidia_peermem nor DMA-BUF lets a NIC reach GPU memory: every message between nodes is copied "
+            "through the host."
+            if known
+            else "Whether a NIC can reach GPU memory is unknown: nvidia_peermem is not seen, and the driver's kind "
+            "cannot be read."
+        ),
+        evidence=(
+            f"/sys/module/nvidia_peermem: {_seen(facts.peermem_loaded)}",
+            f"/proc/driver/nvidia/version, open kernel module: {_seen(facts.nvidia_open_module)}",
+        ),
+        remedy="Load nvidia_peermem, or install the open kernel modules on Linux 5.12 or newer.",
+    )
+
+
+def _seen(known: bool | None) -> str:
+    return "unknown" if known is None else "yes" if known else "no"
+
+
+def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
+    if facts.virtual_tree is None or not gpus(facts):
+        return
+    files = facts.topology_files
+    unasked = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
+    if unasked:
+        remedy = "Nothing to set: NCCL, or the EFA plugin, takes the provider's topology file by itself."
+    elif files:
+        remedy = "Set NCCL_TOPO_FILE to the provider's file for this machine type: " + ", ".join(files) + "."
+    else:
+        remedy = "Ask the provider for an NCCL topology file of this machine type, and set NCCL_TOPO_FILE to it."
+    yield Finding(
+        code="pci.tree.virtual",
+        severity=Severity.INFO if unasked else Severity.WARN,
+        subject="",
+        message=(
+            f"The PCIe tree is not the machine's own, {facts.virtual_tree}: which NIC is near a GPU cannot be decided."
+        ),
+        evidence=tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files,
+        remedy=remedy,
+    )
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
     """The switches, and how much of its possible width each GPU and NIC has."""
-    from probes.pci import check as pci_check
+    from probes.pci import probe as pci_probe
 
     known = (
         ("pci_peermem_loaded", facts.peermem_loaded),
@@ -102,7 +360,7 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
     if acs:
         yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
     for device in facts.devices:
-        width, possible = device.link_width, pci_check.possible_width(facts, device)
+        width, possible = device.link_width, pci_probe.possible_width(facts, device)
         if not is_bridge(device.class_code) and width and possible:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 

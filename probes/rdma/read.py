@@ -1,6 +1,12 @@
 """Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA where that is not mounted.
 
-Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu).
+Netlink answers without privileges, and tells neither GIDs, rates nor counters. The memlock limit is proven by
+registering a growing memory region: pages beyond RLIMIT_MEMLOCK are refused with ENOMEM, unless the process has
+CAP_IPC_LOCK.
+
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu);
+include/uapi/linux/rdma_netlink.h and include/rdma/ib_verbs.h (port states); ibv_reg_mr(3);
+drivers/infiniband/core/umem.c.
 """
 
 from __future__ import annotations
@@ -12,10 +18,7 @@ from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
-from probes.rdma.gids import read_gids
-from probes.rdma.memlock import prove_memlock
-from probes.rdma.netlink import from_netlink, natural, netns_mode
-from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 
 DEVICES = "/sys/class/infiniband"
 VERBS = "/sys/class/infiniband_verbs"
@@ -27,6 +30,9 @@ COUNTERS_MAX = 512
 # atomic 28, ICRC 4 bytes).
 ROCE_HEADER_BYTES = 96
 IB_MTUS = (4096, 2048, 1024, 512, 256)
+
+TABLE_MAX = 1024  # the largest table drivers report
+HOLE_MAX = 64  # the kernel puts a new entry into the first free slot, so a long run of empty ones is the end
 
 
 def read(host: Host) -> RdmaFacts:
@@ -281,3 +287,132 @@ def _pyverbs(host: Host) -> tuple[str, bool]:
         return f"not installed: {error}", False
     except OSError as error:
         return f"not usable: {error}", False
+
+
+STATES = {0: "NOP", 1: "DOWN", 2: "INIT", 3: "ARMED", 4: "ACTIVE", 5: "ACTIVE_DEFER"}
+PHYSICAL_STATES = {
+    1: "Sleep",
+    2: "Polling",
+    3: "Disabled",
+    4: "PortConfigurationTraining",
+    5: "LinkUp",
+    6: "LinkErrorRecovery",
+    7: "Phy Test",
+}
+
+
+def natural(name: str) -> tuple[str | int, ...]:
+    """A key that sorts mlx5_2 before mlx5_10."""
+    parts = re.split(r"(\d{1,9})", name)
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
+
+
+def _ask(host: Host, what: str) -> tuple[dict[str, Json], ...]:
+    try:
+        return host.rdma_netlink(what)
+    except OSError:
+        return ()
+
+
+def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
+    """Devices and ports with their states; GIDs, rates and counters are not part of the answer."""
+    ports: dict[str, list[RdmaPort]] = {}
+    for entry in _ask(host, "ports"):
+        netdev = entry.get("netdev")
+        number = entry.get("port")
+        if isinstance(number, int):
+            ports.setdefault(str(entry.get("name")), []).append(
+                RdmaPort(
+                    port=number,
+                    state=STATES.get(entry.get("state", -1)),
+                    physical_state=PHYSICAL_STATES.get(entry.get("physical_state", -1)),
+                    netdev=str(netdev) if netdev else None,
+                    link_layer="Ethernet" if netdev else None,
+                )
+            )
+    found = []
+    for entry in _ask(host, "devices"):
+        name, guid = str(entry.get("name")), entry.get("node_guid")
+        found.append(
+            RdmaDevice(
+                name=name,
+                kind=_netlink_kind(name, entry),
+                firmware=str(entry.get("firmware") or "") or None,
+                node_guid=_guid(guid) if isinstance(guid, int) else None,
+                ports=tuple(ports.get(name, ())),
+            )
+        )
+    return tuple(sorted(found, key=lambda device: natural(device.name)))
+
+
+def _netlink_kind(name: str, entry: dict[str, Json]) -> str:
+    if entry.get("node_type") == 7 or name.startswith("efa_"):  # RDMA_NODE_UNSPECIFIED: EFA's node type
+        return "efa"
+    software = next((kind for kind in ("rxe", "siw") if name.startswith(kind)), None)
+    return software or "other"  # netlink does not say what is below
+
+
+def _guid(value: int) -> str:
+    digits = f"{value & (1 << 64) - 1:016x}"
+    return ":".join(digits[start : start + 4] for start in range(0, 16, 4))
+
+
+def netns_mode(host: Host) -> str | None:
+    """ "shared" or "exclusive": whether a network namespace sees every device or only its own."""
+    for entry in _ask(host, "system"):
+        mode = entry.get("netns_mode")
+        if mode is not None:
+            return "shared" if mode == 1 else "exclusive"
+    return None
+
+
+START_BYTES = 16 << 10  # four pages: below it nothing but the page size would be tested
+LIMIT_BYTES = 64 << 20  # enough to show that the usual limits of 64 KiB and 8 MiB do not bind; given back at once
+
+
+def prove_memlock(host: Host, device: str, *, limit_bytes: int = LIMIT_BYTES) -> MemlockProof:
+    """Register four times more each time, up to the limit, and say where it failed."""
+    done, size = 0, START_BYTES
+    while size <= limit_bytes:
+        try:
+            host.verbs("register", device, size)
+        except OSError as error:
+            return MemlockProof(
+                device=device,
+                registered_bytes=done,
+                failed_bytes=size,
+                error=f"errno {error.errno}: {error.strerror or error}",
+            )
+        done, size = size, size * 4
+    return MemlockProof(device=device, registered_bytes=done)
+
+
+def read_gids(host: Host, folder: str) -> tuple[tuple[Gid, ...], bool]:
+    """Used entries of a port's table, and whether the table could be listed.
+
+    The type of an empty entry answers EINVAL, so types are asked of used entries only.
+    """
+    try:
+        listed = host.list_dir(f"{folder}/gids")
+    except OSError:
+        return (), False
+    indices = sorted(int(name) for name in listed if name.isascii() and name.isdigit() and len(name) <= 4)
+    gids: list[Gid] = []
+    hole = 0
+    for index in indices[:TABLE_MAX]:
+        value = sysfs.text(host, f"{folder}/gids/{index}")
+        if value is None or not value.strip("0:"):
+            hole += 1
+            if hole >= HOLE_MAX:
+                break
+            continue
+        hole = 0
+        gids.append(
+            Gid(
+                index=index,
+                gid=value,
+                type=sysfs.text(host, f"{folder}/gid_attrs/types/{index}"),
+                netdev=sysfs.text(host, f"{folder}/gid_attrs/ndevs/{index}"),
+            )
+        )
+    return tuple(gids), True

@@ -23,10 +23,10 @@ from agent.http.server import create
 from agent.http.state import State
 from agent.view import look
 from probes.api import Failed, Ok, Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.limits.probe import LimitsFacts
-from probes.rdma.probe import RdmaFacts
+from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]

@@ -26,9 +26,9 @@ from agent.http.server import create
 from agent.http.state import State
 from agent.view import View, look
 from probes.api import Absent, Failed, Ok, Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
-from probes.pci.probe import PciDevice, PciFacts
+from probes.pci.facts import PciDevice, PciFacts
 from probes.registry import ALL
 from probes.scan import scan
 from probes.scanner import Scanner

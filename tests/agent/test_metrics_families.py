@@ -22,9 +22,9 @@ from collectives.bench.results import Bar, BenchResult, Latency, Measurement, St
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
 from probes.api import Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
-from probes.pci.probe import PciFacts
+from probes.pci.facts import PciFacts
 from probes.registry import ALL
 from probes.scan import scan
 

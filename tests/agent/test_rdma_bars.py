@@ -16,7 +16,7 @@ from collectives.bench.perftest import RdmaResult, RdmaWrite
 from collectives.bench.wire import result_to_json
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
-from probes.rdma.probe import RdmaFacts
+from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"

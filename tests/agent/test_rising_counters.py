@@ -9,9 +9,8 @@ import pytest
 from agent.counter_increases import Past, risen_since, rising
 from agent.gate.codes import ALL_CODES
 from probes.api import Failed, Ok, Severity, Snapshot
-from probes.gpu.probe import GpuFacts
-from probes.gpu.types import Gpu, NvLink
-from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
+from probes.gpu.facts import Gpu, GpuFacts, NvLink
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
 

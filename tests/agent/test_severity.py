@@ -14,12 +14,12 @@ from agent.gate.explain import sections
 from agent.gate.verdict import Check
 from agent.view import View, look, with_environment
 from probes.api import Ok, Severity, Snapshot, by_loss
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]

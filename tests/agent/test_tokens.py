@@ -30,7 +30,7 @@ from agent.http.load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTE
 from agent.http.problem import ProblemError
 from agent.http.server import create
 from agent.http.state import State
-from probes.gpu.probe import GpuFacts, GpuProcess
+from probes.gpu.facts import GpuFacts, GpuProcess
 from probes.host.recording import load
 from probes.scan import scan
 

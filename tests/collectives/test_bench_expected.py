@@ -19,7 +19,7 @@ from collectives.bench import run as bench
 from collectives.bench.lock import BusyError
 from collectives.bench.results import Bar
 from probes.api import Snapshot
-from probes.gpu.probe import GpuFacts, GpuProcess
+from probes.gpu.facts import GpuFacts, GpuProcess
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9

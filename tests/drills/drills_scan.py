@@ -22,7 +22,7 @@ from drill_ground import MARK, ROOT, Ground, eventually, machine
 from drill_register import drill
 
 from probes.api import Failed, Ok, Snapshot
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.registry import ALL, BY_NAME
 from probes.scan import findings
 from probes.scanner import Scanner

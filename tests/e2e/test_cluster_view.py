@@ -41,13 +41,13 @@ from agent.http.cluster import Cluster
 from agent.http.server import create
 from agent.http.state import State
 from agent.view import View, look
-from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts, NumaNode
-from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.probe import PciDevice, PciFacts
-from probes.rdma.probe import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from probes.pci.facts import PciDevice, PciFacts
+from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from probes.scan import scan
 from topology.formats.matrix import columns
 from topology.formats.matrix import render as matrix

@@ -29,7 +29,7 @@ from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, load_model
 from planner.lint.sources import EnvironmentTextError, read_environment
 from probes.host.recording import RecordingError, load
-from probes.interfaces.status import parse_network_status
+from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
 from topology.formats.text import TopologyTextError

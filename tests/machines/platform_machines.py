@@ -20,8 +20,9 @@ from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, write_host
 from machine_nvml import A100_40, GB200, H100, L40S, Board, NvmlGpu, fabric
 from machine_tree import AMAZON, MELLANOX, NVIDIA, Dev, Netdev, Rdma, Tree, port, switch
 
+from probes.api import Snapshot
 from probes.host.protocol import Host
-from probes.scan import Snapshot, scan
+from probes.scan import scan
 
 AMD, CRAY, GOOGLE = 0x1002, 0x17DB, 0x1AE0
 H200 = replace(H100, name="NVIDIA H200", memory_bytes=143771 << 20)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cattrs
 
-from probes.interfaces.probe import InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import pytest
 from namespaces import look, obstacle
 
 from probes.interfaces import probe as interfaces
-from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 
 pytestmark = [
     pytest.mark.netns,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from probes.api import Ok, Snapshot
-from probes.gpu.probe import Gpu, GpuFacts, NvLink
+from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.probe import PciDevice, PciFacts
-from probes.rdma.probe import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from probes.pci.facts import PciDevice, PciFacts
+from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NearestNic, NodeTopology
 
 GBIT = 1e9 / 8

@@ -11,7 +11,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, recommend
 from probes.api import Ok, Snapshot
-from probes.gpu.probe import GpuFacts, GpuProcess
+from probes.gpu.facts import GpuFacts, GpuProcess
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build

@@ -12,7 +12,7 @@ from planner.lint.environment import CODES, lint
 from planner.lint.names import NameList
 from probes.api import Finding, Severity, Snapshot
 from probes.host.recording import load
-from probes.rdma.probe import Gid
+from probes.rdma.facts import Gid
 from probes.scan import scan
 
 MACHINES = Path(__file__).parents[1] / "machines"

@@ -22,7 +22,7 @@ from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
 from probes.api import Snapshot
-from probes.pci.probe import PciFacts
+from probes.pci.facts import PciFacts
 
 MACHINES = Path(__file__).parents[1] / "machines"
 SPEC = JobSpec(

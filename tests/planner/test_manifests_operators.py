@@ -17,8 +17,8 @@ from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
 from probes.api import Snapshot
-from probes.interfaces.probe import Interface
-from probes.rdma.probe import RdmaDevice, RdmaPort
+from probes.interfaces.facts import Interface
+from probes.rdma.facts import RdmaDevice, RdmaPort
 
 MACHINES = Path(__file__).parents[1] / "machines"
 

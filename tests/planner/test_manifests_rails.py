@@ -26,8 +26,8 @@ from planner.kubernetes import rails as network_rails
 from planner.kubernetes.job import JobError
 from planner.nccl_env.environment import settings
 from probes.api import Snapshot
-from probes.interfaces.probe import Interface
-from probes.rdma.probe import RdmaDevice
+from probes.interfaces.facts import Interface
+from probes.rdma.facts import RdmaDevice
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"

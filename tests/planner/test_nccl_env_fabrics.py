@@ -11,8 +11,8 @@ from test_nccl_env_rules import ETH0, IB8, ROCE, advise, note, values
 from collectives.nccl_log.transport import Evidence
 from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice, settings
-from probes.interfaces.probe import Interface
-from probes.rdma.probe import Gid, RdmaDevice
+from probes.interfaces.facts import Interface
+from probes.rdma.facts import Gid, RdmaDevice
 
 LINK_LOCAL = Gid(index=0, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="IB/RoCE v1")
 LINK_LOCAL_V2 = Gid(index=1, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="RoCE v2")

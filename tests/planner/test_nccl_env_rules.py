@@ -11,7 +11,7 @@ from collectives.nccl_log.transport import Evidence
 from planner.nccl_env.environment import EnvAdvice, settings
 from planner.nccl_env.names import names
 from probes.api import Failed, Snapshot
-from probes.rdma.probe import Gid
+from probes.rdma.facts import Gid
 
 
 def advise(*snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any) -> EnvAdvice:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from probes.api import Severity
-from probes.gpu.bus import BusGpu, GpuBus, check_bus
+from probes.gpu.bus import check_bus
+from probes.gpu.facts import BusGpu, GpuBus
 
 EIGHT = tuple(f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from probes.api import Ok, Severity, Snapshot
-from probes.gpu import xid
-from probes.gpu.decode import fabric_degraded, fabric_faults
+from probes.gpu import health as xid
+from probes.gpu.answers import fabric_degraded, fabric_faults, xid_of_line
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.health import xids_of
-from probes.gpu.probe import PROBE, Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.probe import PROBE
 from probes.host.recording import RecordedHost, load
-from probes.pci.check import check as pci_check
-from probes.pci.probe import PciDevice, PciFacts
-from probes.rdma.probe import RdmaDevice, RdmaFacts, RdmaPort
+from probes.pci.facts import PciDevice, PciFacts
+from probes.pci.probe import check as pci_check
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.scan import findings, scan
 from probes.scanner import Scanner
 from topology.build import build
@@ -114,7 +115,7 @@ def test_the_fabrics_summary_comes_with_the_newer_structure(scanner_of: Callable
 )  # fmt: skip
 def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str, numbers: tuple[int, ...]) -> None:
     """A number that the catalogue answers with a reset or names a link is the GPU's; an unknown one is nobody's."""
-    assert {number: xid.cause(number) for number in numbers} == dict.fromkeys(numbers, cause)
+    assert {number: xid.xid_cause(number) for number in numbers} == dict.fromkeys(numbers, cause)
     gpu = Gpu(index=0, bus_id="0000:1b:00.0", xids=numbers)
     codes = {f.code for f in PROBE.check(GpuFacts(driver_version="1", cuda_version=None, gpus=(gpu,)))}
     assert codes == {{"gpu": "gpu.xid.hardware", "program": "gpu.xid.application", "driver": "gpu.xid.driver"}[cause]}
@@ -137,7 +138,7 @@ def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str,
 )  # fmt: skip
 def test_every_form_of_the_drivers_line_is_read(line: str, told: tuple[str, int] | None) -> None:
     """A recovery that is over is no error."""
-    assert xid.of_line(line) == told
+    assert xid_of_line(line) == told
 
 
 def test_xids_come_as_nvml_events_where_no_log_is_readable(scanner_of: Callable[..., Scanner]) -> None:

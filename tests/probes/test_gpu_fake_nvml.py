@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from probes.api import Absent, Failed, Ok, Severity
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from probes.host.recording import RecordedHost, load
 from probes.registry import BY_NAME
 from probes.scan import findings, scan

@@ -12,8 +12,9 @@ import pytest
 
 from agent.gate.verdict import checks_of_snapshot
 from probes.api import Finding, Ok, Severity, Snapshot
-from probes.gpu.ask import LOST
-from probes.gpu.probe import PROBE, Gpu, GpuFacts
+from probes.gpu.answers import LOST
+from probes.gpu.facts import Gpu, GpuFacts
+from probes.gpu.probe import PROBE
 from probes.gpu.unread import IDENTITY, codes_of
 from probes.host.nvml import ERROR_CODES, HANDLE, INIT, NOT_ASKED, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError

@@ -6,7 +6,6 @@ import pytest
 from dicthost import DictHost
 
 from probes.hostinfo import probe as hostinfo
-from probes.hostinfo import read as hostinfo_read
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -92,10 +91,10 @@ def test_nccl_conf_of_the_user_wins_over_that_of_the_machine() -> None:
         "/root/.nccl.conf": "NCCL_DEBUG=INFO\n# NCCL_ALGO=Ring\n",
         "/etc/nccl.conf": "NCCL_DEBUG=WARN\nNCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml\n",
     }
-    conf, sources = hostinfo_read.nccl_conf(DictHost(files), "/root")
+    conf, sources = hostinfo.nccl_conf(DictHost(files), "/root")
     assert conf == {"NCCL_DEBUG": "INFO", "NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml"}
     assert sources == ("/root/.nccl.conf", "/etc/nccl.conf")
-    assert hostinfo_read.nccl_conf(DictHost(), "/root") == (None, ())
+    assert hostinfo.nccl_conf(DictHost(), "/root") == (None, ())
 
 
 def test_a_busy_host_is_told_before_it_is_measured() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from probes.api import Severity, UnavailableError
 from probes.interfaces import probe as interfaces
-from probes.interfaces.probe import Interface
-from probes.interfaces.roles import nccl_choice
-from probes.interfaces.status import annotation, parse_network_status
+from probes.interfaces.facts import Interface, nccl_choice
+from probes.interfaces.read import annotation, parse_network_status
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 STATUS = [

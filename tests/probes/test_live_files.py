@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from probes.host.kernel_log import LINES_MAX, KernelLog
-from probes.host.live import LiveHost
-from probes.pci.config import Config, parse_config
+from probes.host.live import LINES_MAX, KernelLog, LiveHost
+from probes.pci.read import Config, parse_config
 
 GPU = "/sys/bus/pci/devices/0000:1b:00.0"
 

@@ -12,9 +12,8 @@ import pytest
 
 from probes.api import Ok
 from probes.host.recording import load
-from probes.outcome import outcome_to_json
 from probes.scan import scan
-from probes.wire import outcome_from_json
+from probes.wire import outcome_from_json, outcome_to_json
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 

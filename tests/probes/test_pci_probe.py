@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from probes.api import Finding, Severity, UnavailableError
 from probes.pci import probe as pci
-from probes.pci.check import peer_ports
-from probes.pci.config import parse_config
+from probes.pci.probe import peer_ports
+from probes.pci.read import parse_config
 
 GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1021"), ("0x060400", "0x1000", "0xc030")
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probes.api import Finding, Severity, UnavailableError
+from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
-from probes.rdma.counters import rising
-from probes.rdma.gids import ipv4_of, nccl_gid_index, rocev2_gid_index
+from probes.rdma.facts import ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import parse_rate, roce_mtu
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
@@ -348,13 +348,13 @@ def counted(**counters: int) -> rdma.RdmaFacts:
     ],
 )
 def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Severity | None) -> None:
-    found = list(rising(counted(**before), counted(**after), seconds))
+    found = list(rdma_increases(counted(**before), counted(**after), seconds))
     assert [f.severity for f in found] == ([severity] if severity else [])
 
 
 def test_two_scans_at_one_time_have_no_rate() -> None:
     with pytest.raises(ValueError, match="later"):
-        list(rising(counted(), counted(), 0))
+        list(rdma_increases(counted(), counted(), 0))
 
 
 def test_metrics_carry_the_labels_of_node_exporter() -> None:

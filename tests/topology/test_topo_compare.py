@@ -8,7 +8,7 @@ import pytest
 from topo_machines import snapshot, topology
 
 from probes.api import Absent, Ok, Severity
-from probes.gpu.probe import GpuFacts
+from probes.gpu.facts import GpuFacts
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
 from topology.formats.text import parse

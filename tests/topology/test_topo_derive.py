@@ -10,8 +10,8 @@ from topo_machines import topology
 
 from hardware.machines import recognised
 from probes.api import Severity
-from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
-from probes.pci.probe import PciDevice
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
+from probes.pci.facts import PciDevice
 from topology.check import check
 from topology.complete import complete
 from topology.formats.text import parse

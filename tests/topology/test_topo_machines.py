@@ -10,8 +10,8 @@ import pytest
 from topo_machines import NAMES, snapshot, topology
 
 from probes.api import Absent, Ok, Severity
-from probes.gpu.probe import GpuFacts
-from probes.pci.probe import PciFacts
+from probes.gpu.facts import GpuFacts
+from probes.pci.facts import PciFacts
 from topology.build import build, cpu_mask
 from topology.check import CODES, check
 from topology.formats import xml

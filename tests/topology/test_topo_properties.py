@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 
-from probes.pci.probe import PciDevice
+from probes.pci.facts import PciDevice
 from topology.complete import complete
 from topology.formats import xml
 from topology.formats.text import TopologyTextError, parse

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from probes.pci.probe import PciDevice
+from probes.pci.facts import PciDevice
 from topology.complete import complete
 from topology.formats.xml_read import Found, cpu_of_element, numbered, walk
 from topology.formats.xml_tree import TopologyXmlError, read_tree

@@ -1,14 +1,76 @@
-"""Which devices of the PCI bus are GPUs and HCAs that this host itself is to use: what a scan must have read.
+"""The PCIe tree, and which of its devices are GPUs and HCAs that this host itself is to use.
 
-Sources: PCI Code and ID Assignment Specification (class codes); pci.ids (vendors, virtual functions); Linux
+Specification: Linux Documentation/ABI/testing/sysfs-bus-pci; PCI Express Base Specification, ACS capability; PCI Code
+and ID Assignment Specification (class codes); pci.ids (vendors, virtual functions); Linux
 Documentation/driver-api/vfio.rst (a device that a VFIO driver holds belongs to a virtual machine).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hardware.gpus import NVIDIA
 from hardware.nics import MELLANOX, is_efa, is_virtual
-from probes.pci.probe import PciDevice, PciFacts, is_gpu, is_network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciDevice:
+    """A bridge, GPU, NIC or NVSwitch; other classes are left out."""
+
+    bus_id: str  # "0000:1b:00.0"
+    class_code: int  # 0x030200 3D controller, 0x0200xx/0x0207xx network, 0x060400 bridge, 0x068000 NVSwitch
+    vendor_id: int
+    device_id: int
+    parent: str | None = None  # bus id of the bridge above; None directly under the root complex
+    root: str | None = None  # host bridge: "pci0000:17"
+    numa_node: int | None = None  # None where sysfs says -1
+    driver: str | None = None
+    link_transfers_per_second: float | None = None  # current_link_speed: 16 GT/s is 16e9
+    link_transfers_per_second_max: float | None = None
+    link_width: int | None = None
+    link_width_max: int | None = None
+    acs_source_validation: bool | None = None  # config space, readable by root only
+    relaxed_ordering: bool | None = None
+    iommu_group: int | None = None
+    physical_function: str | None = None  # bus id of the PF where this is an SR-IOV VF
+    sriov_vfs: int | None = None
+    sriov_vfs_max: int | None = None
+    resizable_bar: bool | None = None  # True where every resizable BAR is as large as it can be
+    bar_sizes_offered: bool | None = None  # the resizable BAR capability is there
+    rdma: bool | None = None  # a NIC's infiniband/ folder; None for other classes
+    lost: bool = False  # configuration space reads as ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciFacts:
+    """The tree, and the host-wide switches of GPUDirect RDMA."""
+
+    devices: tuple[PciDevice, ...]
+    iommu_mode: str | None = None  # "off", "passthrough", "translated"; None unknown
+    peermem_version: str | None = None  # /sys/module/nvidia_peermem/version
+    peermem_loaded: bool | None = None
+    nvidia_open_module: bool | None = None  # open kernel modules export DMA-BUF
+    dmabuf_possible: bool | None = None  # open module and kernel >= 5.12; possible, not proven
+    virtual_tree: str | None = None  # why the tree cannot be trusted: "every device sits on its own root (hypervisor)"
+    hypervisor: str | None = None  # None bare metal or unknown: ACS and IOMMU matter there only
+    container: str | None = None  # "kubernetes", ...: in a pod, a NIC's RDMA device may be another namespace's
+    topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
+
+
+def is_bridge(class_code: int) -> bool:
+    """PCI-to-PCI bridge (06 04) or NVSwitch (06 80)."""
+    return class_code >> 8 in (0x0604, 0x0680)
+
+
+def is_gpu(class_code: int) -> bool:
+    """VGA or 3D controller (03 00, 03 02), display (03 80) or processing accelerator (12 00)."""
+    return class_code >> 8 in (0x0300, 0x0302, 0x0380, 0x1200)
+
+
+def is_network(class_code: int) -> bool:
+    """Network controller: Ethernet (02 00), InfiniBand (02 07) and the others."""
+    return class_code >> 16 == 0x02
+
 
 AMD = 0x1002
 CRAY = 0x17DB

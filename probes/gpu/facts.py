@@ -1,10 +1,8 @@
-"""The facts of the gpu probe; import them from `probes.gpu.probe`."""
+"""What the gpu probe knows of a host: its GPUs, their NVLinks, every pair, and the GPUs of its PCI bus."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from probes.gpu.bus import GpuBus
 
 UNREAD = "unread"
 """In place of where a link ends: the driver failed to say. A hypervisor that hides it leaves None."""
@@ -125,6 +123,28 @@ class GpuPair:
     p2p_atomics: str | None = None
     p2p_pcie: str | None = None
     unread: tuple[str, ...] = ()  # as of a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusGpu:
+    """One NVIDIA GPU of the bus that this host's own driver could hold."""
+
+    bus_id: str
+    driver: str | None = None
+    minor: int | None = None  # N of /dev/nvidiaN; None where the driver's /proc does not tell
+    node_exists: bool | None = None  # None where the minor is unknown
+    node_usable: bool | None = None  # this process may open it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBus:
+    """The GPUs of the bus, and what decides which of them this process was given."""
+
+    gpus: tuple[BusGpu, ...]
+    container: str | None = None  # "kubernetes", "docker", ...
+    nodes: int = 0  # /dev/nvidia0, /dev/nvidia1, ... that this process may open
+    requested: int | None = None  # GPUs that NVIDIA_VISIBLE_DEVICES names; None where it names none, all, or MIG slices
+    all_requested: bool = False  # NVIDIA_VISIBLE_DEVICES=all; images set it too, so it proves no request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,77 @@
-"""What an interface is for, and which one NCCL takes by itself.
+"""What is known of network interfaces, what each is for as a training pod sees it, and which one NCCL takes by itself.
 
-Sources: NCCL user guide, NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running interfaces only);
-getifaddrs(3) lists IPv4 addresses before IPv6 ones, in the order of the interfaces' indices.
+Specification: rtnetlink(7); the Multus annotation k8s.v1.cni.cncf.io/network-status; NCCL user guide,
+NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running interfaces only); getifaddrs(3) lists IPv4
+addresses before IPv6 ones, in the order of the interfaces' indices.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from probes.interfaces.probe import Interface
-from probes.interfaces.status import Entry
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """One network interface of this network namespace."""
+
+    name: str
+    role: str  # "loopback", "pod-default", "secondary", "host", "docker", "bridge", "virtual", "unknown"
+    kind: str | None = None  # link info kind: "macvlan", "ipvlan", "vxlan", "veth", "bond", "bridge"; None physical
+    up: bool | None = None
+    running: bool | None = None  # IFF_RUNNING: NCCL takes only running interfaces
+    addresses: tuple[str, ...] = ()  # "10.0.0.1/24", "fe80::1/64"
+    mtu_bytes: int | None = None
+    speed_bytes_per_second: float | None = None
+    driver: str | None = None
+    parent: str | None = None  # lower device of a macvlan, vlan, vxlan; master's slave list is derived
+    master: str | None = None  # bond or bridge it is enslaved to
+    bus_id: str | None = None
+    numa_node: int | None = None
+    mac: str | None = None
+    rdma_device: str | None = None  # "mlx5_0" where an RDMA device belongs to it or to its parent
+    multus_network: str | None = None  # "default/rdmashared-net"
+    is_vf: bool | None = None
+    errors: dict[str, int] | None = None
+    parent_elsewhere: bool = False  # its lower device, or a veth's other end, is in another network namespace
+    multus_mtu_bytes: int | None = None  # "mtu" of its network-status entry
+    neighbour: str | None = None  # "leaf1 Ethernet1/5": the switch's port that it is wired to, where LLDP told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfacesFacts:
+    """All interfaces, and the one NCCL (and gloo) would take unasked."""
+
+    interfaces: tuple[Interface, ...]
+    default_route: str | None = None  # interface of the default route
+    nccl_choice: str | None = None  # what NCCL's own order picks with NCCL_SOCKET_IFNAME unset
+    network_status_source: str | None = None  # file of the Multus annotation, None where there is none
+    source: str = "netlink"  # "netlink" or "sysfs"
+    socket_ifname: str | None = None  # NCCL_SOCKET_IFNAME of the process that read, None where unset
+    network_status_error: str | None = None  # why the annotation could not be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One attached network."""
+
+    network: str
+    interface: str
+    default: bool = False
+    mtu_bytes: int | None = None
+    bus_id: str | None = None
+    rdma_device: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkStatus:
+    """The annotation, and the file it was found in."""
+
+    source: str
+    by_interface: dict[str, Entry] = field(default_factory=dict)
+    error: str | None = None
+
 
 # Kinds that stand for another interface's wire, and kinds that end in software.
 ON_A_WIRE = {"macvlan", "ipvlan", "vlan", "bond", "ipoib", "team", "macvtap"}

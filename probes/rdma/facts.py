@@ -1,0 +1,121 @@
+"""What is known of RDMA devices and ports, and which GID of a RoCE port carries RoCE v2 and would be NCCL's.
+
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; InfiniBand Architecture, Annex A17 (RoCEv2); NCCL
+src/transport/net_ib (choice of the GID index since 2.21).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gid:
+    """One used entry of a port's GID table."""
+
+    index: int
+    gid: str  # "fe80:0000:...": as sysfs prints it
+    type: str | None = None  # "IB/RoCE v1", "RoCE v2"; None where the kernel answers EINVAL
+    netdev: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaPort:
+    """One port of one device."""
+
+    port: int
+    state: str | None = None  # "ACTIVE", "DOWN", "INIT", "ARMED"
+    physical_state: str | None = None  # "LinkUp", "Disabled", "Polling"
+    link_layer: str | None = None  # "InfiniBand", "Ethernet"
+    rate_bytes_per_second: float | None = None
+    rate_text: str | None = None  # "400 Gb/sec (4X NDR)"
+    netdev: str | None = None
+    active_mtu_bytes: int | None = (
+        None  # RoCE: what the kernel derives from the netdev's MTU; InfiniBand: from libibverbs, else unknown
+    )
+    max_mtu_bytes: int | None = None
+    netdev_mtu_bytes: int | None = None
+    gids: tuple[Gid, ...] = ()
+    gids_known: bool = False
+    counters: dict[str, int] | None = None  # counters/ and hw_counters/ together
+    pfc_priorities: tuple[int, ...] | None = None  # priorities with PFC on (DCB netlink); None where not answered
+    trust: str | None = None  # how the port classifies packets: "dscp", "pcp"; None where neither file nor DCB tells
+    dscp_priorities: tuple[tuple[int, int], ...] | None = (
+        None  # the port's own map, (DSCP, priority), of DCB's app table
+    )
+    rate_max_bytes_per_second: float | None = None  # fastest mode the netdev's driver supports (ethtool netlink)
+    ecn: bool | None = None
+    traffic_class: int | None = None  # /sys/kernel/config or /sys/class/infiniband/*/tc where set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaDevice:
+    """One device: an HCA, a VF, a bond, an EFA, a Soft-RoCE."""
+
+    name: str  # "mlx5_0"
+    kind: str  # "hca", "efa", "rxe", "siw", "other"
+    bus_id: str | None = None
+    numa_node: int | None = None
+    board: str | None = None  # board_id
+    model: str | None = None  # hca_type or the PCI id's name: "MT4129", "ConnectX-7"
+    firmware: str | None = None
+    node_guid: str | None = None
+    is_vf: bool | None = None
+    bond: str | None = None  # netdev of the bond this device stands for: "bond0"
+    uverbs: str | None = None  # "/dev/infiniband/uverbs0"
+    uverbs_usable: bool | None = None  # this user may open it
+    driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"
+    ports: tuple[RdmaPort, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemlockProof:
+    """The largest memory region that a real registration managed, and where it failed."""
+
+    device: str
+    registered_bytes: int
+    failed_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaFacts:
+    """All RDMA devices this process can see."""
+
+    devices: tuple[RdmaDevice, ...]
+    source: str  # "sysfs", "netlink", "verbs"
+    netns_mode: str | None = None  # "shared", "exclusive"
+    pyverbs: str | None = None  # version, or why it is not usable
+    memlock_proof: MemlockProof | None = None
+
+
+ROCE_V2 = "RoCE v2"
+
+
+def ipv4_of(gid: Gid) -> str | None:
+    """The IPv4 address a GID stands for (::ffff:a.b.c.d), None for any other."""
+    try:
+        mapped = ipaddress.IPv6Address(gid.gid).ipv4_mapped
+    except ValueError:
+        return None
+    return str(mapped) if mapped else None
+
+
+def nccl_gid_index(port: RdmaPort) -> int | None:
+    """The index NCCL 2.21 and newer takes with nothing set: IPv4 before IPv6, then RoCE v2 before v1, else entry 0.
+
+    None for InfiniBand, where the index has no such meaning, and where the table is unknown.
+    """
+    if port.link_layer != "Ethernet" or not port.gids_known or not port.gids:
+        return None
+    ipv4 = [gid for gid in port.gids if ipv4_of(gid)]
+    best = [gid for gid in ipv4 if gid.type == ROCE_V2] or ipv4
+    return best[0].index if best else 0
+
+
+def rocev2_gid_index(port: RdmaPort) -> int | None:
+    """The first RoCE v2 entry that can be routed: with IPv4, else a global IPv6, else link-local."""
+    routed = [gid for gid in port.gids if gid.type == ROCE_V2]
+    routed.sort(key=lambda gid: (ipv4_of(gid) is None, gid.gid.lower().startswith("fe80"), gid.index))
+    return routed[0].index if routed else None
