@@ -38,7 +38,7 @@ def _plain(value: Any) -> Json:
         return [_plain(item) for item in value]
     if kind is dict:
         return {key: _plain(item) for key, item in value.items()}
-    return {name: _plain(getattr(value, name)) for name in _fields(kind)}
+    return {name: _plain(getattr(value, name)) for name in _fields(kind)}  # type: ignore[arg-type]  # a class is hashable
 
 
 _AS_IT_IS = frozenset({str, int, float, bool, type(None)})
