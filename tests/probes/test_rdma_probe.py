@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from probes.api import Finding, Severity, UnavailableError
 from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
-from probes.rdma.facts import ipv4_of, nccl_gid_index, rocev2_gid_index
+from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import parse_rate, roce_mtu
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
@@ -329,8 +329,8 @@ def test_netlink_where_sysfs_is_not_mounted() -> None:
 
 
 def counted(**counters: int) -> rdma.RdmaFacts:
-    port = rdma.RdmaPort(port=1, counters=counters)
-    return rdma.RdmaFacts(devices=(rdma.RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
+    port = RdmaPort(port=1, counters=counters)
+    return rdma.RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
 
 
 @pytest.mark.parametrize(
