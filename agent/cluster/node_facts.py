@@ -22,13 +22,13 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from contracts.plain import LARGEST_DECIMAL, strict
 from probes.api import Absent, Failed, Ok, Snapshot
-from probes.gpu.probe import Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.hostinfo.probe import HostinfoFacts, NumaNode
-from probes.interfaces.probe import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.outcome import Outcome
-from probes.pci.probe import PciDevice, PciFacts, is_bridge, is_network
-from probes.rdma.probe import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from probes.pci.facts import PciDevice, PciFacts, is_bridge, is_network
+from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from probes.wire import Outcome
 
 Json = dict[str, Any]
 MOST_ADDRESSES = 256

@@ -29,7 +29,7 @@ from agent.view import View
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
 from probes.limits.probe import LimitsFacts
-from probes.rdma.probe import RdmaFacts
+from probes.rdma.facts import RdmaFacts
 from topology.build import build
 from topology.derive import Pairs
 from topology.graph import GpuNode, NicNode, NodeTopology

@@ -22,9 +22,9 @@ from planner.advice import Recommendation
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.probe import InterfacesFacts
-from probes.pci.probe import PciFacts
-from probes.rdma.probe import RdmaFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 from topology.wire import to_json as topology_to_json
 
