@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardware.machines import catalogue
-from topology.nccl import GIGA, nvlink_bytes_per_second, pcie_bytes_per_second
+from hardware.units import GIGA
+from topology.nccl import nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reach import Paths, Span, span
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from busbw_rows import MIB, PlaceError, Row, place, read
 
+from hardware.units import GIGA
 from topology.efficiency import FACTORS, Factors
-from topology.nccl import GIGA
 from topology.reach import Interval, Paths, expect, judge
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"

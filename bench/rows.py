@@ -15,7 +15,7 @@ from stacks import Stack, stack_matching
 
 from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from hardware.gpus import Gpu, gpu_named
-from planner.forecast.hardware import GIGA
+from hardware.units import GIGA
 from planner.forecast.links import NETWORK_SHARE, Links, Speed
 from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec

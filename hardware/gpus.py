@@ -13,11 +13,9 @@ from typing import Any
 
 from hardware.series import is_of
 from hardware.tables import pair, read
+from hardware.units import GIB, GIGA, TERA
 
 NVIDIA = 0x10DE
-_GIB = 1024.0**3
-_TERA = 1e12
-_GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +58,14 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
     made = dict(row)
     fp8 = made.pop("matmul_fp8_tflops", None)
     return Gpu(
-        peak_bf16=made.pop("peak_bf16_tflops") * _TERA,
-        matmul_bf16=made.pop("matmul_bf16_tflops") * _TERA,
-        matmul_fp8=fp8 * _TERA if fp8 else None,
-        matmul_fp32=made.pop("fp32_tflops") * _TERA,
-        hbm_bytes_per_second=made.pop("memory_tb_per_second") * _TERA,
-        memory_bytes=made.pop("memory_gib") * _GIB,
+        peak_bf16=made.pop("peak_bf16_tflops") * TERA,
+        matmul_bf16=made.pop("matmul_bf16_tflops") * TERA,
+        matmul_fp8=fp8 * TERA if fp8 else None,
+        matmul_fp32=made.pop("fp32_tflops") * TERA,
+        hbm_bytes_per_second=made.pop("memory_tb_per_second") * TERA,
+        memory_bytes=made.pop("memory_gib") * GIB,
         compute_capability=pair(made.pop("capability", None)),
-        busbw={int(count): rate * _GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
+        busbw={int(count): rate * GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
         pci={int(number, 16): name for number, name in made.pop("pci", {}).items()},
         **made,
     )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hardware.tables import pair, read
-
-_GIGA = 1e9
+from hardware.units import GIGA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,8 @@ def links() -> tuple[Link, ...]:
         plan = row.pop("nccl_gb_per_second", None)
         made.append(
             Link(
-                bytes_per_second=row.pop("gb_per_second") * _GIGA,
-                nccl_bytes_per_second=plan * _GIGA if plan is not None else None,
+                bytes_per_second=row.pop("gb_per_second") * GIGA,
+                nccl_bytes_per_second=plan * GIGA if plan is not None else None,
                 capability=pair(row.pop("capability", None)),
                 **row,
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hardware.tables import read
+from hardware.units import GIGA
 
 MELLANOX = 0x15B3
 AMAZON = 0x1D0F
@@ -31,7 +32,7 @@ def nics() -> tuple[Nic, ...]:
     for row in map(dict, read("nics")):
         gbps = row.pop("gbps", None)
         devices, virtual = (tuple(row.pop(name, ())) for name in ("devices", "virtual"))
-        made.append(Nic(bytes_per_second=gbps * 1e9 / 8 if gbps else None, devices=devices, virtual=virtual, **row))
+        made.append(Nic(bytes_per_second=gbps * GIGA / 8 if gbps else None, devices=devices, virtual=virtual, **row))
     return tuple(made)
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
+from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Interval, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
-from planner.forecast.hardware import GIB, GIGA
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.step_time import (

@@ -12,11 +12,11 @@ from collectives.nccl_log.transport import Evidence
 from contracts.layout import Layout, LayoutError, Precision
 from hardware.gpus import gpu_named, stand_in
 from hardware.machines import catalogue
+from hardware.units import GIB
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
-from planner.forecast.hardware import GIB
 from planner.forecast.lengths import check_histogram
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts

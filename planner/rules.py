@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contracts.layout import Layout
+from hardware.units import GIB, GIGA
 from planner.forecast.engine import Engine
-from planner.forecast.hardware import GIB, GIGA
 from planner.forecast.links import Links
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.forecast.weights import weights

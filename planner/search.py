@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from contracts.layout import Checkpointing, Layout, Precision, Sharding
+from hardware.units import GIB
 from planner.advice import Rejected
-from planner.forecast.hardware import GIB
 from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import Question, first_broken

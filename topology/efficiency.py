@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topology.nccl import GIGA
+from hardware.units import GIGA
 
 MICROSECOND = 1e-6
 Three = tuple[float, float, float]  # least, usual, most

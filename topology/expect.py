@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hardware.units import GIGA
 from topology.derive import Pairs
 from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Rail
-from topology.nccl import GIGA, nvlink_bytes_per_second
+from topology.nccl import nvlink_bytes_per_second
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _LARGEST_RING = 16  # GPUs: the search for a ring through NVLink alone stays small; no node sold has more

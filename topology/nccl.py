@@ -7,8 +7,7 @@ They lie below line rate on purpose: NVLink 4 is 25 GB/s on the wire and 20.6 in
 from __future__ import annotations
 
 from hardware.links import link_named, nvlink
-
-GIGA = 1e9
+from hardware.units import GIGA
 
 # kvDictPciGen in topo.cc: 100 Mb/s per lane, by GT/s.
 _PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5, 15))

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hardware.units import GIGA
 from topology.efficiency import FACTORS, Factors
-from topology.nccl import GIGA
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hardware.units import GIGA
 from probes.api import Ok, Severity, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -18,7 +19,6 @@ from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.build import build
 from topology.labels import nvlinks
-from topology.nccl import GIGA
 
 FAIL, WARN, INFO = Severity.FAIL, Severity.WARN, Severity.INFO
 UNLIMITED = "unlimited"

@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hardware.gpus import Gpu
+from hardware.units import GIB
 from planner.forecast.engine import Engine
-from planner.forecast.hardware import ASSUMED_CPU_FLOPS_PER_CORE, ASSUMED_CPU_MEMORY_BYTES_PER_SECOND, GIB
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.forecast.weights import mlp_width
+
+# What an unknown CPU core does in a float32 multiplication; wide, and said to be assumed. AVX2 at 2.5 GHz is
+# 80 GFLOP/s per core at best, and small models reach a fraction.
+ASSUMED_CPU_FLOPS_PER_CORE = 20e9
+ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

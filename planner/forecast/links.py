@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from collectives.bench.results import Measurement
 from hardware.gpus import Gpu, gpu_named
-from planner.forecast.hardware import ASSUMED_GLOO_BYTES_PER_SECOND, GIGA
+from hardware.units import GIGA
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
 from topology.nccl import nvlink_bytes_per_second
 
@@ -29,6 +29,7 @@ ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
 # gloo reduce-scatters by an all-reduce of the whole (torch ProcessGroupGloo), which sends everything twice.
 GLOO_SCATTER_SHARE = 0.5
 GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (docs/decisions/0023)
+ASSUMED_GLOO_BYTES_PER_SECOND = 1 * GIGA  # of two local ranks over loopback: of the order of 1 GB/s
 ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
 
 

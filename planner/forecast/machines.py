@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
-from planner.forecast.hardware import GIGA
+from hardware.units import GIGA
 from topology.complete import with_gpus
 from topology.expect import node_expectations
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass

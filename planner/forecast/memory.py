@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contracts.layout import Layout
+from hardware.units import GIB
 from planner.forecast.engine import Engine, Share, share_of
-from planner.forecast.hardware import GIB
 from planner.forecast.specs import ModelSpec, TrainSpec
 
 

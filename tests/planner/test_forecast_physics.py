@@ -12,9 +12,9 @@ import pytest
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
+from hardware.units import GIB
 from planner.forecast.compute import cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, StateBytes, share_of
-from planner.forecast.hardware import GIB
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
