@@ -52,7 +52,7 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         took, lost = row["seconds"], row["lost"]
         told = "" if not lost else f"; {len(lost)} lost: " + "; ".join(lost)[:300].replace("\n", " ")
-        lines.append(f"- {row['fault']}: {len(took)}, {statistics.median(took):.1f} s{told}")
+        lines.append(f"- {row['fault']}: {len(took)}, {statistics.median(took):.1f}{told}")
     return lines
 
 
@@ -66,15 +66,14 @@ def _page(table: str, rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     return f"""# Drills
 
-Each fault happens for real, to processes, files, sockets and libraries of the agent and its benchmark; only NVML, a
-file system, the API server and the clock are the tests' own. A drill passes where nothing was lost: no process outlives
-its run, the lock is free, no trusted file is half written, what was kept is still there, and the agent goes on or ends
-in order. `make drills` runs them all and writes this page; the test suite runs most of them a few times.
+Each fault happens for real; only NVML, a file system, the API server and the clock are the tests' own. A drill passes
+where nothing was lost: no process outlives its run, no trusted file is half written, what was kept is still there, and
+the agent goes on or ends in order. `make drills` runs them all and writes this page.
 
 {datetime.now(UTC):%Y-%m-%d}; {os.cpu_count()} virtual cores, shared and noisy, no GPU, Linux {platform.release()};
 Python {platform.python_version()}, {versions}.
-{len(rows)} drills, {times} runs, {minutes:.0f} minutes; in {clean} of them nothing was lost. How often each ran, and
-its median time:
+{len(rows)} drills, {times} runs, {minutes:.0f} minutes; in {clean} of them nothing was lost. Runs
+and median seconds:
 
 {table}
 
