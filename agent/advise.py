@@ -14,16 +14,14 @@ from agent.jobs import result_store as keep
 from agent.view import Group, View, grouped, look
 from collectives.bench.results import Measurement
 from contracts.layout import LayoutError
-from planner.advice import Interval, Note, Recommendation
+from planner import stacks
+from planner.advice import ExportError, Interval, Note, Recommendation, request_of
 from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
-from planner.forecast.lengths import LengthsError, check_histogram
-from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.render import render_env, render_k8s, render_shell
+from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.recommend import recommend
-from planner.stacks import known as stacks
-from planner.stacks.export import ExportError, request_of
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join

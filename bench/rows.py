@@ -18,8 +18,7 @@ from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
 from planner.forecast.links import NETWORK_SHARE, Links, Speed
 from planner.forecast.models import ModelError, model_named
-from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.weights import weights
+from planner.forecast.specs import ModelSpec, TrainSpec, weights
 
 Raw = dict[str, str]
 

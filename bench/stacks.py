@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from contracts.layout import Checkpointing, Sharding
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
-from planner.stacks.known import ENGINES
+from planner.stacks import ENGINES
 
 _DEEPSPEED_STATES = ENGINES["deepspeed"].states
 

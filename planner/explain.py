@@ -12,6 +12,7 @@ from planner.advice import Forecast, Interval, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.specs import trained_weights, weights
 from planner.forecast.step_time import (
     ADAM_RANK_BYTES_PER_SECOND,
     Job,
@@ -19,7 +20,6 @@ from planner.forecast.step_time import (
     step_parts,
     strides,
 )
-from planner.forecast.weights import trained_weights, weights
 from planner.search import Candidate
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on

@@ -17,15 +17,14 @@ from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
-from planner.forecast.lengths import check_histogram
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
-from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.specs import ModelSpec, TrainSpec, check_histogram
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.rules import Question, first_broken
 from planner.search import Candidate, Found, fitting, search
-from planner.stacks.known import engine_named
+from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import held_bytes

@@ -12,8 +12,7 @@ from contracts.layout import Layout
 from hardware.units import GIB, GIGA
 from planner.forecast.engine import Engine
 from planner.forecast.links import Links
-from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.weights import weights
+from planner.forecast.specs import ModelSpec, TrainSpec, weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

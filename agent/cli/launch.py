@@ -146,9 +146,9 @@ def _refuse_options_of_elsewhere(api: str) -> None:
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
     """Print the job in `form`, or create it where that is None."""
     from agent.jobs import cluster_job
+    from planner.advice import ExportError
     from planner.kubernetes.job import JobError
     from planner.kubernetes.manifests import render as render_documents
-    from planner.stacks.export import ExportError
 
     try:
         cluster_job.refuse_what_cannot_train(advice, given)

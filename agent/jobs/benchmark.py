@@ -19,7 +19,7 @@ from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError,
 from collectives.bench.run import visible_backend
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import model_named
-from planner.forecast.weights import weights
+from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts

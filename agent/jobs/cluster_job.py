@@ -19,11 +19,9 @@ from agent.cluster.client import ApiError, Client, path_of
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import GateError, select
 from agent.jobs.launch import plan_document
-from planner.advice import Reason, Recommendation, Setting
+from planner.advice import Reason, Recommendation, Setting, request_of
 from planner.forecast import models
-from planner.kubernetes import manifests
-from planner.kubernetes import networks as network_manifests
-from planner.kubernetes import rails as network_rails
+from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
     DEVICE_CLASSES,
@@ -35,8 +33,7 @@ from planner.kubernetes.job import (
     family,
     from_advice,
 )
-from planner.stacks.export import request_of
-from planner.stacks.known import export
+from planner.stacks import export
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
@@ -264,12 +261,12 @@ def documents(
 def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
     """The network resources that the probed interfaces call for; `host_mofed` None: as the nodes show it."""
     named = {} if host_mofed is None else {"host_mofed": host_mofed}
-    return network_manifests.network(network_manifests.from_snapshots(found, namespace=namespace, **named))
+    return networks.network(networks.from_snapshots(found, namespace=namespace, **named))
 
 
 def unknown_mofed(found: Sequence[Snapshot]) -> str:
     """What is to be asked of the NIC's driver, where the nodes do not show it; else nothing."""
-    if network_manifests.from_snapshots(found).host_mofed is not None:
+    if networks.from_snapshots(found).host_mofed is not None:
         return ""
     return (
         "unknown what brings the NIC driver (DOCA-OFED), so ClusterPolicy says nothing of it: --host-mofed where the "
@@ -282,13 +279,13 @@ def on_rails(advice: Recommendation, given: Mapping[str, Any], found: Sequence[S
 
     A record of a pod that is on them already says so itself, and a job of one node needs none.
     """
-    if not given["with_network"] or (given["nodes"] or 1) == 1 or network_manifests.seen_from_a_pod(found):
+    if not given["with_network"] or (given["nodes"] or 1) == 1 or networks.seen_from_a_pod(found):
         return advice
-    spec = network_manifests.from_snapshots(found, namespace=given["namespace"])
+    spec = networks.from_snapshots(found, namespace=given["namespace"])
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
     named = family("rdma/*", _named_by_user(given))
-    return network_rails.attached(
+    return networks.attached(
         advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
         resource=None if named else f"rdma/{spec.resource_name}",
     )  # fmt: skip
@@ -296,17 +293,17 @@ def on_rails(advice: Recommendation, given: Mapping[str, Any], found: Sequence[S
 
 def addresses_in_use(found: Sequence[Snapshot]) -> str:
     """What is wrong with the addresses of several network resources; empty: the nodes have none of them."""
-    rails = network_manifests.from_snapshots(found).rails()
+    rails = networks.from_snapshots(found).rails()
     if len(rails) < 2 or misnamed(found):
         return ""
-    taken = network_rails.in_use([rail.range for rail in rails], found)
+    taken = networks.in_use([rail.range for rail in rails], found)
     todo = "put free ranges in their place in MacvlanNetwork and NetworkAttachmentDefinition"
     return f"{taken}: {todo}" if taken else ""
 
 
 def misnamed(found: Sequence[Snapshot]) -> str:
     """What is wrong with the interfaces' names in the network resources; empty: they are the nodes' own."""
-    names = network_manifests.seen_from_a_pod(found)
+    names = networks.seen_from_a_pod(found)
     if not names:
         return ""
     return (
@@ -326,7 +323,7 @@ def storage(given: Mapping[str, Any]) -> tuple[Document, ...]:
         return ()
     check_object_name("--storage-class", given["storage_class"])
     check_size("--storage-size", given["storage_size"])
-    claim = network_manifests.shared_claim(
+    claim = networks.shared_claim(
         name=claim_of(given) or "", namespace=given["namespace"], size=given["storage_size"],
         storage_class=given["storage_class"],
     )  # fmt: skip

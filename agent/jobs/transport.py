@@ -18,7 +18,7 @@ from topology.build import build
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
     """The network that NCCL is to take between hosts, and whether by GPUDirect RDMA; empty: unknown.
 
-    Locked memory is needed for RDMA alone, the resource of EFA's name for EFA alone (planner/kubernetes/pod_needs.py).
+    Locked memory is needed for RDMA alone, the resource of EFA's name for EFA alone (planner/nccl_env/environment.py).
     """
     resources = [need.value for need in advice.needs if need.name == "resource"]
     pinned = any(need.name == "memlock" for need in advice.needs)

@@ -31,7 +31,7 @@ from agent.pages.runs import by_network, shown, side_by_side
 from agent.view import grouped, passed_ids, reasons, unknown_ids
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
-from planner.nccl_env.render import render_k8s, render_shell
+from planner.nccl_env.environment import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok
 from topology.formats.matrix import columns
 from topology.labels import level, nvlinks

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from hardware.gpus import Gpu
 from hardware.units import GIB
 from planner.forecast.engine import Engine
-from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.weights import mlp_width
+from planner.forecast.specs import ModelSpec, TrainSpec, mlp_width
 
 # What an unknown CPU core does in a float32 multiplication; wide, and said to be assumed. AVX2 at 2.5 GHz is
 # 80 GFLOP/s per core at best, and small models reach a fraction.

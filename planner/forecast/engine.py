@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from contracts.layout import Layout, Offload
-from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.weights import mlp_width, trained_weights, weights
+from planner.forecast.specs import ModelSpec, TrainSpec, mlp_width, trained_weights, weights
 
 NF4_BYTES = 0.53
 

@@ -1,9 +1,169 @@
-"""What is to be trained: the model's shape and the training run's settings."""
+"""What is to be trained: the model's shape, the run's settings, and the counts that follow from both.
+
+Weights: the module definitions of transformers' Llama, Mistral, Qwen, Gemma, GPT-2, Phi3, Mixtral and Qwen-MoE
+classes; LoRA adds r x (in + out) weights to each targeted matrix (arXiv 2106.09685). Lengths: how many tokens a
+micro-batch really computes when it is padded to its longest sample.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights of a model by part."""
+
+    attention_per_layer: int
+    mlp_per_layer: int  # all experts of a mixture, their router, and the shared one
+    active_mlp_per_layer: int  # what one token passes through
+    routed_per_layer: int  # of mlp_per_layer, what expert parallelism divides
+    dense_mlp_per_layer: int  # of a layer without experts, where a mixture has some
+    dense_layers: int  # 0 where all layers are alike
+    small_per_layer: int  # norms and biases
+    embedding: int  # with position table
+    head: int  # 0 where tied
+    layers: int
+
+    @property
+    def layer(self) -> int:
+        """Weights of one layer; of a mixture with dense layers, of one with experts."""
+        return self.attention_per_layer + self.mlp_per_layer + self.small_per_layer
+
+    @property
+    def all_layers(self) -> int:
+        """Weights of all layers."""
+        return self.layers * self.layer - self.dense_layers * (self.mlp_per_layer - self.dense_mlp_per_layer)
+
+    @property
+    def total(self) -> int:
+        """Weights of the model."""
+        return self.all_layers + self.embedding + self.head
+
+
+@lru_cache(maxsize=256)
+def weights(model: ModelSpec) -> Weights:
+    """Count the weights."""
+    h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = h * q + 2 * h * kv + q * h
+    matrices = 3 if model.gated_mlp else 2
+    mlp = active = dense = matrices * h * model.ffn
+    routed = 0
+    if model.experts:
+        one = matrices * h * model.expert_ffn
+        # A shared expert comes with a gate of one column.
+        every = h * model.experts + (matrices * h * model.shared_expert_ffn + h if model.shared_expert_ffn else 0)
+        routed = model.experts * one
+        mlp, active = routed + every, model.experts_per_token * one + every
+    small = 2 * h * (2 if model.family == "gemma2" else 1)
+    if model.family in ("qwen3", "qwen3_moe"):  # q_norm and k_norm
+        small += 2 * model.head_dim
+    if model.attention_bias:
+        small += q + 2 * kv + (0 if model.family in ("gpt2", "qwen2", "qwen2_moe") else h)  # Qwen 2's o_proj has none
+    if model.mlp_bias:
+        small += 2 * model.ffn + h
+    if model.family == "gpt2":
+        small += 2 * h + h + model.ffn + h  # norm biases, projection and MLP biases
+    positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
+    return Weights(
+        attention_per_layer=attention,
+        mlp_per_layer=mlp,
+        active_mlp_per_layer=active,
+        routed_per_layer=routed,
+        dense_mlp_per_layer=dense,
+        dense_layers=model.dense_layers,
+        small_per_layer=small,
+        embedding=model.vocab * h + positions + h * (2 if model.family == "gpt2" else 1),  # and the final norm
+        head=0 if model.tied_embeddings else model.vocab * h,
+        layers=model.layers,
+    )
+
+
+def mlp_width(model: ModelSpec) -> float:
+    """Columns of the MLPs that one token passes through in a layer; the mean, where some layers are dense."""
+    if not model.experts:
+        return float(model.ffn)
+    sparse = model.expert_ffn * model.experts_per_token + model.shared_expert_ffn
+    return sparse + (model.ffn - sparse) * model.dense_layers / model.layers
+
+
+@lru_cache(maxsize=256)
+def lora_weights(model: ModelSpec, train: TrainSpec) -> int:
+    """Trained weights of the adapters over all layers."""
+    h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    ffn, layers = model.ffn, model.layers
+    mlp = layers * (h + ffn)  # of one of its matrices, over all layers
+    if model.experts:  # an adapter for each expert
+        each = model.experts * (h + model.expert_ffn) + (h + model.shared_expert_ffn if model.shared_expert_ffn else 0)
+        mlp = (layers - model.dense_layers) * each + model.dense_layers * (h + ffn)
+    sides = {
+        "q_proj": layers * (h + q), "k_proj": layers * (h + kv), "v_proj": layers * (h + kv),
+        "o_proj": layers * (q + h), "gate_proj": mlp if model.gated_mlp else 0, "up_proj": mlp,
+        "down_proj": mlp, "c_attn": layers * (h + q + 2 * kv),
+        "c_proj": layers * (q + h + ffn + h), "c_fc": layers * (h + ffn),
+    }  # fmt: skip
+    return train.lora_rank * sum(sides.get(target, 0) for target in train.lora_targets)
+
+
+def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
+    """Weights that get a gradient."""
+    if train.method == "full":
+        return weights(model).total
+    whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
+    unknown = [name for name in train.saved_modules if name not in whole]
+    if unknown:
+        raise ValueError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
+    return lora_weights(model, train) + sum(whole[name] for name in train.saved_modules)
+
+
+Histogram = tuple[tuple[int, int], ...]
+
+_MOST_BINS = 100_000
+
+
+class LengthsError(ValueError):
+    """A histogram that cannot be used; the message says why."""
+
+
+def histogram_of(lengths: Sequence[int]) -> Histogram:
+    """Count the samples of each length."""
+    counts: dict[int, int] = {}
+    for length in lengths:
+        counts[length] = counts.get(length, 0) + 1
+    return check_histogram(tuple(sorted(counts.items())))
+
+
+def check_histogram(histogram: Histogram) -> Histogram:
+    """The histogram itself, if every length and count is a whole positive number."""
+    if len(histogram) > _MOST_BINS:
+        raise LengthsError(f"length_histogram has {len(histogram)} bins, {_MOST_BINS} at most are read")
+    for row in histogram:
+        if len(row) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in row):
+            raise LengthsError(f"length_histogram: {row!r}: must be (tokens, samples), both at least 1")
+    return tuple(sorted(histogram))
+
+
+@lru_cache(maxsize=1024)
+def expected_longest(histogram: Histogram, samples: int, limit: int) -> float:
+    """Mean length of the longest of `samples` draws, each cut at `limit` tokens."""
+    total = sum(count for _, count in histogram)
+    below, mean, previous = 0, 0.0, 0.0
+    for length, count in histogram:
+        below += count
+        share = (below / total) ** samples  # chance that the longest is at most this long
+        mean += min(length, limit) * (share - previous)
+        previous = share
+    return mean
+
+
+@lru_cache(maxsize=256)
+def mean_length(histogram: Histogram, limit: int) -> float:
+    """Mean length of one sample, cut at `limit`: what packing leaves."""
+    return expected_longest(histogram, 1, limit)
+
 
 Method = Literal["full", "lora", "qlora"]
 

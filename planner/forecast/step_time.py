@@ -14,10 +14,16 @@ from typing import NamedTuple
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.forecast.engine import NF4_BYTES, Engine, fullest_stage
-from planner.forecast.lengths import expected_longest, mean_length
 from planner.forecast.links import Links
-from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.weights import Weights, trained_weights, weights
+from planner.forecast.specs import (
+    ModelSpec,
+    TrainSpec,
+    Weights,
+    expected_longest,
+    mean_length,
+    trained_weights,
+    weights,
+)
 
 
 class StepParts(NamedTuple):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from planner.lint.finding import finding
-from planner.lint.names import NameList
-from planner.lint.values import strtoll
+from planner.lint.machine import NameList
+from planner.lint.values import finding, strtoll
 from planner.nccl_env.situation import NodeView
 from probes.api import Finding, Severity
 

@@ -10,9 +10,23 @@ import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from planner.lint.finding import finding as _finding
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
 from probes.api import Finding, Severity
+
+
+def finding(
+    code: str, severity: Severity, name: str, value: str, message: str, remedy: str, evidence: tuple[str, ...] = ()
+) -> Finding:
+    """The variable is the subject, what it was set to the first evidence; the message begins a sentence."""
+    return Finding(
+        code=code,
+        severity=severity,
+        subject=name,
+        message=message[:1].upper() + message[1:],
+        evidence=(f"{name}={value}", *evidence),
+        remedy=remedy,
+    )
+
 
 VALUE_CODES = (
     "env.value.ignored",
@@ -162,7 +176,7 @@ def strtoll(text: str) -> tuple[int, bool]:
 def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
     """Findings about the text of one value."""
     if value[:1] in "\"'" and value[:1] and value[:1] == value[-1:]:
-        yield _finding(
+        yield finding(
             "env.value.quotes",
             Severity.WARN,
             name,
@@ -226,7 +240,7 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
     elif name == "NCCL_IB_PKEY":
         number, whole = strtoll(value)
         if whole and number >= _MOST_PKEYS:
-            yield _finding(
+            yield finding(
                 "env.value.kind", Severity.WARN, name, value,
                 f"An index into the port's table of keys is wanted, and {value} looks like a key: no port has so many "
                 "entries, and connections fail (ibv_modify_qp: Invalid argument).",
@@ -237,7 +251,7 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
     else:
         return
     if wrong:
-        yield _finding(
+        yield finding(
             "env.value.kind", Severity.WARN, name, value,
             f"It takes names of {wants}; {', '.join(wrong)} does not look like one, and an entry without a match is "
             "left out in silence.",
@@ -257,7 +271,7 @@ def _effect_of_garbage(name: str, entry: NcclName) -> str:
 
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if not value:
-        yield _finding(
+        yield finding(
             "env.value.ignored", Severity.INFO, name, value, "An empty value is no value: NCCL keeps its default.",
             f"Unset {name}.",
         )  # fmt: skip
@@ -273,7 +287,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
                 else "and only exactly 1 disables peer access: it does nothing"
             )
         wish = " Write 1 if you mean yes." if value.strip().lower() in ("true", "yes", "on", "y", "t") else ""
-        yield _finding(
+        yield finding(
             "env.value.ignored",
             Severity.WARN,
             name,
@@ -283,30 +297,30 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         )
         return
     if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
-        yield _finding(
+        yield finding(
             "env.value.ignored", Severity.WARN, name, value, "Only exactly 1 disables peer access: it does nothing.",
             f"Unset {name}.",
         )  # fmt: skip
     if re.match(r"\s*[+-]?0[0-9]", value):
-        yield _finding(
+        yield finding(
             "env.value.ignored", Severity.WARN, name, value, f"A leading 0 means octal: NCCL reads {number}.",
             f"Write {name}={value.strip().lstrip('+-0') or '0'} without the zero.",
         )  # fmt: skip
     if name in _CHOICES and number not in _CHOICES[name]:
-        yield _finding(
+        yield finding(
             "env.value.range", Severity.WARN, name, value,
             f"Allowed is {', '.join(map(str, _CHOICES[name]))}: NCCL warns and takes another of these.",
             f"Unset {name}.",
         )  # fmt: skip
     if name in _FLAGS and number not in (0, 1) and str(number) != entry.default:
-        yield _finding(
+        yield finding(
             "env.value.range", Severity.INFO, name, value, "Documented is 0 or 1; any number but 0 counts as 1.",
             f"Write 0 or 1, or unset {name}.",
         )  # fmt: skip
     yield from _waits(name, value, number)
     low, high = _RANGES.get(name, (number, number))
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
-        yield _finding(
+        yield finding(
             "env.value.range",
             Severity.WARN,
             name,
@@ -319,21 +333,21 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
     """How long RDMA waits for an answer: 4.096 µs times 2 to this number, so many times (env.rst)."""
     if name == "NCCL_IB_TIMEOUT" and number == 0:
-        yield _finding(
+        yield finding(
             "env.value.range", Severity.WARN, name, value,
             "0 waits for ever: a peer that died is never noticed, and the job hangs.",
             f"Unset {name}, or take 20 to 23.",
         )  # fmt: skip
     elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
         milliseconds = 4.096e-3 * 2**number
-        yield _finding(
+        yield finding(
             "env.value.range", Severity.WARN, name, value,
             f"It is an exponent, no time: {milliseconds:.3g} ms a try, shorter than any release's own choice; a short "
             "stall of the fabric ends the job (ibv_poll_cq: error 12).",
             f"Unset {name}, or take 20 to 23.",
         )  # fmt: skip
     elif name == "NCCL_IB_RETRY_CNT" and number == 0:
-        yield _finding(
+        yield finding(
             "env.value.range", Severity.WARN, name, value, "0 tries once: a single lost packet ends the job.",
             f"Unset {name}: the default is 7.",
         )  # fmt: skip
@@ -346,7 +360,7 @@ def _words(name: str, value: str) -> Iterator[Finding]:
     wrong = [each for each in entries if each and each.removeprefix("^").upper() not in allowed]
     if wrong:
         blank = " (a blank belongs to the word)" if any(char.isspace() for char in "".join(wrong)) else ""
-        yield _finding(
+        yield finding(
             "env.value.token", Severity.WARN, name, value,
             f"NCCL does not know {', '.join(repr(each) for each in wrong)} and leaves it out{blank}.",
             f"Use {', '.join(allowed)}, with '{separator}' between them.",
@@ -362,7 +376,7 @@ def _shape(name: str, value: str) -> Iterator[Finding]:
             "NCCL_IB_ADDR_RANGE": "NCCL warns and ignores it",
         }
         effect = effects.get(name, "NCCL ignores it")
-        yield _finding(
+        yield finding(
             "env.value.kind", Severity.WARN, name, value, f"It takes {wanted}; {effect}.", f"Write {name} as {wanted}.",
         )  # fmt: skip
 
@@ -370,7 +384,7 @@ def _shape(name: str, value: str) -> Iterator[Finding]:
 def _file(name: str, value: str) -> Iterator[Finding]:
     """A file's name; a shell expands `~`, NCCL does not."""
     if value.startswith("~"):
-        yield _finding(
+        yield finding(
             "env.value.kind", Severity.WARN, name, value,
             "NCCL takes ~ as a letter: there is no such file.", "Write the whole path.",
         )  # fmt: skip
@@ -387,20 +401,20 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         since = _LEVEL_SINCE.get(value)
         if since and version and version < since:
             message = f"The level {value} exists since {version_text(since)}: NCCL {version_text(version)} ignores it."
-            yield _finding("env.value.level", Severity.WARN, name, value, message, f"Unset {name} or update NCCL.")
+            yield finding("env.value.level", Severity.WARN, name, value, message, f"Unset {name} or update NCCL.")
         return
     if value[:1].isdigit():
         number, _ = strtoll(value)
         meant = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)]
         message = f"An old-style number: NCCL reads it as {meant}."
-        yield _finding("env.value.level", Severity.INFO, name, value, message, f"Write {name}={meant}, or unset it.")
+        yield finding("env.value.level", Severity.INFO, name, value, message, f"Write {name}={meant}, or unset it.")
         return
     right = value.strip().upper()
     hint = f"Write {name}={right}" if right in LEVEL_NAMES else f"Use one of {', '.join(LEVEL_NAMES)}"
     message = (
         "NCCL does not know this level (case counts) and ignores it without a message: the default stays in force."
     )
-    yield _finding("env.value.level", Severity.WARN, name, value, message, f"{hint}, or unset it.")
+    yield finding("env.value.level", Severity.WARN, name, value, message, f"{hint}, or unset it.")
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
@@ -417,7 +431,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
     if unknown:
         what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
         message = f"NCCL does not know {', '.join(repr(token) for token in unknown)} and {what}."
-        yield _finding(
+        yield finding(
             "env.value.token", severity, name, value, message,
             f"Use {', '.join(known)}, or unset it.",
         )  # fmt: skip
@@ -427,7 +441,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
             "Since 2.24 NCCL has no ring to fall back to: all-gather and reduce-scatter (FSDP, ZeRO) have no algorithm "
             "left and fail."
         )
-        yield _finding("env.value.token", severity, name, value, message, "Unset NCCL_ALGO, or add Ring.")
+        yield finding("env.value.token", severity, name, value, message, "Unset NCCL_ALGO, or add Ring.")
 
 
 def _gathers(value: str) -> bool:
@@ -449,7 +463,7 @@ def _token(name: str, value: str) -> Iterator[Finding]:
     if value in allowed or (not exact and value.upper() in allowed) or not value:
         return
     case = "case counts, " if exact and value.upper() in allowed else ""
-    yield _finding(
+    yield finding(
         "env.value.token", Severity.WARN, name, value, f"Not one of {', '.join(allowed)} ({case}so {effect}).",
         f"Use {' or '.join(allowed)}, or unset it.",
     )  # fmt: skip
@@ -461,7 +475,7 @@ def _list(name: str, value: str) -> Iterator[Finding]:
         if name == "NCCL_IB_HCA":
             message = "An empty list matches every device, as if it were not set."
         if name != "NCCL_IB_HCA" or not value:
-            yield _finding("env.value.list", Severity.INFO, name, value, message, f"Unset {name}.")
+            yield finding("env.value.list", Severity.INFO, name, value, message, f"Unset {name}.")
         return
     bare = value.removeprefix("^").removeprefix("=")
     problems: list[str] = []
@@ -476,7 +490,7 @@ def _list(name: str, value: str) -> Iterator[Finding]:
     if ";" in value:
         problems.append("the separator is a comma; the list is one long name that nothing has")
     if problems:
-        yield _finding(
+        yield finding(
             "env.value.list", Severity.WARN, name, value, "; ".join(problems) + ".",
             f"Write {name}={_clean(value)}.",
         )  # fmt: skip

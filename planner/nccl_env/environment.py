@@ -1,27 +1,349 @@
-"""The NCCL environment: one function per variable, each a setting with its reason, a note, or nothing.
+"""What a job is advised to set, and what its pods need beside it; settings as text that other tools read.
 
-"Set nothing" is the usual right answer, and is said as such. Only variables that NCCL's documentation files under
-"System configuration" are recommended; those under "Debugging" never are. docs/nccl-env.md lists the rules.
+Specification: PyTorch docs notes/cuda (allocator), ProcessGroupNCCL.hpp (TORCH_NCCL_*), torch/distributed/run.py; NCCL
+docs/userguide/source/troubleshooting.rst (shared memory, memlock); Kubernetes EnvVar and extended resources; Multus
+annotation k8s.v1.cni.cncf.io/networks; AWS EKS user guide, EFA; docker run --env-file (one NAME=value per line, no
+quoting); POSIX shell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import yaml
 
 from collectives.nccl_log.transport import Evidence
-from planner.advice import Note, PodNeed, Setting
-from planner.kubernetes.pod_needs import pod_needs
+from planner.advice import Note, PodNeed, Reason, Setting
 from planner.nccl_env import gpus as gpus
 from planner.nccl_env import interfaces as interfaces
-from planner.nccl_env import platform as platform
+from planner.nccl_env import platforms as platforms
 from planner.nccl_env import rdma as rdma
 from planner.nccl_env import roce as roce
-from planner.nccl_env import torch_env as torch_env
-from planner.nccl_env.platforms import settings_as_published
-from planner.nccl_env.situation import Situation, situation
+from planner.nccl_env.hcas import choose_ports, is_virtual_function
+from planner.nccl_env.names import RESERVED
+from planner.nccl_env.platforms import published, settings_as_published
+from planner.nccl_env.situation import NodeView, Situation, situation
 from probes.api import Snapshot
 from topology.graph import ClusterTopology
+
+
+class RenderError(ValueError):
+    """A setting that the format cannot carry; the message names it."""
+
+
+def render_env(settings: Sequence[Setting]) -> str:
+    """An env file: values stand as they are, as `docker run --env-file` takes them, reasons as comments."""
+    lines: list[str] = []
+    for setting in _checked(settings):
+        lines += [f"# {setting.reason.rule}", f"{setting.name}={setting.value}"]
+    return _text(lines, "# nothing to set")
+
+
+def render_shell(settings: Sequence[Setting]) -> str:
+    """Exports that a POSIX shell can source."""
+    lines: list[str] = []
+    for setting in _checked(settings):
+        lines += [f"# {setting.reason.rule}", f"export {setting.name}={shlex.quote(setting.value)}"]
+    return _text(lines, "# nothing to set")
+
+
+def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
+    """The `env:` list of a container."""
+    return [{"name": setting.name, "value": setting.value} for setting in _checked(settings)]
+
+
+def render_k8s(settings: Sequence[Setting]) -> str:
+    """The `env:` list as YAML; every value is a string, also where it looks like a number."""
+    return yaml.safe_dump(k8s_env(settings), sort_keys=False, allow_unicode=True, width=10_000)
+
+
+def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
+    for setting in settings:
+        if setting.name in RESERVED:
+            raise RenderError(f"{setting.name}: reserved for the launcher, must not be set")
+        if not setting.name.isidentifier() or not setting.name.isascii():
+            raise RenderError(f"{setting.name!r}: not a name of an environment variable")
+        if any(mark in setting.value for mark in "\n\r\0"):
+            raise RenderError(
+                f"{setting.name}: the value {setting.value!r} has a line break, which no env file can carry"
+            )
+    return settings
+
+
+def _text(lines: Sequence[str], empty: str) -> str:
+    return "\n".join(line.replace("\n", " ") for line in lines or (empty,)) + "\n"
+
+
+def allocator(case: Situation) -> Setting | None:
+    """PYTORCH_CUDA_ALLOC_CONF: segments that grow, so that unequal sequence lengths do not fragment the memory."""
+    if not case.gpus:
+        return None
+    rule = (
+        "Fine-tuning batches differ in length, so fixed segments fragment and reserve more than is used; segments that "
+        "grow keep the peak near what the forecast counts"
+    )
+    evidence = f"{case.gpus} CUDA GPUs; newer PyTorch also reads it as PYTORCH_ALLOC_CONF"
+    source = "PyTorch docs, notes/cuda: optimizing memory usage, expandable_segments"
+    reason = Reason(rule=rule, evidence=evidence, source=source)
+    return Setting(name="PYTORCH_CUDA_ALLOC_CONF", value="expandable_segments:True", reason=reason)
+
+
+def watchdog(case: Situation) -> Note | None:
+    """TORCH_NCCL_*: the defaults already abort a hung collective."""
+    if case.backend != "nccl":
+        return None
+    text = (
+        "Set nothing: TORCH_NCCL_ASYNC_ERROR_HANDLING is on by default and ends a job whose collective hangs; "
+        "TORCH_NCCL_BLOCKING_WAIT=1 would turn that off and stall the overlap. To find who hung, "
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 writes the flight record."
+    )
+    return Note(topic="TORCH_NCCL_ASYNC_ERROR_HANDLING", text=text)
+
+
+def omp_threads(case: Situation) -> Setting | Note | None:
+    """OMP_NUM_THREADS: torchrun sets 1 where several ranks share a node, and nothing for a rank that is alone."""
+    topic = "OMP_NUM_THREADS"
+    if case.amd:
+        return None
+    shares = [share for node in case.nodes if (share := _cores_per_rank(case, node)) is not None]
+    if not shares:
+        return None
+    share = min(shares, key=lambda share: share.threads)
+    source = "PyTorch torch/distributed/run.py: OMP_NUM_THREADS is 1 for each of several ranks of a node, unless set"
+    if share.ranks == 1:
+        if case.backend == "gloo" or share.limited:
+            rule = (
+                "torchrun sets nothing for a rank that is alone on its node, which then starts a thread for each core "
+                "that it sees, whatever its container may use: name the cores that it has"
+            )
+            reason = Reason(rule=rule, evidence=share.evidence, source=source)
+            return Setting(name=topic, value=str(share.threads), reason=reason)
+        text = (
+            "Unset: a rank that is alone on its node starts a thread per core; where a pod has a CPU limit, set that."
+        )
+        return Note(topic=topic, text=text, evidence=f"{share.hostname}: {share.evidence}")
+    if case.backend == "gloo":
+        if share.threads <= 1:
+            return Note(topic=topic, text="Set nothing: torchrun's 1 thread per rank is what the cores allow.")
+        rule = (
+            "The ranks compute on the CPU, and torchrun would give each a single thread: share the cores among "
+            f"{share.ranks} ranks"
+        )
+        reason = Reason(rule=rule, evidence=share.evidence, source=source)
+        return Setting(name=topic, value=str(share.threads), reason=reason)
+    text = (
+        "Set nothing: torchrun gives each rank 1 thread, enough where the GPU computes. With parameters or optimizer "
+        f"on the CPU (offload) set it to {share.threads}, the cores of one rank."
+    )
+    return Note(topic=topic, text=text, evidence=f"{share.hostname}: {share.evidence}")
+
+
+class _Share(NamedTuple):
+    """What one rank has of its node's cores."""
+
+    hostname: str
+    threads: int
+    ranks: int
+    limited: bool  # by the cgroup, below the cores that it sees
+    evidence: str
+
+
+def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
+    info, limits = node.hostinfo(), node.limits()
+    cores = info.cores or info.threads if info else None
+    if cores is None:
+        return None
+    quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's own CPU limit is no job's
+    usable = min(cores, int(quota)) if quota else cores
+    ranks = case.ranks_on(node)
+    limited = bool(quota and quota < cores)
+    by_cgroup = f", {quota:g} by cgroup" if limited else ""
+    evidence = f"{cores} cores{by_cgroup}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return _Share(node.hostname, max(usable // ranks, 1), ranks, limited, evidence)
+
+
+def cpu_binding(case: Situation) -> Note | None:
+    """Binding ranks to the NUMA node of their GPU."""
+    if case.backend != "nccl":
+        return None
+    for node in case.nodes:
+        facts = node.gpu()
+        nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
+        if len(nodes) > 1:
+            text = (
+                "NCCL binds its own threads to the CPUs near each GPU"
+                + ("" if published(case, "NCCL_IGNORE_CPU_AFFINITY") else " (NCCL_IGNORE_CPU_AFFINITY stays unset)")
+                + ". The ranks are not bound: torchrun --numa-binding=node keeps their memory near their GPU too."
+            )
+            evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
+            return Note(topic="CPU binding", text=text, evidence=evidence)
+    return None
+
+
+_TROUBLESHOOTING = "NCCL docs/userguide/source/troubleshooting.rst"
+
+# NCCL's troubleshooting page starts containers with --shm-size=1g; DataLoader workers hand their batches over in the
+# same file system, one set per rank. An emptyDir in memory costs only what is written to it.
+_SHM_BYTES_PER_RANK = 1024**3
+
+# AWS EKS user guide, "Run machine learning training with EFA": the example pods ask for 5120Mi of 2 MiB pages.
+_EFA_HUGEPAGES = "hugepages-2Mi: 5120Mi"
+
+
+def pod_needs(case: Situation) -> tuple[PodNeed, ...]:
+    """Everything a pod of this job must ask for; one entry per need, from the node that needs most."""
+    if not case.nodes:
+        return ()
+    found: dict[tuple[str, str], PodNeed] = {}
+    for need in _needs(case):
+        found.setdefault((need.name, need.value), need)
+    return tuple(found.values())
+
+
+def _needs(case: Situation) -> Iterator[PodNeed]:
+    largest = max(case.nodes, key=lambda node: node.gpu_count())
+    yield _shm(largest, case.ranks_on(largest))
+    if case.gpus:
+        yield PodNeed(
+            name="resource",
+            value=f"nvidia.com/gpu: {largest.gpu_count()}",
+            reason=Reason(
+                rule="One pod per node with all its GPUs keeps NVLink and shared memory usable: pods do not share them",
+                evidence=f"{largest.hostname}: {largest.gpu_count()} GPUs",
+                source="NCCL src/transport/{p2p,shm}.cc: ranks of different hosts or containers use the network",
+            ),
+        )
+    if case.one_node:
+        return
+    if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
+        yield from _locked_memory(case)
+    if case.efa:
+        yield from _efa(case)
+    for node in case.nodes:
+        yield from _roce_in_pod(node)
+
+
+def _has_hcas(node: NodeView) -> bool:
+    """Whether a machine that nobody probed, of the catalogue or of a matrix, is known to have RDMA devices."""
+    nics = node.topology.nics if node.topology and not node.snapshot else ()
+    return any(nic.kind in ("hca", "efa") for nic in nics)
+
+
+def _shm(node: NodeView, ranks: int) -> PodNeed:
+    limits = node.limits()
+    have = limits.shm_size_bytes if limits and not limits.of_agent else None
+    evidence = f"{node.hostname}: {ranks} ranks"
+    if have is not None and limits is not None:
+        evidence += f"; /dev/shm of {limits.whose}: {have / 2**20:.0f} MiB"
+    users = "NCCL and DataLoader workers pass" if node.gpu_count() else "DataLoader workers pass"
+    rule = f"{users} data through /dev/shm, which container engines limit to 64 MiB"
+    return PodNeed(
+        name="shm_bytes",
+        value=str(ranks * _SHM_BYTES_PER_RANK),
+        reason=Reason(rule=rule, evidence=evidence, source=f"{_TROUBLESHOOTING} (--shm-size=1g), here per rank"),
+    )
+
+
+def _locked_memory(case: Situation) -> Iterator[PodNeed]:
+    rule = (
+        "RDMA pins the memory it registers: under a small limit ibv_reg_mr fails with 'Cannot allocate memory'. "
+        "The limit of a pod comes from the container engine (default_ulimits memlock=-1:-1), not from its manifest"
+    )
+    yield PodNeed(
+        name="memlock",
+        value="unlimited",
+        reason=Reason(rule=rule, evidence=_memlock_evidence(case), source=_TROUBLESHOOTING),
+    )
+    lifts = "IPC_LOCK lifts the memlock limit for processes that hold it: root in the container, not other users"
+    yield PodNeed(
+        name="capability",
+        value="IPC_LOCK",
+        reason=Reason(rule=lifts, evidence=_memlock_evidence(case), source="capabilities(7)"),
+    )
+
+
+def _memlock_evidence(case: Situation) -> str:
+    for node in case.nodes:
+        limits = node.limits()
+        if limits is None or not limits.memlock_known:
+            continue
+        soft = limits.memlock_soft_bytes
+        text = "unlimited" if soft is None else f"{soft} bytes"
+        return f"{node.hostname}: memlock of {limits.whose} is {text}; the job's pod may get another"
+    return "memlock was not read"
+
+
+def _efa(case: Situation) -> Iterator[PodNeed]:
+    node = max(case.nodes, key=lambda each: each.efa_count())
+    count = node.efa_count()
+    source = "AWS EKS user guide: machine learning training with EFA"
+    yield PodNeed(
+        name="resource",
+        value=f"vpc.amazonaws.com/efa: {count}",
+        reason=Reason(
+            rule="EFA devices reach a pod only as this resource; fewer than the node has give away their bandwidth",
+            evidence=f"{node.hostname}: {count} EFA devices",
+            source=source,
+        ),
+    )
+    yield PodNeed(
+        name="resource",
+        value=_EFA_HUGEPAGES,
+        reason=Reason(
+            rule="libfabric's EFA provider takes its bounce buffers from 2 MiB huge pages",
+            evidence=_hugepages(node),
+            source=source,
+        ),
+    )
+
+
+def _hugepages(node: NodeView) -> str:
+    limits = node.limits()
+    pages = limits.hugepages if limits else None
+    if not pages:
+        return f"{node.hostname}: huge pages were not read"
+    return f"{node.hostname}: " + ", ".join(f"{size}: {number}" for size, number in pages.items())
+
+
+def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
+    """The secondary network and the RDMA resource that belongs to it."""
+    facts = node.interfaces()
+    choice = choose_ports(node)
+    for interface in facts.interfaces if facts else ():
+        if interface.role == "secondary" and interface.multus_network:
+            yield PodNeed(
+                name="network",
+                value=interface.multus_network,
+                reason=Reason(
+                    rule="The job's pods must be on the secondary network that this one was probed on",
+                    evidence=f"{node.hostname}: {interface.name} is on {interface.multus_network}",
+                    source="Multus annotation k8s.v1.cni.cncf.io/networks",
+                ),
+            )
+    if choice.secondary:
+        devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
+        functions = sum(is_virtual_function(view) for view in choice.keep)
+        rule = (
+            "The RDMA device reaches a pod only as the resource of its device plugin; its name is the cluster's own: "
+            "look it up in the node's allocatable (rdma/..., openshift.io/..., nvidia.com/...)"
+        )
+        if functions:
+            rule += (
+                "; a virtual function is handed out once, so that the pod needs as many as it has networks on them, "
+                "each of the resource that its network names"
+            )
+        yield PodNeed(
+            name="resource",
+            value=f"rdma/*: {functions or 1}",
+            reason=Reason(
+                rule=rule,
+                evidence=f"{node.hostname}: {devices}",
+                source="Kubernetes device plugins: node.status.allocatable",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +358,9 @@ class EnvAdvice:
 
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     gpus.unread,
-    platform.amd,
-    platform.vendor_script,
-    platform.unknown_platform,
+    platforms.amd,
+    platforms.vendor_script,
+    platforms.unknown_platform,
     interfaces.socket_ifname,
     interfaces.gloo_socket_ifname,
     rdma.ib_hca,
@@ -50,9 +372,9 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     roce.ib_service_level,
     rdma.cross_nic,
     rdma.net_plugin,
-    platform.slingshot_protocol,
-    platform.slingshot_tuning,
-    platform.collnet,
+    platforms.slingshot_protocol,
+    platforms.slingshot_tuning,
+    platforms.collnet,
     gpus.topo_file,
     gpus.p2p_level,
     gpus.pcie_pairs,
@@ -60,11 +382,11 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     gpus.mnnvl,
     gpus.gdr_c2c,
     gpus.gdrdma,
-    platform.gdr_prerequisites,
-    torch_env.allocator,
-    torch_env.watchdog,
-    torch_env.omp_threads,
-    torch_env.cpu_binding,
+    platforms.gdr_prerequisites,
+    allocator,
+    watchdog,
+    omp_threads,
+    cpu_binding,
 )
 """In the order of the answer."""
 
@@ -99,7 +421,7 @@ def settings(
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
     if not case.one_node and case.backend == "nccl":
         chosen, notes = _with_published(case, chosen, notes)
-    if platform.leave_to_the_vendor(case):
+    if platforms.leave_to_the_vendor(case):
         chosen, notes = _without_nccl(case, chosen, notes)
     unknown = any(note.text.startswith("Unknown") or note.topic == "platform" for note in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
@@ -121,6 +443,6 @@ def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[N
 
 def _without_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
     """What is left where the vendor's own script or plugin sets NCCL's variables."""
-    if platform.vendor_script(case) is not None:
+    if platforms.vendor_script(case) is not None:
         notes = tuple(note for note in notes if not note.topic.startswith("NCCL_") or note.topic in _KEPT)
     return tuple(each for each in chosen if not each.name.startswith("NCCL_")), notes

@@ -33,6 +33,9 @@ class NcclName:
     reader: str  # source file in NCCL, or the other software
 
 
+# Injected by the launcher; Kubeflow Trainer's webhook rejects a TrainJob that sets one (pkg/apply, reserved names).
+RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+
 # Wrong names seen in the wild whose right name is not the nearest spelling; each takes the same kind of value.
 _KNOWN_WRONG: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -1,7 +1,8 @@
-"""Which platform a node is, and what is published for it: data/platforms.toml, one row per platform with its source.
+"""Which platform a node is, and what follows: what is published for it, a vendor's own script or plugin, SHARP, RCCL.
 
 Recognised from facts on the machine alone: DMI, PCI devices and their drivers, files on the disk. No metadata service
 and no other host is asked. A platform that no fact tells is not recognised, and its recipe is not applied.
+Sources: data/platforms.toml, row by row; NCCL docs/userguide/source/{env,troubleshooting}.rst.
 """
 
 from __future__ import annotations
@@ -13,9 +14,185 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
-from planner.advice import Reason, Setting
-from planner.nccl_env.situation import NodeView, Situation
+from planner.advice import Note, Reason, Setting
+from planner.nccl_env.situation import NodeView, Situation, by_host, together
 from probes.hostinfo.probe import HostinfoFacts
+
+_ENV_RST = "NCCL docs/userguide/source/env.rst"
+
+
+def amd(case: Situation) -> Note | None:
+    """AMD's GPUs are seen and not judged: NCCL's variables mean other things to RCCL, or nothing."""
+    if not case.amd:
+        return None
+    seen = by_host((node.hostname, f"{len(found)} AMD GPUs ({found[0]})") for node in case.nodes if (
+        found := node.amd_gpus()
+    ))  # fmt: skip
+    how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
+    text = f"AMD GPUs {how}, RCCL is not judged yet: no environment and no layout is advised."
+    known = [row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd]
+    if known:
+        text += f" {known[0]} publishes one: docs/platforms.md names it and its source."
+    return Note(topic="RCCL", text=f"Unknown: {text}", evidence=seen)
+
+
+def vendor_script(case: Situation) -> Note | None:
+    """Platforms whose vendor ships the environment with the plugin: nothing here may stand in its way."""
+    if case.one_node or case.backend != "nccl":
+        return None
+    for node in case.nodes:
+        row = recognise(node)
+        if row is None or not row.plugin:
+            continue
+        info = node.hostinfo()
+        there = next((path for path in row.script if info and path in info.vendor_files), None)
+        listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
+        source = row.recipes[0].source
+        if not row.script:
+            how = f"set what Google publishes with the {row.plugin} plugin beside its installer"
+        elif there or info is None:
+            how = f"source {there or row.script[0]} in the job's command"
+        else:
+            how = f"install the {row.plugin} plugin and source its script, {row.script[0]}: it is not on this disk"
+        text = (
+            f"Set no NCCL variable of your own: {how}. It sets {listed}; a variable set before it may be refused by "
+            "the plugin's checker. Without the plugin NCCL goes over TCP."
+        )
+        return Note(topic="platform", text=text, evidence=f"{node.hostname}: {row.name}; {source.name}, {source.date}")
+    return None
+
+
+def leave_to_the_vendor(case: Situation) -> bool:
+    """Whether a node's platform has its own script: then no NCCL_ variable is advised."""
+    return any((row := recognise(node)) is not None and row.plugin for node in case.nodes)
+
+
+def unknown_platform(case: Situation) -> Note | None:
+    """A cloud's machine that no row of the table knows: its provider may publish what no probe sees."""
+    if case.one_node or case.backend != "nccl" or any(recognise(node) for node in case.nodes):
+        return None
+    for node in case.nodes:
+        info = node.hostinfo()
+        cloud = cloud_of(info) if info else None
+        if info is None or not (cloud or info.virtual_machine):
+            continue
+        text = (
+            f"{_sentence(which_platform(case))}: traffic class, time-outs and topology files that its provider may "
+            "ask for are left out. Advised is only what the probes saw."
+        )
+        of = CLOUDS[cloud[0]] if cloud else info.virtual_machine
+        return Note(topic="platform", text=text, evidence=f"{node.hostname}: {of}")
+    return None
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def slingshot_protocol(case: Situation) -> Setting | Note | None:
+    """NCCL_PROTO on Slingshot with Grace Hopper: LL128 through GPUDirect was seen to give wrong data there."""
+    if not case.cxi or case.one_node or case.backend != "nccl" or case.older_than((2, 27, 0)):
+        return None
+    coherent = [
+        node.hostname for node in case.nodes if (facts := node.gpu()) and any(gpu.c2c_links for gpu in facts.gpus)
+    ]
+    if not coherent:
+        return None
+    rule = (
+        "NCCL 2.27 and later use the LL128 protocol between nodes, which gives wrong data on Slingshot with GPUs "
+        "joined to their CPU by C2C, and is slower there in any case: leave it out"
+    )
+    source = "NVIDIA/nccl issue 2001; eth-cscs/cscs-docs 80abed1 (2026-08-20), nccl_env_vars"
+    return Setting(
+        name="NCCL_PROTO",
+        value="^LL128",
+        reason=Reason(rule=rule, evidence=f"{coherent[0]}: C2C links, {len(_cxi(case))} Cassini NICs", source=source),
+    )
+
+
+def slingshot_tuning(case: Situation) -> Note | None:
+    """What the sites with Slingshot do not agree on."""
+    if not case.cxi or case.one_node or case.backend != "nccl":
+        return None
+    text = (
+        "Unknown: the sites differ in FI_CXI_DEFAULT_TX_SIZE (2048 HPE and Isambard, 16384 CSCS) and "
+        "FI_CXI_RX_MATCH_MODE (hybrid HPE and Isambard, software CSCS): ask yours. FI_CXI_RDZV_PROTO=alt_read only "
+        "together with the launcher's --network=disable_rdzv_get. NCCL_NET is for jobs of several nodes alone."
+    )
+    return Note(topic="FI_CXI", text=text, evidence=f"{case.nodes[0].hostname}: {', '.join(_cxi(case)[:8])}")
+
+
+def _cxi(case: Situation) -> tuple[str, ...]:
+    return next((found for node in case.nodes if (found := node.cxi())), ())
+
+
+def collnet(case: Situation) -> Setting | Note | None:
+    """NCCL_COLLNET_ENABLE: SHARP in InfiniBand's switches, through nccl-rdma-sharp-plugins."""
+    topic = "NCCL_COLLNET_ENABLE"
+    if case.one_node or case.backend != "nccl" or published(case, topic) is not None:
+        return None
+    infiniband = [
+        node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.taken_ports())
+    ]
+    plugin = {node.hostname: path for node in infiniband if (path := _sharp_plugin(node))}
+    if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):
+        return None
+    evidence = by_host(plugin.items())
+    used = case.evidence is not None and any("SHARP" in each for each in case.evidence.hcas)
+    if used:
+        rule = (
+            "The plugin is on the disk and an earlier run's log lists ports with SHARP: the switches can reduce, and "
+            "NCCL asks them only when this is set"
+        )
+        reason = Reason(rule=rule, evidence=f"{evidence}; the log names SHARP", source=_ENV_RST)
+        return Setting(name=topic, value="1", reason=reason)
+    text = (
+        "The SHARP plugin is on the disk and the fabric is InfiniBand; whether the fabric runs an aggregation manager "
+        f"no probe can see. Where it does, {topic}=1 lets the switches reduce; a log line 'NET/IB : Using ... /SHARP' "
+        "shows it."
+    )
+    return Note(topic=topic, text=text, evidence=evidence)
+
+
+def _sharp_plugin(node: NodeView) -> str | None:
+    info = node.hostinfo()
+    return next((path for path in info.vendor_files if "sharp" in path), None) if info else None
+
+
+def gdr_prerequisites(case: Situation) -> Note | None:
+    """What keeps NICs from GPU memory on these hosts, before any run has shown it."""
+    if case.one_node or case.backend != "nccl" or not (case.rdma_ports or case.efa or case.cxi):
+        return None
+    if case.evidence is not None and case.evidence.gdrdma in ("on", "off", "partial"):
+        return None  # a log says what these facts only let expect
+    found: list[tuple[str, str]] = []
+    for node in case.nodes:
+        found += [(node.hostname, each) for each in _in_the_way(node)]
+    if not found:
+        return None
+    text = (
+        "GPUDirect RDMA: no variable turns it on, and here something stands in its way. It needs nvidia_peermem or "
+        "DMA-BUF (open kernel modules, Linux 5.12), and on bare metal ACS and address translation off between GPU and "
+        "NIC. NCCL_NET_GDR_LEVEL does not mend that."
+    )
+    return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=by_host(together(found)))
+
+
+def _in_the_way(node: NodeView) -> list[str]:
+    facts = node.pci()
+    if facts is None or not node.gpu_count():
+        return []
+    found = []
+    if facts.peermem_loaded is False and facts.dmabuf_possible is False:
+        found.append("neither nvidia_peermem nor DMA-BUF")
+    if facts.hypervisor is None:
+        on = sum(device.acs_source_validation is True for device in facts.devices)
+        if on:
+            found.append(f"ACS on at {on} bridge{'' if on == 1 else 's'}")
+        if facts.iommu_mode == "translated":
+            found.append("the IOMMU translates")
+    return found
+
 
 # Chassis asset tags of clouds in DMI: cloud-init, tools/ds-identify (Azure), DataSourceOracle (OCI, bare metal too).
 _ASSET_TAGS = {"OracleCloud.com": "oci", "7783-7084-3265-9085-8269-3286-77": "azure"}

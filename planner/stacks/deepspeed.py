@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Engine, StateBytes
-from planner.stacks.export import Formats, Request, refuse
 
 ENGINE = Engine(
     name="deepspeed",
@@ -33,7 +33,7 @@ _OFFLOADED_BUCKET = 5e7
 _LIVE, _BUCKET = 1e9, 5e8
 
 
-def deepspeed_json(request: Request) -> str:
+def deepspeed_json(request: ExportRequest) -> str:
     """DeepSpeed's JSON; batch sizes are "auto", so that transformers fills in its own arguments."""
     layout, reasons = request.layout, []
     for word, degree in (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep)):

@@ -5,8 +5,8 @@ Surface: megatron/training/arguments.py.
 
 from __future__ import annotations
 
+from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Engine, StateBytes
-from planner.stacks.export import Formats, Request, refuse
 
 ENGINE = Engine(
     name="megatron",
@@ -24,7 +24,7 @@ ENGINE = Engine(
 )
 
 
-def _refusals(request: Request) -> list[str]:
+def _refusals(request: ExportRequest) -> list[str]:
     layout, train, model = request.layout, request.train, request.model
     reasons = []
     if train.method != "full":
@@ -50,7 +50,7 @@ def _refusals(request: Request) -> list[str]:
     return reasons
 
 
-def megatron_arguments(request: Request) -> str:
+def megatron_arguments(request: ExportRequest) -> str:
     """One argument per line; data, tokenizer, learning rate and checkpoints are the user's to set."""
     refuse("Megatron-LM", _refusals(request))
     layout, model, train = request.layout, request.model, request.train

@@ -12,12 +12,11 @@ from typing import Any
 import yaml
 
 from contracts.layout import Layout
+from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
-from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.forecast.weights import weights
+from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.rules import engine_lacks, method_lacks
-from planner.stacks.export import Formats, Request, refuse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout) if f.default 
 _NAMED = {"micro_batch", "gradient_accumulation", "fused_cross_entropy", "compile"}
 
 
-def finetune_yaml(request: Request) -> str:
+def finetune_yaml(request: ExportRequest) -> str:
     """The job's YAML; data set and output folder are the user's to set."""
     layout, train = request.layout, request.train
     broken = (
@@ -136,7 +135,7 @@ def finetune_yaml(request: Request) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def torchrun_line(request: Request) -> str:
+def torchrun_line(request: ExportRequest) -> str:
     """The command; with several nodes run it on each, MASTER_ADDR naming the first."""
     words = ["torchrun", f"--nproc-per-node={request.ranks_per_node}", f"--nnodes={request.nodes}"]
     if request.nodes > 1:
@@ -146,7 +145,7 @@ def torchrun_line(request: Request) -> str:
     return f"{shlex.join(words)} {tail} -m finetune.train --config finetune.yaml\n"
 
 
-def pod_env(request: Request) -> str:
+def pod_env(request: ExportRequest) -> str:
     """The container's part of a pod spec."""
     data: dict[str, Any] = {"env": [{"name": s.name, "value": s.value} for s in request.settings]}
     limits: dict[str, str] = {}

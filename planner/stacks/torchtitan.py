@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp
-from planner.stacks.export import Formats, Request, refuse
 
 ENGINE = Fsdp(
     name="torchtitan",
@@ -35,7 +35,7 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def torchtitan_toml(request: Request) -> str:
+def torchtitan_toml(request: ExportRequest) -> str:
     """The configuration; tokenizer, data set and checkpoints are the user's to set."""
     layout, train, model = request.layout, request.train, request.model
     reasons = []

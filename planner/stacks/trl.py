@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from contracts.layout import Layout
+from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp
 from planner.forecast.models import hub_id
-from planner.stacks.export import Formats, Request, refuse
 
 ENGINE = Fsdp(
     name="trl",
@@ -37,7 +37,7 @@ def _sharded(layout: Layout) -> bool:
     return layout.dp_shard > 1 and layout.sharding == "zero3"
 
 
-def _refusals(request: Request) -> list[str]:
+def _refusals(request: ExportRequest) -> list[str]:
     layout, reasons = request.layout, []
     if layout.pp > 1:
         reasons.append(f"PP={layout.pp}: accelerate has no pipeline parallelism for training")
@@ -56,7 +56,7 @@ def _refusals(request: Request) -> list[str]:
     return reasons
 
 
-def _fsdp(request: Request) -> dict[str, Any]:
+def _fsdp(request: ExportRequest) -> dict[str, Any]:
     layout = request.layout
     config: dict[str, Any] = {
         "fsdp_version": 2,
@@ -77,7 +77,7 @@ def _precision(layout: Layout) -> str:
     return {"fp32": "no"}.get(layout.precision, layout.precision)
 
 
-def accelerate_yaml(request: Request) -> str:
+def accelerate_yaml(request: ExportRequest) -> str:
     """accelerate's default_config.yaml for one machine; machine_rank differs on each."""
     refuse("accelerate", _refusals(request))
     layout = request.layout
@@ -103,7 +103,7 @@ def accelerate_yaml(request: Request) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def trl_yaml(request: Request) -> str:
+def trl_yaml(request: ExportRequest) -> str:
     """Arguments of TRL's SFT script; launch it with the accelerate file where degrees other than FSDP's are used."""
     reasons = _refusals(request)
     layout, train = request.layout, request.train

@@ -32,7 +32,7 @@ from contracts.run_record import record_of
 from planner.advice import Reason, Setting
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import config_map, indexed_job, pytorchjob, render, trainjob
-from planner.nccl_env.render import RenderError, render_k8s, render_shell
+from planner.nccl_env.environment import RenderError, render_k8s, render_shell
 from probes.host import sysfs
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, load

@@ -14,13 +14,12 @@ import yaml
 from contracts.job_config import parse_config
 from contracts.layout import Layout
 from finetune.plan import settle_layout
-from planner.advice import Reason, Setting
+from planner.advice import ExportError, ExportRequest, Reason, Setting, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.stacks.export import ExportError, Request, request_of
-from planner.stacks.known import FORMATS, export
+from planner.stacks import FORMATS, export
 
 LLAMA = model_named("Llama-3-8B")
 FSDP = Layout(world_size=8, dp_shard=8, micro_batch=2, gradient_accumulation=4, checkpointing="full")
@@ -30,13 +29,13 @@ PIPELINE = Layout(
 )  # fmt: skip
 
 
-def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> Request:
+def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> ExportRequest:
     """A request for Llama-3-8B."""
     settings = (
         Setting(name="NCCL_SOCKET_IFNAME", value="=net1", reason=Reason(rule="r", evidence="e", source="s")),
         Setting(name="PYTORCH_CUDA_ALLOC_CONF", value="a b'c", reason=Reason(rule="r", evidence="e", source="s")),
     )
-    return Request(
+    return ExportRequest(
         layout=layout,
         model=LLAMA,
         train=TrainSpec(**{"method": "full", "engine": "deepspeed", **train}),

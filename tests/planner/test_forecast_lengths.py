@@ -8,9 +8,8 @@ import pytest
 
 from contracts.layout import Layout
 from planner.forecast import machines
-from planner.forecast.lengths import LengthsError, check_histogram, expected_longest, histogram_of, mean_length
 from planner.forecast.models import model_named
-from planner.forecast.specs import TrainSpec
+from planner.forecast.specs import LengthsError, TrainSpec, check_histogram, expected_longest, histogram_of, mean_length
 from planner.forecast.step_time import step_parts
 from planner.recommend import plan, recommend
 

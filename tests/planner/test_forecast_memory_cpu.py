@@ -16,8 +16,7 @@ from contracts.layout import Layout
 from planner.forecast.engine import share_of
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config, model_named
-from planner.forecast.specs import Method, TrainSpec
-from planner.forecast.weights import weights
+from planner.forecast.specs import Method, TrainSpec, weights
 from planner.recommend import forecast_layout, plan
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from topology.graph import ClusterTopology, NodeTopology

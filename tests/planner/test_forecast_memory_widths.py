@@ -15,10 +15,9 @@ from planner.forecast.engine import share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
-from planner.forecast.specs import Method, TrainSpec
+from planner.forecast.specs import Method, TrainSpec, trained_weights, weights
 from planner.forecast.step_time import Job, step_parts
-from planner.forecast.weights import trained_weights, weights
-from planner.stacks.known import engine_named
+from planner.stacks import engine_named
 
 MODEL = model_named("Llama-3.2-1B")
 FULL = TrainSpec(method="full", sequence_length=1024, fused_cross_entropy=False)

@@ -18,10 +18,9 @@ from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
-from planner.forecast.specs import TrainSpec
+from planner.forecast.specs import TrainSpec, weights
 from planner.forecast.step_time import Job, step_parts
-from planner.forecast.weights import weights
-from planner.stacks.known import engine_named
+from planner.stacks import engine_named
 
 GB = 1e9
 NVLINK = Speed(bytes_per_second=336 * GB, how="derived", link="NVLink")

@@ -15,7 +15,7 @@ from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
 from planner.rules import RULES, Question, first_broken
 from planner.search import _stages
-from planner.stacks.known import ENGINES, engine_named
+from planner.stacks import ENGINES, engine_named
 
 FAST = Speed(bytes_per_second=336e9, how="derived", link="NVLink")
 EFA = Speed(bytes_per_second=50e9, how="derived", link="EFA")

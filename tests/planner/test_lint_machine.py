@@ -9,7 +9,7 @@ import pytest
 from nccl_env_hosts import host, interface, port, v2_gid
 
 from planner.lint.environment import CODES, lint
-from planner.lint.names import NameList
+from planner.lint.machine import NameList
 from probes.api import Finding, Severity, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid

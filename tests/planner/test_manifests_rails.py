@@ -22,7 +22,7 @@ from agent.cli.launch import launch
 from planner.advice import Recommendation
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes import rails as network_rails
+from planner.kubernetes import networks as network_rails
 from planner.kubernetes.job import JobError
 from planner.nccl_env.environment import settings
 from probes.api import Snapshot

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.forecast.models import ModelError, known_names, load_model, model_from_config, model_named
-from planner.forecast.specs import TrainSpec
-from planner.forecast.weights import lora_weights, weights
+from planner.forecast.specs import TrainSpec, lora_weights, weights
 
 LLAMA = {
     "model_type": "llama",

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from contracts.layout import Layout
+from planner.advice import ExportError, ExportRequest
 from planner.forecast.compute import cpu_rates, layer_cost
 from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
-from planner.forecast.specs import TrainSpec
-from planner.forecast.weights import lora_weights, weights
-from planner.stacks.export import ExportError, Request
-from planner.stacks.known import export
+from planner.forecast.specs import TrainSpec, lora_weights, weights
+from planner.stacks import export
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 FAMILIES = (
@@ -119,18 +118,20 @@ def test_megatron_is_told_the_same_shape_or_refuses() -> None:
     """Without their words, experts would be as wide as `ffn` and queries and keys not normalised."""
     layout, train = Layout(world_size=1), TrainSpec(method="full", engine="megatron")
     qwen = model_named("Qwen3-30B-A3B")
-    words = export("megatron", Request(layout=layout, model=qwen, train=train)).splitlines()
+    words = export("megatron", ExportRequest(layout=layout, model=qwen, train=train)).splitlines()
     assert {"--qk-layernorm", "--moe-ffn-hidden-size 768", "--ffn-hidden-size 6144"} <= set(words)
     llama = model_named("Llama-3.1-8B")
-    assert "--qk-layernorm" not in export("megatron", Request(layout=layout, model=llama, train=train))
+    assert "--qk-layernorm" not in export("megatron", ExportRequest(layout=layout, model=llama, train=train))
     for odd, why in (
         (replace(qwen, dense_layers=1), "some of the layers"), (replace(qwen, shared_expert_ffn=768), "shared expert"),
         (replace(llama, mlp_bias=True), "biases"), (replace(llama, attention_bias=True), "biases"),
         (replace(llama, family="gemma"), "GeGLU"),
     ):  # fmt: skip
         with pytest.raises(ExportError, match=why):
-            export("megatron", Request(layout=layout, model=odd, train=train))
-    assert "--add-qkv-bias" in export("megatron", Request(layout=layout, model=model_named("Qwen2.5-7B"), train=train))
+            export("megatron", ExportRequest(layout=layout, model=odd, train=train))
+    assert "--add-qkv-bias" in export(
+        "megatron", ExportRequest(layout=layout, model=model_named("Qwen2.5-7B"), train=train)
+    )
 
 
 @pytest.mark.parametrize("named", ["0", [0.5], [True], {"0": 1}, [None]])

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.nccl_env.environment import EnvAdvice, settings
-from planner.nccl_env.render import reasons
+from planner.nccl_env.environment import EnvAdvice, reasons, settings
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build

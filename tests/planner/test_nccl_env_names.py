@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from planner.advice import Reason, Setting
+from planner.nccl_env.environment import RenderError, k8s_env, render_env, render_k8s, render_shell
 from planner.nccl_env.names import (
     names,
     nearest,
@@ -25,7 +26,6 @@ from planner.nccl_env.names import (
     read_on,
     replacement,
 )
-from planner.nccl_env.render import RenderError, k8s_env, render_env, render_k8s, render_shell
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 
