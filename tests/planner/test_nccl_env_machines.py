@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner.nccl_env.environment import EnvAdvice, reasons, settings
+from planner.nccl_env.environment import EnvAdvice, settings
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
@@ -27,7 +28,8 @@ def advice_for(path: Path) -> EnvAdvice:
 def test_advice_on_machine(path: Path, golden: Callable[[str, Any], None]) -> None:
     """The whole advice, reasons included, stays what was read and approved."""
     advice = advice_for(path)
-    golden(f"{path.stem}/settings.json", reasons(advice.settings, advice.notes, advice.needs))
+    told = {name: [asdict(each) for each in getattr(advice, name)] for name in ("settings", "notes", "needs")}
+    golden(f"{path.stem}/settings.json", told)
 
 
 def values(machine: str) -> dict[str, str]:
