@@ -25,7 +25,7 @@ from planner.recommend import recommend
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
-from topology.complete import with_gpus
+from topology.derive import with_gpus
 from topology.graph import ClusterTopology
 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout

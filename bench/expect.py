@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from busbw_rows import MIB, PlaceError, Row, place, read
 
 from hardware.units import GIGA
-from topology.efficiency import FACTORS, Factors
-from topology.reach import Interval, Paths, expect, judge
+from topology.reach import FACTORS, Factors, Interval, Paths, expect, judge
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
@@ -263,9 +262,7 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\nratios: measured over expected (usual value), of healthy rows. Not placed: {len(unplaced)}")
     for line in [*unplaced, *(wrong if each else wrong[:20])]:
         print(f"- {line}")
-    how = (
-        "every source by factors fitted to the other sources" if factors else "by the factors of topology/efficiency.py"
-    )
+    how = "every source by factors fitted to the other sources" if factors else "by the factors of topology/reach.py"
     print(f"\n{how}")
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from probes.api import Finding, Severity, by_loss
-from topology.derive import Pairs
 from topology.expect import gigabytes
-from topology.graph import NearestNic, NicNode, NodeTopology, PathClass
-from topology.labels import UNKNOWN, nvlinks
+from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks
 from topology.reference import departures, reference_of
 
 MISSING = "topology.nvlink.missing"

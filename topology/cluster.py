@@ -13,8 +13,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from topology.expect import for_cluster, gigabytes, node_plan, usable_rate
-from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
-from topology.labels import rank
+from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, rank
 from topology.reach_paths import with_cluster_reach
 
 T = TypeVar("T")

@@ -1,4 +1,5 @@
-"""What follows from the pairs alone: NVLink islands, each GPU's nearest NICs, rails, signs of a virtual machine.
+"""What follows from devices and pairs, whatever their source: NVLink islands, each GPU's nearest NICs, rails, signs
+of a virtual machine, expectations.
 
 Specification: `nvidia-smi topo -m` labels; NCCL src/graph/search.cc for why the nearest NIC decides.
 """
@@ -8,26 +9,75 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from topology.graph import GpuNode, Island, NearestNic, NicNode, Pair, PathClass, Rail
-from topology.labels import FARTHEST, UNKNOWN, level, nvlinks, path_class, rank
+from topology.expect import node_expectations
+from topology.graph import (
+    FARTHEST,
+    UNKNOWN,
+    GpuNode,
+    Island,
+    NearestNic,
+    NicNode,
+    NodeTopology,
+    Pair,
+    Pairs,
+    PathClass,
+    Rail,
+    level,
+    nvlinks,
+    path_class,
+    rank,
+)
+from topology.reach_paths import with_reach
+
+
+def complete(node: NodeTopology) -> NodeTopology:
+    """The node with islands, nearest NICs, rails and expectations derived from its pairs.
+
+    A reason in `virtual` is kept; without one, the pairs themselves may show that a hypervisor hides the tree.
+    """
+    # NCCL XML says PHB for NODE too: there, PHB everywhere is what one real socket looks like.
+    drawn = node.source == "NCCL XML"
+    virtual = node.virtual or (None if drawn else looks_virtual(node.gpus, node.nics, node.pairs))
+    nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
+    warnings = node.warnings
+    if virtual and virtual not in warnings:
+        warnings = (*warnings, virtual)
+    derived = replace(
+        node,
+        pairs=through_neighbours(node.gpus, node.pairs),
+        virtual=virtual,
+        islands=islands(node.gpus, node.pairs),
+        nearest_nic=nearest,
+        rails=rails(nearest),
+        warnings=warnings,
+    )
+    return with_reach(replace(derived, expectations=node_expectations(derived)))
+
+
+def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
+    """The node as a job sees it that uses its first `count` usable GPUs only: the others' paths and rails are left out.
+
+    Raises ValueError where the node has fewer.
+    """
+    usable = tuple(gpu for gpu in node.gpus if gpu.usable)
+    if not 1 <= count <= len(usable):
+        raise ValueError(
+            f"ranks per node = {count}: must be from 1 to {len(usable)}, the usable GPUs of {node.hostname}; NCCL "
+            "takes one rank per GPU"
+        )
+    if count == len(node.gpus):
+        return node
+    kept = usable[:count]
+    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in kept}
+    pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
+    nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
+    part = replace(
+        node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest)
+    )
+    return with_reach(replace(part, expectations=node_expectations(part) if node.expectations else ()))
+
 
 SYS_RANK = rank("SYS")
-
-
-class Pairs:
-    """Pairs by their two names, in either order."""
-
-    def __init__(self, pairs: Iterable[Pair]) -> None:
-        self._by_names = {frozenset((pair.a, pair.b)): pair for pair in pairs}
-
-    def get(self, a: str, b: str) -> Pair | None:
-        """The pair, None where nothing is known of it."""
-        return self._by_names.get(frozenset((a, b)))
-
-    def label(self, a: str, b: str) -> str:
-        """The label of the pair, "N/A" where nothing is known of it."""
-        pair = self.get(a, b)
-        return pair.label if pair else UNKNOWN
 
 
 def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hardware.units import GIGA
-from topology.derive import Pairs
-from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Rail
+from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs, Rail
 from topology.nccl import nvlink_bytes_per_second
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -1,10 +1,14 @@
-"""The graph of one node and of a cluster, in NCCL's words.
+"""The graph of one node and of a cluster, in NCCL's words, and the words of ``nvidia-smi topo -m``: their order, and
+what they mean to NCCL.
 
-Specification: NCCL src/graph/topo.h (path types and their order, 2.27.5 and later); nvidia-smi topo -m for labels.
+Specification: NCCL src/graph/topo.h (path types and their order, 2.27.5 and later); the legend that nvidia-smi prints
+under the matrix for labels. "SOC" is the word of drivers before 384 for "SYS".
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -230,3 +234,80 @@ class ClusterTopology:
     def world_size(self) -> int:
         """GPUs of all nodes together."""
         return sum(len(node.gpus) for node in self.nodes)
+
+
+SELF = "X"
+UNKNOWN = "N/A"
+NVLINK = re.compile(r"NV(\d{1,3})")
+
+_PATHS = {
+    "PIX": PathClass.PIX,
+    "PXB": PathClass.PXB,
+    "PHB": PathClass.PHB,
+    "NODE": PathClass.PHB,  # both stay on one NUMA node's CPU
+    "SYS": PathClass.SYS,
+    "SOC": PathClass.SYS,
+}
+_RANKS = {"PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "SYS": 5, "SOC": 5}
+FARTHEST = 99
+"""Rank of a label nobody knows: never the nearest."""
+
+LEGEND = (
+    ("X", "Self"),
+    ("SYS", "Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)"),
+    (
+        "NODE",
+        "Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node",
+    ),
+    ("PHB", "Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)"),
+    ("PXB", "Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)"),
+    ("PIX", "Connection traversing at most a single PCIe bridge"),
+    ("NV#", "Connection traversing a bonded set of # NVLinks"),
+)
+"""nvidia-smi's own legend, printed under a rendered matrix so that other tools read it."""
+
+
+def path_class(label: str) -> PathClass | None:
+    """NCCL's class of a label, None where it is unknown."""
+    return PathClass.NVL if nvlinks(label) else _PATHS.get(label)
+
+
+def nvlinks(label: str) -> int:
+    """The count of an NV# label, 0 for any other."""
+    match = NVLINK.fullmatch(label)
+    return int(match[1]) if match else 0
+
+
+def rank(label: str) -> int:
+    """Position of a label, nearest first; NVLink before PCIe, unknown last."""
+    return 0 if nvlinks(label) else _RANKS.get(label, FARTHEST)
+
+
+def level(label: str) -> str:
+    """The current word for a label: SOC is SYS."""
+    return "SYS" if label == "SOC" else label
+
+
+def lower(first: str, second: str) -> str:
+    """The worse of two labels the two directions of one pair were given: what really works both ways."""
+    if UNKNOWN in (first, second):
+        return second if first == UNKNOWN else first
+    if nvlinks(first) and nvlinks(second):
+        return min(first, second, key=nvlinks)
+    return max(first, second, key=rank)
+
+
+class Pairs:
+    """Pairs by their two names, in either order."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._by_names = {frozenset((pair.a, pair.b)): pair for pair in pairs}
+
+    def get(self, a: str, b: str) -> Pair | None:
+        """The pair, None where nothing is known of it."""
+        return self._by_names.get(frozenset((a, b)))
+
+    def label(self, a: str, b: str) -> str:
+        """The label of the pair, "N/A" where nothing is known of it."""
+        pair = self.get(a, b)
+        return pair.label if pair else UNKNOWN

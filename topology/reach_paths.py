@@ -13,9 +13,8 @@ from typing import Literal
 
 from hardware.gpus import refuses_peers
 from hardware.units import GIGA
-from topology.derive import Pairs
 from topology.expect import has_nvlink_ring, links_into, usable_rate
-from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology
+from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
 from topology.nccl import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
 from topology.reach import Interval, Paths, Span, expect, span
 from topology.reference import reference_of

@@ -9,8 +9,7 @@ import re
 from dataclasses import replace
 
 from hardware.machines import Machine, recognised
-from topology.graph import NodeTopology
-from topology.labels import UNKNOWN, nvlinks
+from topology.graph import UNKNOWN, NodeTopology, nvlinks
 
 
 def reference_of(node: NodeTopology) -> Machine | None:

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape as escape_xml
 
-from topology.derive import Pairs
 from topology.formats.matrix import columns
-from topology.graph import GpuNode, NicNode, NodeTopology
-from topology.labels import level, nvlinks, rank
+from topology.graph import GpuNode, NicNode, NodeTopology, Pairs, level, nvlinks, rank
 
 COLOURS = {
     "NV": "#3b8132",

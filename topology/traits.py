@@ -18,7 +18,7 @@ from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.build import build
-from topology.labels import nvlinks
+from topology.graph import nvlinks
 
 FAIL, WARN, INFO = Severity.FAIL, Severity.WARN, Severity.INFO
 UNLIMITED = "unlimited"

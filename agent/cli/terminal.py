@@ -30,10 +30,8 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
-from topology.derive import Pairs
 from topology.formats.matrix import columns
-from topology.graph import NodeTopology
-from topology.labels import UNKNOWN, level, nvlinks
+from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
 
 if TYPE_CHECKING:

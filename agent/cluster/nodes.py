@@ -31,9 +31,7 @@ from probes.api import Snapshot
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.build import build
-from topology.derive import Pairs
-from topology.graph import GpuNode, NicNode, NodeTopology
-from topology.labels import SELF
+from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
 log = logging.getLogger(__name__)
 

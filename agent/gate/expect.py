@@ -27,8 +27,7 @@ from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from topology.check import by_gdr, farthest_gdr
-from topology.graph import NodeTopology
-from topology.labels import nvlinks
+from topology.graph import NodeTopology, nvlinks
 
 EXPECT_CODES = ("expect.node.unmet",)
 MOST_BYTES = 1 << 16  # a file of a dozen lines

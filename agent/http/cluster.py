@@ -28,7 +28,7 @@ from agent.view import View
 from contracts.layout import LayoutError
 from planner.advice import Note, Recommendation
 from topology.cluster import join
-from topology.complete import with_gpus
+from topology.derive import with_gpus
 from topology.graph import NodeTopology
 from topology.render import cluster_document, json_document
 

@@ -19,10 +19,8 @@ from agent.gate.verdict import Check
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
-from topology.derive import Pairs
 from topology.formats.matrix import columns
-from topology.graph import Island, NicNode, NodeTopology
-from topology.labels import level, nvlinks, rank
+from topology.graph import Island, NicNode, NodeTopology, Pairs, level, nvlinks, rank
 
 CELL, BOX, HIGH, GAP = 100, 94, 46, 20
 NIC_Y, BUS_Y, GPU_Y = 24, 122, 196

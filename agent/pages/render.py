@@ -34,7 +34,7 @@ from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok
 from topology.formats.matrix import columns
-from topology.labels import level, nvlinks
+from topology.graph import level, nvlinks
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from topology.complete import with_gpus
+from topology.derive import with_gpus
 from topology.expect import node_expectations
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
 from topology.nccl import nvlink_bytes_per_second

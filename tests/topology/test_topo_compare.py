@@ -12,8 +12,6 @@ from probes.gpu.facts import GpuFacts
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
 from topology.formats.text import parse
-from topology.render import cluster_document
-from topology.wire import TopologyWireError, cluster_from_json, node_from_json, to_json
 
 HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
 
@@ -83,16 +81,6 @@ def test_text_matrices_join_without_a_bandwidth():
     assert cluster.inter_node_bytes_per_second is None
     assert any("rate" in warning for warning in cluster.warnings)
     assert plan(cluster).busbw_bytes_per_second is None
-
-
-def test_wire_round_trip_and_version():
-    cluster = two(HGX)
-    assert cluster_from_json(to_json(cluster)) == cluster
-    assert cluster_document(cluster)["world_size"] == 16
-    with pytest.raises(TopologyWireError, match="schema_version is 99"):
-        node_from_json({**to_json(topology(HGX)), "schema_version": 99})
-    with pytest.raises(TopologyWireError, match="no NodeTopology"):
-        node_from_json({"schema_version": 1})
 
 
 def test_nothing_differs_from_itself():

@@ -13,13 +13,11 @@ from probes.api import Severity
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check
-from topology.complete import complete
+from topology.derive import complete
 from topology.formats.text import parse
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass
-from topology.labels import nvlinks, path_class
+from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class
+from topology.links import NvLinks, PciTree
 from topology.nccl import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
-from topology.nvlink import NvLinks
-from topology.pcie import PciTree
 from topology.reference import departures, recognise, reference_of
 
 A100, V100 = (8, 0), (7, 0)

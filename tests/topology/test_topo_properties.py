@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 
 from probes.pci.facts import PciDevice
-from topology.complete import complete
+from topology.derive import complete
 from topology.formats import xml
 from topology.formats.text import TopologyTextError, parse
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair
-from topology.labels import lower, nvlinks, path_class, rank
-from topology.pcie import PciTree
+from topology.graph import GpuNode, NicNode, NodeTopology, Pair, lower, nvlinks, path_class, rank
+from topology.links import PciTree
 from topology.render import json_document, matrix, svg
-from topology.wire import node_from_json, to_json
 
 GPU_LABELS = ["NV1", "NV2", "NV4", "NV12", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]
 NIC_LABELS = ["PIX", "PXB", "PHB", "NODE", "SYS"]
@@ -63,12 +61,6 @@ def gist(node):
 @settings(deadline=None)
 def test_rendered_matrix_parses_to_the_same(node):
     assert gist(parse(matrix(node), "x")) == gist(node)
-
-
-@given(nodes())
-@settings(deadline=None)
-def test_wire_round_trip(node):
-    assert node_from_json(json.loads(json.dumps(to_json(node)))) == node
 
 
 @given(nodes())

@@ -10,7 +10,7 @@ import pytest
 from topo_machines import topology
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
 
-from topology.complete import complete
+from topology.derive import complete
 from topology.formats import xml
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair

@@ -5,9 +5,7 @@ Unlike nvidia-smi it shows every NIC a GPU may send through, EFA and Ethernet in
 
 from __future__ import annotations
 
-from topology.derive import Pairs
-from topology.graph import GpuNode, NicNode, NodeTopology
-from topology.labels import LEGEND, SELF, UNKNOWN
+from topology.graph import LEGEND, SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pairs
 
 
 def columns(node: NodeTopology) -> dict[str, str]:

@@ -1,0 +1,318 @@
+"""What joins two devices of a node: NVLinks, from what NVML says of each GPU's links, and PCIe, from PCI ancestry
+alone.
+
+A link ends at a GPU, at an NVSwitch (then it reaches every GPU of the switch) or, in a virtual machine, at an end
+that is hidden. NCCL plans by what a link could do; what it really runs at is told apart, for expectations and for
+people.
+
+Specification: NVML nvmlDeviceGetNvLinkState, nvmlDeviceGetNvLinkRemotePciInfo, nvmlDeviceGetP2PStatus,
+nvmlGpuTopologyLevel_t; the legend of `nvidia-smi topo -m`; PCI Express Base Specification 1.3 (a switch is an
+upstream port with downstream ports below it).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from probes.gpu.answers import LINKS_MAX
+from probes.gpu.facts import UNREAD, Gpu, GpuFacts, GpuPair, NvLink
+from probes.pci.facts import PciDevice, is_bridge, is_network
+from topology.graph import CpuNode, GpuNode, Pair, PathClass
+from topology.nccl import (
+    INTEL_P2P_OVERHEAD,
+    cpu_bytes_per_second,
+    nvlink_bytes_per_second,
+    pcie_bytes_per_second,
+    pcie_generation,
+)
+
+
+def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
+    """((kind, bus id), count) of the ends of a GPU's active links, in order of first appearance."""
+    ends = Counter(
+        (_told(link.remote_kind) or "unknown", _told(link.remote_bus_id)) for link in gpu.nvlinks if link.active
+    )
+    return tuple(ends.items())
+
+
+def _told(end: str | None) -> str | None:
+    return None if end == UNREAD else end
+
+
+def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
+    """The pair of two GPUs with so many NVLinks between them, or `unread` more; the slower generation sets the rate."""
+    speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
+    known = [speed for speed in speeds if speed is not None]
+    return Pair(
+        a=a.name,
+        b=b.name,
+        label=f"NV{count}",
+        path=PathClass.NVL,
+        nvlinks=count,
+        nvlinks_unread=unread,
+        bytes_per_second=count * min(known) if len(known) == len(speeds) else None,
+        evidence=evidence,
+    )
+
+
+class NvLinks:
+    """NVLink counts of every pair; collects what looks wrong in `warnings`."""
+
+    def __init__(self, facts: GpuFacts | None) -> None:
+        self._gpus = {gpu.index: gpu for gpu in facts.gpus} if facts else {}
+        self._pairs = {(pair.a, pair.b): pair for pair in facts.pairs} if facts else {}
+        self.warnings: list[str] = []
+
+    def _pair(self, a: int, b: int) -> GpuPair | None:
+        return self._pairs.get((min(a, b), max(a, b)))
+
+    def ancestor(self, a: int, b: int) -> str | None:
+        """NVML's common ancestor of two GPUs in nvidia-smi's words, None where NVML does not say."""
+        pair = self._pair(a, b)
+        return pair.ancestor if pair else None
+
+    def between(self, a: int, b: int) -> tuple[int | None, str]:
+        """(links that work both ways, what that rests on); None where the driver did not tell enough to say.
+
+        A link whose state or end was not read is neither there nor missing: what is known of the others stands.
+        """
+        first, second = self._gpus.get(a), self._gpus.get(b)
+        if first is None or second is None:
+            return 0, ""
+        direct = _direct(first, second), _direct(second, first)
+        if any(direct):
+            short = first if direct[0] < direct[1] else second
+            if direct[0] != direct[1] and self.unread(short.index) >= abs(direct[0] - direct[1]):
+                return max(direct), f"nvml: remote ends of the links, as GPU{b if short is first else a} tells them"
+            return self._lower(a, b, *direct), "nvml: remote ends of the links"
+        switched = _ending_at(first, "nvswitch"), _ending_at(second, "nvswitch")
+        if all(switched):
+            if not (self.unread(a) or self.unread(b)):
+                self._note_short(a, b, *switched)
+            return min(switched), "nvml: links to NVSwitch"
+        hidden = _ending_at(first, None), _ending_at(second, None)
+        if all(hidden):
+            return self._hidden(a, b, *hidden)
+        if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
+            pair = self._pair(a, b)
+            if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
+                return None, "nvml did not tell of all NVLinks"
+        return 0, ""
+
+    def unread(self, index: int) -> int:
+        """Links of a GPU that may be up and of which the driver did not tell the state or the end."""
+        gpu = self._gpus.get(index)
+        if gpu is None or gpu.broken:
+            return 0
+        if gpu.error is not None or not gpu.nvlinks_known:
+            return LINKS_MAX
+        return sum(_untold(link) for link in gpu.nvlinks)
+
+    def unread_between(self, a: int, b: int) -> int:
+        """By how many links the count of a pair may be too low."""
+        return max(self.unread(a), self.unread(b))
+
+    def _may_link(self, gpu: Gpu) -> bool:
+        """Whether some link of the GPU may lead to another than those that are told."""
+        return bool(self.unread(gpu.index) or _ending_at(gpu, "nvswitch") or _ending_at(gpu, None))
+
+    def _lower(self, a: int, b: int, first: int, second: int) -> int:
+        if first != second:
+            self.warnings.append(
+                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower count works both ways"
+            )
+        return min(first, second)
+
+    def _note_short(self, a: int, b: int, first: int, second: int) -> None:
+        """Once for each GPU with fewer links to the switch than another has."""
+        if first != second:
+            short, other = (a, b) if first < second else (b, a)
+            said = f"GPU{short} has {min(first, second)} NVLinks to the NVSwitch, "
+            if not any(warning.startswith(said) for warning in self.warnings):
+                self.warnings.append(f"{said}GPU{other} has {max(first, second)}: the lower count works both ways")
+
+    def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
+        """A hypervisor hides where links end: the P2P status says whether these two are joined by them."""
+        if not self._joined(a, b):
+            return 0, ""
+        peers = [other for other in self._gpus if other != a and self._joined(a, other)]
+        if len(peers) == len(self._gpus) - 1 or len(peers) == 1:
+            how = "a switch, or all links to the one peer"
+            return self._lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
+        share = min(first, second) // len(peers)
+        self.warnings.append(
+            f"GPU{a} to GPU{b}: far ends of the NVLinks are hidden and GPU{a} has {len(peers)} peers: "
+            f"the count of {share} is an even share, not a reading"
+        )
+        return share, "nvml: far ends hidden, even share of the links"
+
+    def peer_access(self, a: int, b: int) -> bool | None:
+        """Whether the driver lets one GPU read the other's memory; None where it does not say."""
+        pair = self._pair(a, b)
+        said = pair.p2p_read if pair else None
+        return None if said in (None, "unknown") else said == "ok"
+
+    def _joined(self, a: int, b: int) -> bool:
+        pair = self._pair(a, b)
+        if pair and pair.p2p_nvlink is not None:
+            return pair.p2p_nvlink == "ok"
+        first, second = self._gpus[a], self._gpus[b]
+        return first.fabric_clique is not None and first.fabric_clique == second.fabric_clique
+
+
+def _untold(link: NvLink) -> bool:
+    """Whether it is open where the link leads; of a link to a switch it does not matter to which."""
+    if not link.active:
+        return link.active is None
+    return link.remote_kind == UNREAD or (link.remote_bus_id == UNREAD and link.remote_kind != "nvswitch")
+
+
+def _direct(gpu: Gpu, other: Gpu) -> int:
+    return sum(1 for link in gpu.nvlinks if link.active and link.remote_bus_id and link.remote_bus_id == other.bus_id)
+
+
+def _ending_at(gpu: Gpu, kind: str | None) -> int:
+    return sum(1 for link in gpu.nvlinks if link.active and link.remote_kind == kind)
+
+
+_DEEPEST = 64  # bridges above a device; the specification's 256 buses cannot nest deeper in practice
+
+
+class PciTree:
+    """Devices by bus id, and the bridges above each."""
+
+    def __init__(self, devices: Iterable[PciDevice]) -> None:
+        self.devices = {device.bus_id: device for device in devices}
+        self._above: dict[str, tuple[str, ...]] = {}  # asked once for every pair of a device
+        self._slots: dict[str, float | None] = {}
+
+    def above(self, bus_id: str) -> tuple[str, ...]:
+        """Bridges from the root port down to the device's own port."""
+        if bus_id not in self._above:
+            self._above[bus_id] = self._chain(bus_id)
+        return self._above[bus_id]
+
+    def _chain(self, bus_id: str) -> tuple[str, ...]:
+        chain: list[str] = []
+        device = self.devices.get(bus_id)
+        while device and device.parent and device.parent not in chain and len(chain) < _DEEPEST:
+            chain.append(device.parent)
+            device = self.devices.get(device.parent)
+        return tuple(reversed(chain))
+
+    def label(self, first: str | None, second: str | None) -> str | None:
+        """nvidia-smi's word for the path between two devices, None where one is not in the tree."""
+        if not first or not second:
+            return None
+        a, b = self.devices.get(first), self.devices.get(second)
+        if a is None or b is None:
+            return None
+        above_a, above_b = self.above(first), self.above(second)
+        if above_a[:1] and above_a[:1] == above_b[:1]:
+            return _below_one_root_port(above_a, above_b)
+        if a.root is not None and a.root == b.root:
+            return "PHB"
+        if a.numa_node is None or b.numa_node is None:
+            # One memory node at most is known: two host bridges are NODE apart where no other node exists.
+            nodes = {device.numa_node for device in self.devices.values()} - {None}
+            return "NODE" if not nodes else "SYS"
+        return "NODE" if a.numa_node == b.numa_node else "SYS"
+
+    def slot_bytes_per_second(self, bus_id: str | None) -> float | None:
+        """NCCL's plan of the device's own link: the most that device and port can do together, as NCCL reads it."""
+        if bus_id is None:
+            return None
+        if bus_id not in self._slots:
+            self._slots[bus_id] = self._slot(bus_id)
+        return self._slots[bus_id]
+
+    def _slot(self, bus_id: str) -> float | None:
+        return pcie_bytes_per_second(*self._possible(bus_id))
+
+    def _possible(self, bus_id: str) -> tuple[float | None, int | None]:
+        """Speed and width that the device and the port above it can both do."""
+        device = self.devices.get(bus_id)
+        if device is None:
+            return None, None
+        speed, width = _most(device)
+        port = self.devices.get(device.parent or "")
+        if port is not None:
+            port_speed, port_width = _most(port)
+            speed = min(filter(None, (speed, port_speed)), default=None)
+            width = min(filter(None, (width, port_width)), default=None)
+        return speed, width
+
+    def _running(self, bus_id: str) -> tuple[float | None, int | None]:
+        """Speed and width as the link runs now, never more than possible.
+
+        GPUs, and the switches above them, lower their link's speed when idle: of theirs only the width counts. Ports
+        inside a switch are no links; below a root port both ends of one link are known. A virtual function has none.
+        """
+        speed, width = self._possible(bus_id)
+        device = self.devices.get(bus_id)
+        if device is None or device.physical_function is not None:
+            return speed, width
+        port = self.devices.get(device.parent or "")
+        if is_bridge(device.class_code) and (port is None or port.parent is not None):
+            return speed, width
+        if is_network(device.class_code):
+            speed = min(filter(None, (speed, device.link_transfers_per_second)), default=None)
+        return speed, min(filter(None, (width, device.link_width)), default=None)
+
+    def running_bytes_per_second(self, bus_id: str | None) -> float | None:
+        """The plan of the device's own link as it runs; None where that is not less than its slot."""
+        slot = self.slot_bytes_per_second(bus_id)
+        now = pcie_bytes_per_second(*self._running(bus_id)) if bus_id else None
+        return now if now and slot and now < slot else None
+
+    def link(self, bus_id: str | None) -> str | None:
+        """The device's own link in words, and of what where it runs below that: "Gen4 x4 of x16"."""
+        (speed, width), (fastest, widest) = self._running(bus_id or ""), self._possible(bus_id or "")
+        now, best = pcie_generation(speed), pcie_generation(fastest)
+        if now is None or best is None or not width or not widest:
+            return None
+        generation = f"Gen{now}" if now == best else f"Gen{now} of Gen{best}"
+        return f"{generation} x{width}" if width == widest else f"{generation} x{width} of x{widest}"
+
+    def path_bytes_per_second(self, first: str, second: str, *, running: bool = False) -> float | None:
+        """The narrowest planned PCIe link between two devices, or as the links run; None where an end is unknown."""
+        above = [*self.above(first), first], [*self.above(second), second]
+        common = sum(1 for a, b in zip(*above, strict=False) if a == b)
+        between = [bus_id for chain in above for bus_id in chain[common:]]
+        links = [(running and self.running_bytes_per_second(b)) or self.slot_bytes_per_second(b) for b in between]
+        ends = self.slot_bytes_per_second(first), self.slot_bytes_per_second(second)
+        return None if None in ends else min((link for link in links if link is not None), default=None)
+
+
+def _most(device: PciDevice) -> tuple[float | None, int | None]:
+    """A link's best speed and width, or what it runs at where the best is not readable (a virtual function)."""
+    return (
+        device.link_transfers_per_second_max or device.link_transfers_per_second,
+        device.link_width_max or device.link_width,
+    )
+
+
+def _below_one_root_port(above_a: tuple[str, ...], above_b: tuple[str, ...]) -> str:
+    """PIX where one switch at most is crossed: each device has one port of its own below the common bridge."""
+    common = sum(1 for a, b in zip(above_a, above_b, strict=False) if a == b)
+    own = len(above_a) - common, len(above_b) - common
+    return "PIX" if max(own) <= 1 else "PXB"
+
+
+def plan(
+    tree: PciTree, a: str, b: str, label: str, cpu: CpuNode | None, *, gpu_to_gpu: bool, running: bool = False
+) -> float | None:
+    """What NCCL plans for a pair without NVLink: the narrowest PCIe link, and the CPUs where they are crossed.
+
+    With `running` by the links as they run now, which NCCL does not look at.
+    """
+    value = tree.path_bytes_per_second(a, b, running=running)
+    if value is None:
+        return None
+    if gpu_to_gpu and label in ("PHB", "NODE", "SYS") and cpu and cpu.vendor == "GenuineIntel":
+        value /= INTEL_P2P_OVERHEAD
+    if label != "SYS":
+        return value
+    between = cpu_bytes_per_second(cpu.vendor, cpu.family, cpu.model, cpu.arch) if cpu else None
+    return min(value, between) if between is not None else None
