@@ -31,10 +31,9 @@ def graph(text: str) -> NodeTopology:
     """The graph without host name and UUIDs. Raises ValueError where the text is none, or unpacks to too much."""
     try:
         document = _inflated(text)
-        if document.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
-                f"schema_version is {document.get('schema_version')!r}, this release reads {SCHEMA_VERSION}"
-            )
+        version = document.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {version!r}, this release reads {SCHEMA_VERSION}")
         node = _converter.structure(document, NodeTopology)
     except (zlib.error, cattrs.BaseValidationError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no graph: {type(error).__name__}: {str(error)[:200]}") from None
