@@ -13,10 +13,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue
 from hardware.units import GIGA
 from topology.nccl import nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reach import Paths, Span, span
+from topology.reach_paths import pcie_generations
 
 MIB = 1 << 20
 _DOMAIN = 72  # GPUs of an NVL72
@@ -75,48 +77,6 @@ def _doubtful(raw: dict[str, str]) -> bool:
     return raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gpu:
-    """What a GPU's name says of its links."""
-
-    pattern: str
-    capability: tuple[int, int]
-    links: int = 0  # NVLinks, all of them
-    through: str = "PCIe"  # "NVSwitch", "NVLink"
-    pcie: int = 4  # generation
-    direct: bool = True  # peers reach each other over PCIe; GeForce drivers refuse it
-    rate: float | None = None  # of one link, where it is no NVLink: bytes per second
-
-
-# First match wins. Links: NVIDIA data sheets; the boards are NVIDIA's HGX, DGX, MGX and the cards' bridges.
-_GPUS = (
-    _Gpu(pattern=r"gb[23]00|nvl72|a4x", capability=(10, 0), links=18, through="NVSwitch", pcie=5),
-    _Gpu(pattern=r"b[23]00", capability=(10, 0), links=18, through="NVSwitch", pcie=5),
-    _Gpu(pattern=r"rtx ?pro ?6000|rtx pro .*blackwell", capability=(12, 0), pcie=5),
-    _Gpu(pattern=r"50[6789]0", capability=(12, 0), pcie=5, direct=False),
-    _Gpu(pattern=r"h200 nvl", capability=(9, 0), links=18, through="NVLink", pcie=5),
-    _Gpu(pattern=r"h[12]00.*(pcie|nvl|\bnv12)|nc80adis|nc40ads|ncads.*h100", capability=(9, 0), links=12,
-         through="NVLink", pcie=5),
-    _Gpu(pattern=r"h800", capability=(9, 0), links=8, through="NVSwitch", pcie=5),
-    _Gpu(pattern=r"h100|h200|h20\b|gh200", capability=(9, 0), links=18, through="NVSwitch", pcie=5),
-    _Gpu(pattern=r"a800", capability=(8, 0), links=8, through="NVSwitch"),
-    _Gpu(pattern=r"a100.*(pcie|pci\b|nv12 pair)|nc\d+ads.*a100|nc\d+ads", capability=(8, 0), links=12,
-         through="NVLink"),
-    _Gpu(pattern=r"a100", capability=(8, 0), links=12, through="NVSwitch"),
-    _Gpu(pattern=r"a30\b", capability=(8, 0), links=4, through="NVLink"),
-    _Gpu(pattern=r"a40\b|a6000", capability=(8, 6), links=4, through="NVLink"),
-    _Gpu(pattern=r"a10g?\b", capability=(8, 6), direct=False),
-    _Gpu(pattern=r"3090", capability=(8, 6), links=4, through="NVLink", direct=False),
-    _Gpu(pattern=r"l40s?|6000 ada|\bl4\b", capability=(8, 9)),
-    _Gpu(pattern=r"40[6789]0", capability=(8, 9), direct=False),
-    _Gpu(pattern=r"v100.*pcie", capability=(7, 0), pcie=3),
-    _Gpu(pattern=r"v100|dgx-[12]", capability=(7, 0), links=6, through="NVLink", pcie=3),
-    _Gpu(pattern=r"titan ?rtx|2080|rtx ?[68]000", capability=(7, 5), links=2, through="NVLink", pcie=3, direct=False),
-    _Gpu(pattern=r"t4\b", capability=(7, 5), pcie=3),
-    # xGMI: 7 links of 64 GB/s, three quarters of it; RCCL's algorithms are not NCCL's
-    _Gpu(pattern=r"mi3\d\d", capability=(0, 0), links=7, through="NVLink", pcie=5, rate=48e9),
-    _Gpu(pattern=r"p100", capability=(6, 0), links=4, through="NVLink", pcie=3),
-)  # fmt: skip
 _SPEEDS = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second
 
 
@@ -185,9 +145,8 @@ def place(row: Row) -> Paths:
     instance = next((each for each in _instances() if re.search(each.pattern, text)), None)
     words = re.sub(_RATES + r"\s*g(?:b?/?p?s|be?)?\b(?!\w)", r"\1 gb/s", text)
     words = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", words)
-    gpu = next((each for each in _GPUS if re.search(each.pattern, text)), None)
-    if gpu is None and instance:
-        gpu = next((each for each in _GPUS if re.search(each.pattern, instance.gpu.lower())), None)
+    # Azure's NC sizes have the cards of the GPU that they name; racks and A4X say nothing of theirs
+    gpu = gpu_named(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (gpu_named(instance.gpu) if instance else None)
     ranks = row.gpus_per_node * row.nodes
     between, wire = _network(row, words, instance) if row.nodes > 1 else (None, None)
     if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
@@ -196,7 +155,7 @@ def place(row: Row) -> Paths:
         raise PlaceError(f"{row.machine}: one rank")
     inside, link = _inside(row, text, gpu, instance, wire)
     groups, wire = _groups(row, text, gpu, wire)
-    capability = gpu.capability if gpu else None
+    capability = gpu.compute_capability if gpu else None
     return Paths(
         ranks=ranks,
         groups=groups,
@@ -232,10 +191,10 @@ def _instances() -> list[_Instance]:
     ]  # fmt: skip
 
 
-def _groups(row: Row, text: str, gpu: _Gpu | None, wire: Span | None) -> tuple[int, Span | None]:
+def _groups(row: Row, text: str, gpu: Gpu | None, wire: Span | None) -> tuple[int, Span | None]:
     """An NVLink domain of several hosts is one group; "no domain seen" is a plain host with NICs."""
     plain = re.search(r"no domain|no mnnvl|\bib\b|infiniband|roce|\btcp\b|ethernet|socket|racks? to rack", text)
-    racked = gpu is _GPUS[0] and (not plain or "mnnvl off" in text)
+    racked = _of_a_rack(gpu) and (not plain or "mnnvl off" in text)
     if not racked or row.nodes == 1:
         return row.nodes, wire
     groups = -(-row.gpus_per_node * row.nodes // _DOMAIN)
@@ -244,31 +203,36 @@ def _groups(row: Row, text: str, gpu: _Gpu | None, wire: Span | None) -> tuple[i
 
 
 def _inside(
-    row: Row, text: str, gpu: _Gpu | None, instance: _Instance | None, wire: Span | None
+    row: Row, text: str, gpu: Gpu | None, instance: _Instance | None, wire: Span | None
 ) -> tuple[str | None, Span | None]:
-    if row.gpus_per_node < 2 and gpu is not _GPUS[0]:
+    if row.gpus_per_node < 2 and not _of_a_rack(gpu):
         return None, None
     pair = re.search(r"\bnv(\d+)\b", text)
     links = int(pair[1]) if pair else gpu.links if gpu else 0
-    through = gpu.through if gpu else "PCIe"
+    through = "PCIe" if gpu is None or not gpu.links else "NVSwitch" if gpu.interconnect == "NVSwitch" else "NVLink"
+    capability = (gpu.compute_capability if gpu else None) or (0, 0)
     meshed = "sxm" in text or "mesh" in text
-    if through == "NVLink" and gpu and gpu.capability > (7, 0) and not meshed:
+    if through == "NVLink" and gpu and capability > (7, 0) and not meshed:
         bridged = pair or re.search(r"nvlink|bridge|\bnc\d+ad", text)
         links = links if bridged else 0  # a bridge is bought apart
-    if through == "NVLink" and row.gpus_per_node > 2 and (gpu is None or gpu.capability > (7, 0)) and not meshed:
+    if through == "NVLink" and row.gpus_per_node > 2 and (gpu is None or capability > (7, 0)) and not meshed:
         links = 0  # a bridge joins two cards; only SXM2 boards mesh more
     if gpu and links and not (through == "NVLink" and "without p2p" in text):
-        if through == "NVLink" and gpu.capability == (7, 0) and not pair:
+        if through == "NVLink" and capability == (7, 0) and not pair:
             links = _mesh(row.gpus_per_node, 6)
-        rate = gpu.rate or nvlink_bytes_per_second(gpu.capability)
-        return through, span(links * (rate or 0.0))
+        return through, span(links * (nvlink_bytes_per_second(capability) or 0.0))
     # a NIC of 400 Gb/s needs a slot of generation 5, and GPUs behind the same switches have no less
     fast = wire is not None and re.search(r"x\s*400", text) is not None
-    generation = gpu.pcie if gpu else 5 if fast else 4
+    generation = pcie_generations(capability)[1] if gpu else 5 if fast else 4
     rate = pcie_bytes_per_second(_SPEEDS[generation], 16)
     refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
-    direct = (gpu.direct if gpu else True) and not refused
+    direct = (gpu.peers if gpu else True) and not refused
     return "PCIe" if direct else "shared memory", span(rate or 0.0)
+
+
+def _of_a_rack(gpu: Gpu | None) -> bool:
+    """Whether its NVLink domain spans the hosts of a rack: the GPUs that sit beside a Grace CPU from Blackwell on."""
+    return gpu is not None and gpu.grace and (gpu.compute_capability or (0, 0)) >= (10, 0)
 
 
 def _mesh(gpus: int, links: int) -> int:

@@ -198,7 +198,7 @@ def _pcie(
         link = span(min(rates))
         words.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
     else:
-        least, most = _generations(gpus[0].compute_capability)
+        least, most = pcie_generations(gpus[0].compute_capability)
         link = Span(low=_X16[least], high=_X16[most])
         words.append(f"the speed of their PCIe links is not known: 16 lanes of generation {least} to {most}")
     peers = [known.get(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
@@ -210,7 +210,7 @@ def _pcie(
     return "PCIe or shared memory", link, (*words, "whether peers reach each other directly is not known")
 
 
-def _generations(capability: tuple[int, int] | None) -> tuple[int, int]:
+def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
     """Of PCIe, that a GPU in its usual slot may have: its own by data sheet, or one less."""
     if capability is None:
         return 3, 5
