@@ -13,11 +13,11 @@ from starlette.responses import Response, StreamingResponse
 
 from agent.gate.report import render
 from agent.http.problem import ProblemError
-from agent.http.worker import Answer
+from agent.http.worker import Answer, Worker
 from agent.view import View
 
 MOST_ANSWERS = 64
-MOST_BYTES = 4 << 20
+MOST_BYTES = 16 << 20
 PIECE_BYTES = 128 << 10  # what one slow reader holds of a large answer; Starlette compresses such pieces in a thread
 
 
@@ -51,10 +51,24 @@ class Rendered:
             while self._bytes > MOST_BYTES or len(self._answers) > MOST_ANSWERS:
                 self._bytes -= len(self._answers.popitem(last=False)[1].body)
 
-    async def of(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Response:
+    async def of(
+        self, request: Request, view: View, key: tuple[Hashable, ...], value: Callable[[], Any], form: str,
+        worker: Worker,
+    ) -> Response:  # fmt: skip
+        """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
+        answer = await self.answer(view, key, lambda: document(value(), "json"))
+        if form == "yaml":
+            told = self.get(view, (*key, form))
+            if told is None:
+                told = await worker.ask(request, "as_yaml", text=answer.body)
+                self.put(view, (*key, form), told)
+            answer = told
+        return respond(answer)
+
+    async def answer(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
         """The stored answer, or the one that `make` gives in a thread: one question is rendered at a time."""
         answer = self.get(view, key)
-        return respond(answer if answer is not None else await run_in_threadpool(self._made, view, key, make))
+        return answer if answer is not None else await run_in_threadpool(self._made, view, key, make)
 
     def _made(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
         with self._rendering:

@@ -26,6 +26,7 @@ from agent.gate.codes import ALL_CODES
 from agent.gate.report import document
 from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
 from agent.http.access import Bucket, Tokens
+from agent.http.models import TOKEN, Gate, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.jobs import result_store as keep
@@ -237,7 +238,8 @@ def install(app: FastAPI, state: State, tokens: Tokens) -> Bencher:
                                headers={"Retry-After": "5"})  # fmt: skip
         log.info("POST %s by %s", request.url.path, request.state.user)
 
-    @app.post("/preflight", tags=["gate"], operation_id="preflight_now")
+    @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
+              responses=problems(409, 413, 500, 501))  # fmt: skip
     async def preflight(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
         """The gate over a scan made now; with `measure` over a benchmark made now too. Needs a token."""
         enter(request)
@@ -246,13 +248,14 @@ def install(app: FastAPI, state: State, tokens: Tokens) -> Bencher:
             await tokens.judge(request, path="/benchmarks", verb="post")
         return await run_in_threadpool(_scanned, state, bencher, requested)
 
-    @app.post("/benchmarks", tags=["gate"], operation_id="benchmark_start", status_code=202)
+    @app.post("/benchmarks", tags=["gate"], operation_id="benchmark_start", status_code=202, dependencies=TOKEN,
+              responses=problems(409, 413, 501))  # fmt: skip
     def start(request: Request, requested: Annotated[Bench | None, Body()] = None) -> JSONResponse:
         """Start a benchmark; 409 while one runs. Needs a token. GET /benchmarks tells how it goes."""
         enter(request)
         return JSONResponse(bencher.start(requested or Bench()), status_code=202, headers={"Location": "/benchmarks"})
 
-    @app.get("/benchmarks", tags=["facts"], operation_id="benchmarks")
+    @app.get("/benchmarks", tags=["facts"], operation_id="benchmarks", responses=problems())
     def benchmarks() -> JSONResponse:
         """The benchmark that runs, or the last one this agent started."""
         return JSONResponse(bencher.last, headers={"Cache-Control": "no-store"})

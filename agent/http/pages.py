@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from agent import advise
 from agent.http.answers import Rendered, respond
 from agent.http.cluster import Cluster
+from agent.http.models import Responses, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.http.worker import Answer, Worker
@@ -30,6 +31,9 @@ QUIET_SECONDS = 15.0  # a comment is sent after so long, so that proxies keep th
 
 Field = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
 
+_FORM: Responses = problems(500)
+_FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with what is wrong
+
 
 def install(
     app: FastAPI, state: State, current: Callable[[State], View], cluster: Cluster, worker: Worker, rendered: Rendered
@@ -39,7 +43,7 @@ def install(
     What draws a page is imported with the first one: a node that only a scraper asks does not pay for it.
     """
 
-    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse)
+    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse, responses=problems(404))
     async def page(
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
@@ -59,9 +63,11 @@ def install(
             mine, others = only(view, node or names[0]), cluster.source != "hosts"
             return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names), others=others))
 
-        return await rendered.of(view, ("/", node, trouble), drawn)
+        return respond(await rendered.answer(view, ("/", node, trouble), drawn))
 
-    @app.get("/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse)
+    @app.get(
+        "/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse, responses=problems(500)
+    )
     async def whole(request: Request) -> Response:
         """Every node that publishes: verdict, first thing to read, age, and which nodes are alike."""
         records = await cluster.records()
@@ -70,7 +76,7 @@ def install(
             behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned,
         ))  # fmt: skip
 
-    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse)
+    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse, responses=_FORM)
     async def what_if(
         request: Request, model: Field = "", method: Field = "", machine: Field = "", nodes: Field = "",
         sequence_length: Field = "", global_batch: Field = "",

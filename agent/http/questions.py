@@ -7,6 +7,7 @@ wrong with a question is a Refusal; an error of ours is logged and refused with 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -118,8 +119,13 @@ def cluster_page(
     return _page(pages.fleet_page(known.nodes(own), source=source, behind=behind, more=more))
 
 
+def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone
+    """A JSON document as YAML."""
+    return _document(json.loads(text), "yaml")
+
+
 QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page)
+    one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, as_yaml)
 }
 
 

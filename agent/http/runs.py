@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from agent.http.access import Bucket
 from agent.http.load import POSTS_PER_MINUTE
+from agent.http.models import TOKEN, Kept, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.jobs import result_store as keep
@@ -112,14 +113,11 @@ def install(app: FastAPI, state: State) -> None:
     """Add the endpoint."""
     keeper, posts = Keeper(state), Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
     taken = {"requestBody": {"required": True, "content": {"application/json": {"schema": Record.model_json_schema()}}}}
-    answer = {"type": "object", "properties": {"kept": {"enum": ["now", "before"]}}, "required": ["kept"]}
-    said: dict[int | str, dict[str, Any]] = {
-        status: {"description": words, "content": {"application/json": {"schema": answer}}}
-        for status, words in ((201, "Kept."), (200, "It was kept before."))
-    }
 
     @app.post("/flights", tags=["facts"], operation_id="flight_keep", status_code=201, max_body_size=MOST_POSTED_BYTES,
-              openapi_extra=taken, responses=said)  # fmt: skip
+              openapi_extra=taken, dependencies=TOKEN, response_model=Kept,
+              responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
+              )  # fmt: skip
     async def flight(request: Request) -> JSONResponse:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /flights shows it."""
         who = request.state.user

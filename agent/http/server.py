@@ -20,18 +20,21 @@ from agent import advise
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.gate.codes import ALL_CODES
-from agent.gate.verdict import FailOn, GateError, judge, select, worst_first
-from agent.http import load, openapi, pages, problem, runs
+from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
+from agent.http import load, models, pages, problem, runs
 from agent.http.access import Guard, ReadHosts, Tokens
 from agent.http.answers import Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
+from agent.http.models import YAML, Gate, problems, texts
 from agent.http.problem import ProblemError
 from agent.http.state import State, age_seconds
-from agent.http.worker import Answer, Worker
+from agent.http.worker import Worker
 from agent.metrics import counters
 from agent.metrics import families as metrics
 from agent.version import VERSION
 from agent.view import View
+from collectives.bench.results import BenchResult
+from planner.advice import Recommendation
 from topology.render import json_document
 
 MOST_WAIT_SECONDS = 60.0
@@ -75,7 +78,7 @@ def create(
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
     problem.install(app)
-    openapi.install(app)
+    models.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
     posts: set[str] = set()
     app.add_middleware(Guard, tokens=tokens, posts=posts)
@@ -115,12 +118,14 @@ def _current(state: State) -> View:
 
 
 def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
-    @app.get("/healthz", tags=["health"], operation_id="healthz", response_class=PlainTextResponse)
+    @app.get("/healthz", tags=["health"], operation_id="healthz", response_class=PlainTextResponse,
+             responses=problems(common=(400,)))  # fmt: skip
     async def healthz() -> str:
         """The process answers; touches no driver."""
         return "ok\n"
 
-    @app.get("/readyz", tags=["health"], operation_id="readyz", response_class=PlainTextResponse)
+    @app.get("/readyz", tags=["health"], operation_id="readyz", response_class=PlainTextResponse,
+             responses=problems(common=(400, 422, 503)))  # fmt: skip
     async def readyz(
         wait: Annotated[float, Query(ge=0, le=MOST_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
     ) -> str:
@@ -137,7 +142,8 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
     rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)
 
-    @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse,
+             responses={**problems(), **texts("application/openmetrics-text")})  # fmt: skip
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
         zipped = gzip_accepted(request.headers.get("accept-encoding", ""))
@@ -149,15 +155,17 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
 def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
     async def of_view(request: Request, form: str | None, make: Callable[[View], Any]) -> Response:
         """What follows from the newest view alone."""
-        view, form = _current(state), form_of(request, form)
-        return await rendered.of(view, (request.url.path, form), lambda: document(make(view), form))
+        view = _current(state)
+        return await rendered.of(request, view, (request.url.path,), lambda: make(view), form_of(request, form), worker)
 
-    @app.get("/snapshot", tags=["facts"], operation_id="snapshot")
+    @app.get("/snapshot", tags=["facts"], operation_id="snapshot",
+             responses={**problems(), **YAML})  # fmt: skip
     async def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
         return await of_view(request, form, lambda view: _one_or_all(view.snapshots))
 
-    @app.get("/topology", tags=["facts"], operation_id="topology")
+    @app.get("/topology", tags=["facts"], operation_id="topology",
+             responses={**problems(), **YAML})  # fmt: skip
     async def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
         """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
         if scope == "node":
@@ -168,26 +176,30 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             request, "topology", view=view, records=records, form=form, own=cluster.scanned
         ))  # fmt: skip
 
-    @app.get("/findings", tags=["facts"], operation_id="findings")
+    @app.get("/findings", tags=["facts"], operation_id="findings", response_model=list[Check],
+             responses={**problems(), **YAML})  # fmt: skip
     async def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
         return await of_view(
             request, form, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"]
         )  # fmt: skip
 
-    @app.get("/measurements", tags=["facts"], operation_id="measurements")
+    @app.get("/measurements", tags=["facts"], operation_id="measurements", response_model=BenchResult,
+             responses={**problems(404), **YAML})  # fmt: skip
     async def measurements(request: Request, form: Format = None) -> Response:
         """The last benchmark; 404 where none has been run."""
         if _current(state).bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return await of_view(request, form, lambda view: view.bench)
 
-    @app.get("/flights", tags=["facts"], operation_id="flights")
+    @app.get("/flights", tags=["facts"], operation_id="flights", response_model=list[dict[str, Any]],
+             responses={**problems(), **YAML})  # fmt: skip
     async def flights(request: Request, form: Format = None) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
         return await of_view(request, form, lambda view: list(view.flights))
 
-    @app.get("/nodes", tags=["facts"], operation_id="nodes")
+    @app.get("/nodes", tags=["facts"], operation_id="nodes",
+             responses={**problems(), **YAML})  # fmt: skip
     async def nodes(
         request: Request,
         form: Format = None,
@@ -212,7 +224,8 @@ def _own_nodes(cluster: Cluster) -> dict[str, Any]:
 
 
 def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
-    @app.get("/recommendations", tags=["advice"], operation_id="recommendations")
+    @app.get("/recommendations", tags=["advice"], operation_id="recommendations", response_model=Recommendation,
+             responses={**problems(500), **texts("text/plain", "application/yaml")})  # fmt: skip
     async def recommendations(
         request: Request,
         form: Format = None,
@@ -260,7 +273,8 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             rendered.put(view, key, answer)
         return respond(answer)
 
-    @app.get("/preflight", tags=["gate"], operation_id="preflight")
+    @app.get("/preflight", tags=["gate"], operation_id="preflight", response_model=Gate,
+             responses={**problems(), **YAML})  # fmt: skip
     async def preflight(
         request: Request,
         form: Format = None,
@@ -273,14 +287,14 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         checked: FailOn = fail_on  # type: ignore[assignment]
         required, skipped = tuple(require or ()), tuple(skip or ())
 
-        def judged() -> Answer:
+        def judged() -> dict[str, Any]:
             try:
                 checks = select(view.checks, require=required, skip=skipped, known=ALL_CODES)
             except GateError as error:
                 raise ProblemError(400, str(error)) from None
-            return document({"verdict": judge(checks, fail_on=checked), "checks": worst_first(checks)}, form)
+            return {"verdict": judge(checks, fail_on=checked), "checks": worst_first(checks)}
 
-        return await rendered.of(view, ("/preflight", form, required, skipped, fail_on), judged)
+        return await rendered.of(request, view, ("/preflight", required, skipped, fail_on), judged, form, worker)
 
 
 def _one_or_all(values: Any) -> Any:

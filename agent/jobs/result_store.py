@@ -32,6 +32,7 @@ DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE = "bench.json"
 FLIGHTS_FOLDER = "flights"
 KEPT_FLIGHTS = 50
+MOST_HELD_BYTES = 4 << 20  # as text, of which a byte takes up to twenty of memory; 50 records of 4096 steps take 3 MiB
 WRITTEN_WITHIN_SECONDS = 600.0  # however slow the disk
 
 
@@ -71,11 +72,19 @@ def keep_flight(record: RunRecord, place: Path | None = None) -> Path | None:
 
 
 def flights(places: Iterable[Path]) -> tuple[RunRecord, ...]:
-    """Records of flights, newest first and each once; a folder stands for those in it and one level below."""
+    """Records of flights, newest first and each once; a folder stands for those in it and one level below.
+
+    All of them are held in memory: the oldest beyond MOST_HELD_BYTES are not read.
+    """
     found: dict[tuple[str, str], RunRecord] = {}
+    held = 0
     for place in places:
         files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/flight.json")]
         for path in sorted(files, reverse=True)[:KEPT_FLIGHTS]:
+            with contextlib.suppress(OSError):  # whoever reads it says why
+                held += path.stat().st_size
+            if held > MOST_HELD_BYTES and found:
+                break
             record = _record(path)
             if record is not None:
                 found.setdefault(start_of(record, path), record)
