@@ -123,17 +123,24 @@ def _held(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Check
                  evidence=evidence, remedy=remedy)  # fmt: skip
 
 
-def _cause(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
-    """Why, as far as this side can tell, and what to do next."""
-    rate, mtu = write.rate_bytes_per_second, write.mtu_bytes
-    if then and rate and then.rate_bytes_per_second and rate < then.rate_bytes_per_second:
-        return f"the port runs at {units.bits(rate)}, {units.bits(then.rate_bytes_per_second)} in the baseline", (
+def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:
+    """What of the port itself is less than in the baseline."""
+    if (write.rate_bytes_per_second or 0.0) < (then.rate_bytes_per_second or 0.0):
+        now, before = units.bits(write.rate_bytes_per_second), units.bits(then.rate_bytes_per_second)
+        return f"the port runs at {now}, {before} in the baseline", (
             "Reseat or replace the cable or transceiver; see rdma.port.rate."
         )
-    if then and mtu and then.mtu_bytes and mtu < then.mtu_bytes:
-        return f"packets of {mtu} bytes, {then.mtu_bytes} in the baseline", (
+    if write.mtu_bytes and then.mtu_bytes and write.mtu_bytes < then.mtu_bytes:
+        return f"packets of {write.mtu_bytes} bytes, {then.mtu_bytes} in the baseline", (
             "Raise the MTU of the interface and of the switch ports on the way; see rdma.mtu.small."
         )
+    return None
+
+
+def _cause(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
+    """Why, as far as this side can tell, and what to do next."""
+    if then is not None and (changed := _changed(write, then)):
+        return changed
     now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)
     if now is not None and now.low is not None and write.bytes_per_second >= now.low:
         return f"the port is what limits it: {'; '.join(now.why)}", (

@@ -10,6 +10,7 @@ import os
 import platform
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -133,18 +134,15 @@ def assemble(
     spec: BenchSpec, backend: str, outcome: Outcome, started: float, seconds: float, proof: Evidence | None
 ) -> BenchResult:
     """Build the result of a run, whole or partial."""
-    hello: list[Mapping[str, Any]] = next(
-        (event["ranks"] for event in outcome.events if event["event"] == "joined" and event["ranks"]), []
-    )
+    events: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in outcome.events:
+        events[event["event"]].append(event)
+    hello: list[Mapping[str, Any]] = next((event["ranks"] for event in events["joined"] if event["ranks"]), [])
     hosts = tuple(row["host"] for row in hello)
-    measured = [event for event in outcome.events if event["event"] == "measured"]
+    measured, replayed = events["measured"], events["replayed"]
     measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
-    skipped = [
-        f"not measured, the time budget of {spec.budget_seconds:g} s was spent: {_words(event)}"
-        for event in outcome.events
-        if event["event"] == "skipped"
-    ]
-    replayed = [event for event in outcome.events if event["event"] == "replayed"]
+    spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
+    skipped = [spent + _words(event) for event in events["skipped"]]
     problems = (*outcome.problems, *skipped, *_lies([*measured, *replayed], hosts), *_odd_hosts(hello, backend))
     verified = all(m.verified for m in measurements) and not any(event["wrong"] for event in replayed)
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
@@ -161,18 +159,25 @@ def assemble(
         stragglers=_stragglers(measured, hosts),
         evidence=proof,
         step=_step(replayed),
-        search=next((_search(event, hosts) for event in outcome.events if event["event"] == "searched"), None),
+        search=next((_search(event, hosts) for event in events["searched"]), None),
         complete=not outcome.problems and not skipped and verified and bool(hello),
         problems=problems,
         stopped_by=outcome.stopped_by,
-        carried=tuple(
-            Carried(rank=rank, address=address, interface=interface, bytes=count)
-            for event in outcome.events
-            if event["event"] == "carried"
-            for rank, address, interface, count in event["rows"]
-        ),
-        nvlink_domains=tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello})),
+        carried=_carried(events["carried"]),
+        nvlink_domains=_nvlink_domains(hello),
     )
+
+
+def _carried(events: Iterable[Mapping[str, Any]]) -> tuple[Carried, ...]:
+    return tuple(
+        Carried(rank=rank, address=address, interface=interface, bytes=count)
+        for event in events
+        for rank, address, interface, count in event["rows"]
+    )
+
+
+def _nvlink_domains(hello: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello}))
 
 
 def _measurement(

@@ -188,7 +188,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
 
 def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
     state, inter = evidence.gdrdma, evidence.inter_node_transport or ""
-    env, facts = evidence.environment, ledger.facts
+    facts = ledger.facts
     carried = [name for name, row in ledger.networks.items() if row[0] > 0] or [evidence.network or ""]
     within = (
         not inter and evidence.send.total + evidence.receive.total > 0
@@ -198,26 +198,9 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
         found.add("gdr_not_supported_by_gpu", detail=", ".join(evidence.gpus), lines=lines[:3])
         return
     if state == "partial":
-        code = _partial(evidence, facts)
-        lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
-        far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
-        detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")
-        severity = ""
-        if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
-            detail += "; the log names no GPU: this rests on the direction alone, and on no line that speaks against it"
-            severity = "warn"  # not proven: a look at the GPU's name settles it
-        elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
-            detail += "; before 2.19 NCCL did so for every GPU without NVLink"
-        lines = (_channel_proof(found) + found.proof("GPUDirect RDMA too far"))[:3]
-        found.add(code, detail=detail, lines=lines, severity=severity)
+        _gdr_partial(found, evidence, facts)
     if state == "off" and "Socket" not in carried and not within:
-        is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
-        code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
-        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
-        if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
-            found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
-        elif is_ib and {enabled for name, enabled in facts.gdr_hca if name != "Socket"} == {False}:
-            found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
+        _gdr_off(found, evidence, facts, carried)
     _distance(found, evidence, carried, state)
     if evidence.torn_lines and state == "none":
         found.add(
@@ -226,6 +209,32 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
             lines=found.proof("cut "),
             count=evidence.torn_lines,
         )
+
+
+def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
+    code = _partial(evidence, facts)
+    lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
+    far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
+    detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")
+    severity = ""
+    if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
+        detail += "; the log names no GPU: this rests on the direction alone, and on no line that speaks against it"
+        severity = "warn"  # not proven: a look at the GPU's name settles it
+    elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
+        detail += "; before 2.19 NCCL did so for every GPU without NVLink"
+    lines = (_channel_proof(found) + found.proof("GPUDirect RDMA too far"))[:3]
+    found.add(code, detail=detail, lines=lines, severity=severity)
+
+
+def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[str]) -> None:
+    env, inter = evidence.environment, evidence.inter_node_transport or ""
+    is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
+    code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
+    found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
+    if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
+        found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
+    elif is_ib and {enabled for name, enabled in facts.gdr_hca if name != "Socket"} == {False}:
+        found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
 
 
 def _without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:

@@ -381,13 +381,8 @@ class Reader(LineReader):
         """Read the lines of these numbers, and behind each those that it goes on in."""
         first = self.ledger.lines
         done = 0
-        sends, receives, others = self._ends
-        prefixes, tails, dull = self._prefixes, self._tails, self._dull
         for number in numbers:
-            while done < number and self.is_open:
-                self.ledger.lines = first + done + 1
-                self._line_dirty(lines[done])
-                done += 1
+            self._read_while_open(lines, done, number, first)
             done = number + 1
             line = lines[number]
             if self._bare is not None and not self._carry and b"NCCL" in line and b"DRDMA" not in line[:60]:
@@ -395,47 +390,59 @@ class Reader(LineReader):
                 self._bare = None
             if plain and not self._carry and self._bare is None:
                 head, via, end = line.rpartition(b"via ")
-                if via:
-                    if head.endswith(b"[send] "):
-                        seen = sends.get(end)
-                    elif head.endswith(b"[receive] "):
-                        seen = receives.get(end)
-                    else:
-                        seen = others.get(end)
-                    if seen is not None:
-                        prefix, channel, place = head.partition(b"NCCL INFO Channel ")
-                        # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message stands in it.
-                        if (
-                            channel
-                            and len(place) < 64
-                            and (prefix in prefixes or prefix[self.stamp :] in tails or self.known(prefix))
-                        ):
-                            seen.again += 1
-                            if self.places_left:
-                                self.add_place(place)
-                            self._half = None
-                            self._bare = seen.bare
-                            self._last = seen.channel
-                            continue
-                else:
-                    prefix, info, message = line.partition(INFO)
-                    if info:
-                        starts = DULL_BY_HEAD.get(message[:5])
-                        if (
-                            (message.startswith(starts) and b"NCCL" not in message) if starts else message in dull
-                        ) and (prefix in prefixes or prefix[self.stamp :] in tails or self.known(prefix)):
-                            self._last = self._half = None
-                            continue
-                    elif b"NCCL" not in line and not self.is_open and self._is_quiet(line):
-                        self._last = None
-                        continue
+                if self._is_counted(head, end) if via else self._is_dull(line):
+                    continue
             self.ledger.lines = first + number + 1
             self._line_dirty(line)
-        while done < len(lines) and self.is_open:
+        self._read_while_open(lines, done, len(lines), first)
+        self.ledger.lines = first + len(lines)
+
+    def _read_while_open(self, lines: list[bytes], done: int, until: int, first: int) -> None:
+        """Read on from line `done` while what was read goes on; `first` lines stand before the block."""
+        while done < until and self.is_open:
             self.ledger.lines = first + done + 1
             self._line_dirty(lines[done])
             done += 1
-        self.ledger.lines = first + len(lines)
+
+    def _is_counted(self, head: bytes, end: bytes) -> bool:
+        """Whether a line "HEAD via END" is a channel like one seen before: then it is counted with that."""
+        sends, receives, others = self._ends
+        if head.endswith(b"[send] "):
+            seen = sends.get(end)
+        elif head.endswith(b"[receive] "):
+            seen = receives.get(end)
+        else:
+            seen = others.get(end)
+        if seen is None:
+            return False
+        prefix, channel, place = head.partition(b"NCCL INFO Channel ")
+        # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message stands in it.
+        if not channel or len(place) >= 64 or not self._is_process(prefix):
+            return False
+        seen.again += 1
+        if self.places_left:
+            self.add_place(place)
+        self._half = None
+        self._bare = seen.bare
+        self._last = seen.channel
+        return True
+
+    def _is_dull(self, line: bytes) -> bool:
+        """Whether a line is a message that says nothing here, or none of NCCL's and without a word of the tables."""
+        prefix, info, message = line.partition(INFO)
+        if info:
+            starts = DULL_BY_HEAD.get(message[:5])
+            dull = (message.startswith(starts) and b"NCCL" not in message) if starts else message in self._dull
+            if dull and self._is_process(prefix):
+                self._last = self._half = None
+                return True
+        elif b"NCCL" not in line and not self.is_open and self._is_quiet(line):
+            self._last = None
+            return True
+        return False
+
+    def _is_process(self, prefix: bytes) -> bool:
+        return prefix in self._prefixes or prefix[self.stamp :] in self._tails or self.known(prefix)
 
     def _line_dirty(self, line: bytes) -> None:
         for piece in pieces(line):
