@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -141,7 +140,7 @@ class Ranks:
         self, settings: Settings, address: str, port: int, restarts: int, *, measuring: bool = False
     ) -> None:  # fmt: skip
         self.measuring = measuring
-        self._mark, self._tail = uuid.uuid4().hex, b""
+        self._tail = b""
         self._log = _open_log(settings)
         nccl = _NcclLogs(settings.output)
         words = measurement(settings, address, port) if measuring else [
@@ -149,13 +148,11 @@ class Ranks:
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
             f"--master-port={port}", f"--rdzv-conf=timeout={settings.wait_seconds:.0f}", *settings.words,
         ]  # fmt: skip
-        environment = {
-            **os.environ, "PYTHONUNBUFFERED": "1", processes.RUN_VARIABLE: self._mark,
-            "TOPOFLIGHT_RESTARTS": str(restarts),
-        }  # fmt: skip
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOPOFLIGHT_RESTARTS": str(restarts)}
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as stream:
-            self.process: subprocess.Popen[bytes] = processes.start(words, environment, stream)
+            self._tree = processes.Tree(words, environment, stream)
+        self.process = self._tree.process
         self._over = threading.Event()
         # beside the loop that answers the other pods: the folder may be on a file server that does not answer
         self._telling = threading.Thread(target=self._tell_nccl, args=(nccl,), name="NCCL's lines", daemon=True)
@@ -209,9 +206,8 @@ class Ranks:
 
     def end(self) -> None:
         """Nothing of them is left after this."""
-        processes.end_all(processes.marked(processes.RUN_VARIABLE, self._mark), 1.0)
+        self._tree.end(1.0)
         self._over.set()
-        self.process.wait()
         self._copying.join(5.0)
         self._telling.join(5.0)
         if self._log is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import subprocess
+import os
 import sys
 import threading
 import time
@@ -92,7 +92,7 @@ class Bencher:
         self._state, self._command = state, tuple(command)
         self._lock = threading.Lock()
         self._running = False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: processes.Tree | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._until = 0.0
@@ -142,7 +142,7 @@ class Bencher:
         self._stopping = True
         child, thread = self._child, self._thread
         if child is not None:
-            child.terminate()
+            child.process.terminate()
         if thread is not None:
             thread.join(STOP_SECONDS)
 
@@ -153,13 +153,13 @@ class Bencher:
             with lock.run_folder() as folder:
                 saved, errors = folder / BENCH_FILE, folder / "stderr"
                 with errors.open("wb") as stream:
-                    self._child = subprocess.Popen(
-                        processes.tethered([*self._command, "bench", *words, f"--save={saved}", "--output=json"]),
-                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stream,
-                    )  # fmt: skip
+                    line = [*self._command, "bench", *words, f"--save={saved}", "--output=json"]
+                    child = self._child = processes.Tree(line, os.environ, stream, errors_only=True)
                 if self._stopping:  # told while the child was being started: `stop` has not seen it
-                    self._child.terminate()
-                code = self._wait(self._child)
+                    child.process.terminate()
+                late = child.wait(self._until, threading.Event())
+                child.end(30.0)
+                code = None if late else child.process.returncode
                 done |= {
                     "status": "done" if code == 0 else "failed", "exit_code": code, "ended_at_seconds": time.time(),
                 }  # fmt: skip
@@ -175,19 +175,6 @@ class Bencher:
             with self._lock:
                 self.last, self._child, self._running = done, None, False
             ended.set_result(done)
-
-    def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
-        """The child's exit code; None where it had to be ended."""
-        try:
-            return child.wait(max(1.0, self._until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.terminate()
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        return None
 
     def _keep(self, saved: Path) -> None:
         """Into the state's folder, where the next scan finds it."""

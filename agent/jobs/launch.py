@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from probes.api import Snapshot
 
-RUN_VARIABLE = processes.RUN_VARIABLE
 RESUMABLE = run_record.RESUMABLE
 GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
@@ -187,34 +185,23 @@ def run(
     stop: threading.Event | None = None,
 ) -> Launched:
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
-    mark = uuid.uuid4().hex
     started = time.monotonic()
     log = output / "job.log"
     with log.open("wb") as stream, sigterm(stop) as told, lock.run_folder() as temporary:
-        marked = {**variables, RUN_VARIABLE: mark, "TMPDIR": str(temporary)}  # torchrun leaves files there when killed
-        process = processes.start(words, marked, stream)
+        # torchrun leaves files in TMPDIR when it is killed
+        tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)
         with _followed(log, last, on_line):
             try:
-                cut_short = _wait(process, told, timeout_seconds)
+                late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
+                cut_short = late[tree.wait(time.monotonic() + timeout_seconds, told)]
             finally:
-                killed = processes.end_all(processes.marked(RUN_VARIABLE, mark), GRACE_SECONDS)
-    code = process.poll()
+                killed = tree.end(GRACE_SECONDS)
+    code = tree.process.poll()
     return Launched(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
         last_lines=tuple(last), cut_short=cut_short, killed=bool(killed),
     )  # fmt: skip
-
-
-def _wait(process: subprocess.Popen[bytes], stop: threading.Event, timeout_seconds: float) -> str:
-    """Wait for the end of the process; says why it is not waited for any longer, else nothing."""
-    until = time.monotonic() + timeout_seconds
-    while process.poll() is None:
-        if stop.wait(processes.POLL_SECONDS):
-            return "stopped by SIGTERM"
-        if time.monotonic() > until:
-            return f"not done within {timeout_seconds:.0f} s"
-    return ""
 
 
 @contextlib.contextmanager

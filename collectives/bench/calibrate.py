@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from collectives.bench import processes
+from collectives.bench import lock, processes
 
 _REPEAT_SECONDS = 1.5  # per shape: enough for the median of several, short enough for a minute in all
 _MOST_REPEATS = 200
@@ -54,52 +54,33 @@ def calibrate(
     request: CalibrationRequest, *, timeout_seconds: float = 120.0, stop: threading.Event | None = None
 ) -> dict[str, Any]:
     """Run the copies side by side and return the slowest one's answer."""
-    text = json.dumps(asdict(request))
-    environment = {**os.environ, processes.PARENT_VARIABLE: str(os.getpid())}
-    started = []
-    for index in range(request.copies):
-        if request.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = str(index)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "collectives.bench.calibrate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True, env=environment,
-            )
-        )  # fmt: skip
+    until = time.monotonic() + timeout_seconds
     answers: list[dict[str, Any]] = []
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        for child in started:
-            if child.stdin is not None:  # all start before any is waited for
-                child.stdin.write(text)
-                child.stdin.close()
-                child.stdin = None
-        for child in started:
-            out, err = _answer(child, deadline, stop)
-            if child.returncode != 0:
-                last = err.strip().splitlines()[-1] if err.strip() else f"exit code {child.returncode}"
-                raise CalibrationFailedError(f"calibration on {request.device}: {last}")
-            answers.append(json.loads(out))
-    except subprocess.TimeoutExpired:
-        raise CalibrationFailedError(f"calibration on {request.device}: no answer for {timeout_seconds:g} s") from None
-    finally:
-        for child in started:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
-
-
-def _answer(child: subprocess.Popen[str], deadline: float, stop: threading.Event | None) -> tuple[str, str]:
-    """What a child wrote until its end. TimeoutExpired at the deadline, StoppedError where `stop` is set before."""
-    while True:
+    trees: list[processes.Tree] = []
+    with lock.run_folder() as folder:
+        (folder / "request.json").write_text(json.dumps(asdict(request)))
         try:
-            return child.communicate(timeout=processes.POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            if stop is not None and stop.is_set():
-                raise StoppedError("stopped before it was done") from None
-            if time.monotonic() > deadline:
-                raise
+            for index in range(request.copies):  # all start before any is waited for
+                hidden = {"CUDA_VISIBLE_DEVICES": str(index)} if request.device == "cuda" else {}
+                words = [sys.executable, "-m", "collectives.bench.calibrate", str(folder), str(index)]
+                with (folder / f"{index}.log").open("wb") as stream:
+                    trees.append(processes.Tree(words, {**os.environ, **hidden}, stream))
+            for index, tree in enumerate(trees):
+                ended = tree.wait(until, stop or threading.Event())
+                if ended == "stopped":
+                    raise StoppedError("stopped before it was done")
+                if ended == "late" or tree.process.returncode != 0:
+                    said = (folder / f"{index}.log").read_text(errors="replace").split("\n")
+                    last = next(
+                        (line for line in reversed(said) if line.strip()), f"exit code {tree.process.returncode}"
+                    )
+                    why = f"no answer for {timeout_seconds:g} s" if ended else last
+                    raise CalibrationFailedError(f"calibration on {request.device}: {why}")
+                answers.append(json.loads((folder / f"{index}.json").read_text()))
+        finally:
+            for tree in trees:
+                tree.end(0.0)
+    return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 
 
 def _median_seconds(run: Callable[[], None], wait: Callable[[], None]) -> float:
@@ -198,13 +179,13 @@ def _drop(_value: Any) -> None:
     """Let a result go."""
 
 
-def main() -> int:
-    """Child: request as JSON on stdin, answer as JSON on stdout."""
-    processes.die_with_parent()
-    request = CalibrationRequest(**json.load(sys.stdin))
-    json.dump(measure(request), sys.stdout)
+def main(words: Sequence[str]) -> int:
+    """Child: reads request.json of the folder that comes first, and writes N.json beside it, N what comes second."""
+    folder = Path(words[0])
+    request = CalibrationRequest(**json.loads((folder / "request.json").read_text()))
+    (folder / f"{words[1]}.json").write_text(json.dumps(measure(request)))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

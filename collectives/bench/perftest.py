@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ OVERRUN_SECONDS = 30.0  # beyond RUN_SECONDS, to connect, register memory and pa
 WAIT_SECONDS = 120.0  # for the other side to come
 LATER_SECONDS = 5.0  # for its other ports: it listens for all of them at once
 AGAIN_SECONDS = 0.5
+END_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _ROW = re.compile(rf"^\s*{MESSAGE_BYTES}\s+(\d+)\s", re.MULTILINE)
 _MTU = re.compile(r"\bMtu\s*:\s*(\d+)\[B\]")
 _NOT_YET = "Couldn't connect to"
@@ -151,24 +151,24 @@ def listen(
         until = time.monotonic() + wait_seconds
         try:
             while running and time.monotonic() < until and not stop.wait(processes.POLL_SECONDS):
-                for place in [place for place, process in running.items() if process.poll() is not None]:
+                for place in [place for place, tree in running.items() if tree.process.poll() is not None]:
                     until = time.monotonic() + wait_seconds
-                    code = running.pop(place).returncode
+                    code = running.pop(place).process.returncode
                     if code == 0:
                         served.append(str(ports[place]))
                     else:
                         problems.append(f"{ports[place]}: {_words(outputs[place].read_text(errors='replace'), code)}")
         finally:
-            for process in running.values():
-                processes.end(process)
+            for tree in running.values():
+                tree.end(END_SECONDS)
         waited = "stopped" if stop.is_set() else f"nobody wrote to it within {wait_seconds:g} s"
         problems += [f"{ports[place]}: {waited}" for place in running]
     return tuple(served), tuple(problems)
 
 
-def _start(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+def _start(words: Sequence[str], output: Path) -> processes.Tree:
     with output.open("wb") as stream:
-        return processes.start(words, os.environ, stream)
+        return processes.Tree(words, os.environ, stream)
 
 
 def _attempts(
@@ -176,12 +176,12 @@ def _attempts(
 ) -> tuple[str, int | None]:
     """What the run printed, and its exit code: None where it was ended here."""
     while True:
-        process = _start(command(port, TCP_PORT + place, peer), output)
+        tree = _start(command(port, TCP_PORT + place, peer), output)
         try:
-            processes.wait(process, time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
+            late = tree.wait(time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
         finally:
-            code = process.poll()
-            processes.end(process)
+            tree.end(END_SECONDS)
+        code = None if late else tree.process.returncode
         said = output.read_text(errors="replace")
         if code in (0, None) or _NOT_YET not in said or time.monotonic() > until or stop.wait(AGAIN_SECONDS):
             return said, code

@@ -20,7 +20,6 @@ from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
 
 FAULT_VARIABLE = "TOPOFLIGHT_FAULT"  # test-only, see collectives/bench/measure.py
-RUN_VARIABLE = "TOPOFLIGHT_RUN"  # marks every process of one run, so that the end finds orphans as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

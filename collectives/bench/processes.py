@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-RUN_VARIABLE = "TOPOFLIGHT_RUN"  # as in collectives.bench.plan: this file also runs by its path, without the package
+RUN_VARIABLE = "TOPOFLIGHT_RUN"  # marks every process of one run, so that the end finds orphans as well
 PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
 KILL_SECONDS = 5.0  # for the kernel to take a killed process down
 POLL_SECONDS = 0.05
@@ -62,18 +62,6 @@ def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
     return [sys.executable, "-P", __file__, str(pid), *argv]  # by its path: the child need not find us
 
 
-def start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a process, in a session of its own, that dies when this process dies."""
-    return subprocess.Popen(
-        tethered(argv),
-        env={**environment, PARENT_VARIABLE: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
 def marked(variable: str, value: str) -> list[psutil.Process]:
     """Find every process whose environment holds variable=value."""
     import psutil
@@ -88,31 +76,6 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
         if process.pid != os.getpid() and wanted in environment.split(b"\0"):
             found.append(process)
     return found
-
-
-def wait(process: subprocess.Popen[bytes], until: float, stop: threading.Event) -> str:
-    """Wait for the end of a process; says why it is not waited for any longer, else nothing.
-
-    `until` is of the monotonic clock. The process is left as it is: `end` it.
-    """
-    while process.poll() is None:
-        if stop.wait(POLL_SECONDS):
-            return "stopped"
-        if time.monotonic() > until:
-            return "late"
-    return ""
-
-
-def end(process: subprocess.Popen[bytes], grace_seconds: float = KILL_SECONDS) -> None:
-    """End one child, if it has not ended, and reap it: SIGTERM, then SIGKILL after the grace."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
-                process.wait(KILL_SECONDS)
 
 
 def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[int]:
@@ -154,6 +117,48 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process.send_signal(number)
+
+
+class Tree:
+    """A command and every process that it starts, which all end with it, with this process, or by `end`."""
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes], *, errors_only: bool = False
+    ) -> None:
+        """Start it, in a session of its own; what it prints goes to `output`."""
+        self._mark = os.urandom(16).hex()
+        self.process = subprocess.Popen(
+            tethered(argv),
+            env={**environment, RUN_VARIABLE: self._mark, PARENT_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if errors_only else output,
+            stderr=output if errors_only else subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def members(self) -> list[psutil.Process]:
+        """Those that live, also where their parent has died."""
+        return marked(RUN_VARIABLE, self._mark)
+
+    def wait(self, until: float, stop: threading.Event) -> Literal["", "stopped", "late"]:
+        """Wait for the command's end; says why it is not waited for any longer. `until` is of the monotonic clock."""
+        while self.process.poll() is None:
+            if stop.wait(POLL_SECONDS):
+                return "stopped"
+            if time.monotonic() > until:
+                return "late"
+        return ""
+
+    def end(self, grace_seconds: float) -> list[int]:
+        """End all of it as `end_all` does, and reap the command; returns the pids that needed SIGKILL."""
+        killed: list[int] = []
+        for _ in range(3):  # the command may start one while they are listed
+            if not (left := self.members()):
+                break
+            killed += end_all(left, grace_seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel
+            self.process.wait(KILL_SECONDS)
+        return killed
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -289,7 +288,6 @@ def run_ranks(
     """Run the plan to its end, whichever end it is; all processes of the run are gone afterwards."""
     directory = Path(plan.directory)
     plans.write(plan, directory / "plan.json")
-    mark = uuid.uuid4().hex
     # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
     # would set itself, with a banner that is no news of the run.
     inherited = {
@@ -297,39 +295,28 @@ def run_ranks(
         **os.environ,
         "TMPDIR": plan.directory,
         **environment,
-        plans.RUN_VARIABLE: mark,
     }
     inherited["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
     )
     watch = Watch(plan, where, on_event)
     with _stop_signals(stop or threading.Event()) as stopped, (directory / "launcher.log").open("wb") as log:
-        launcher = processes.start(command(where, directory / "plan.json"), inherited, log)
+        tree = processes.Tree(command(where, directory / "plan.json"), inherited, log)
         try:
             verdict = None
-            while launcher.poll() is None and verdict is None:
+            while tree.process.poll() is None and verdict is None:
                 verdict = watch.look(stopped) or _flood(log.fileno())
                 time.sleep(POLL_SECONDS)
         finally:
             watch.read()
             watch.ending()
             before = {state.rank: state.last for state in watch.states.values()}
-            watch.outcome.problems += _end(mark)
-            launcher.wait()
+            tree.end(TERM_SECONDS)
+            hanging = [process.pid for process in tree.members()]
+            watch.outcome.problems += [f"could not be killed, it hangs in the kernel: pid {pid}" for pid in hanging]
     watch.read()
-    watch.outcome.problems += watch.explain(verdict, launcher.returncode, before, _tail(directory / "launcher.log"))
+    watch.outcome.problems += watch.explain(verdict, tree.process.returncode, before, _tail(directory / "launcher.log"))
     return watch.outcome
-
-
-def _end(mark: str) -> list[str]:
-    """End every process of the run; says which ones even SIGKILL does not end."""
-    for _ in range(3):  # the launcher may start a rank while its processes are listed
-        left = processes.marked(plans.RUN_VARIABLE, mark)
-        if not left:
-            return []
-        processes.end_all(left, TERM_SECONDS)
-    left = processes.marked(plans.RUN_VARIABLE, mark)
-    return [f"could not be killed, it hangs in the kernel: pid {process.pid}" for process in left]
 
 
 def _flood(descriptor: int) -> str | None:

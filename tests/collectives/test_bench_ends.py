@@ -15,7 +15,8 @@ import pytest
 
 from collectives.bench import lock, processes
 from collectives.bench import run as bench
-from collectives.bench.plan import FAULT_VARIABLE, RUN_VARIABLE
+from collectives.bench.plan import FAULT_VARIABLE
+from collectives.bench.processes import RUN_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
