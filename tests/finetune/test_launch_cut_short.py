@@ -42,7 +42,7 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
         threading.Thread(target=stop, daemon=True).start()
     began = time.time() - 1
     made = launch.run([sys.executable, "-c", text], dict(os.environ), folder, timeout_seconds, lambda _line: None)
-    own = launch.own_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
+    own = launch.run_record.own_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
     return replace(made, exit_code=own)
 
 
