@@ -45,6 +45,12 @@ def nvlink(capability: tuple[int, int]) -> Link | None:
     return next((link for link, first in known if capability == first or (capability > first and not link.only)), None)
 
 
+@cache
+def most_links() -> int:
+    """NVLinks that any GPU has: more in sum over its peers means that a switch shares them."""
+    return max(link.most for link in links())
+
+
 def link_named(name: str) -> Link:
     """A row by its name. Raises LookupError for one that the table does not have."""
     return next(link for link in links() if link.name == name)

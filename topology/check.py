@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from hardware.links import most_links
 from probes.api import Finding, Severity, by_loss
 from topology.expect import gigabytes
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks
@@ -35,7 +36,6 @@ CODES = (
     REFERENCE,
 )
 
-_MOST_DIRECT_LINKS = 18  # NVLinks of one GPU up to Blackwell: more in sum over its peers means NVSwitch
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
 _GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
@@ -83,7 +83,7 @@ def _switched(node: NodeTopology) -> int:
     """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
     most = max((nvlinks(label) for _, _, label in _gpu_labels(node)), default=0)
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
-    return most if ends or (most * (len(node.gpus) - 1) > _MOST_DIRECT_LINKS and len(node.gpus) > 2) else 0
+    return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
 
 
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hardware.links import most_links
 from hardware.units import GIGA
 from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs, Rail
 from topology.nccl import nvlink_bytes_per_second
@@ -118,9 +119,9 @@ def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
         return sum(counts), "direct links, summed over its peers"
     if total:
         return min(total, sum(counts)), "far ends hidden, never more than the GPU has"
-    # A text matrix: no GPU up to Blackwell has more than 18 links, and direct links of one GPU share them.
-    if len(set(counts)) == 1 and sum(counts) > 18:
-        return counts[0], "more than 18 in sum, so through NVSwitch"
+    # A text matrix: direct links of one GPU share those that it has.
+    if len(set(counts)) == 1 and sum(counts) > most_links():
+        return counts[0], f"more than {most_links()} in sum, so through NVSwitch"
     return sum(counts), "direct links, summed over its peers"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardware.gpus import refuses_peers
+from hardware.links import most_links
 from hardware.units import GIGA
 from topology.expect import has_nvlink_ring, links_into, usable_rate
 from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
@@ -152,12 +153,12 @@ def _inside(
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
     if due.nvlinks is not None:
-        switched = due.nvlinks * (len(node.gpus) - 1) > 18
+        switched = due.nvlinks * (len(node.gpus) - 1) > most_links()
         count = due.nvlinks if switched else due.nvlinks * (len(names) - 1)
         return _nvlink(gpus, count, switched=switched, words=f"asked for: NV{due.nvlinks} on every pair")
     if row is not None and row.links_per_pair and row.all_to_all:
         links = max(row.links_per_pair)
-        switched = links * (row.gpus - 1) > 18  # direct links of one GPU add up to 18 at most, up to Blackwell
+        switched = links * (row.gpus - 1) > most_links()
         count = links if switched else links * (len(names) - 1)
         return _nvlink(gpus, count, switched=switched, words=f"{row.called} has NV{links} on every pair")
     if not node.nvlink_known:
