@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from hardware.gpus import Gpu, gpu_named
@@ -93,48 +94,35 @@ class _Instance:
     virtual: bool = False  # peers do not reach each other over PCIe
 
 
-# Machines that hardware/machines.toml does not have; the makers' instance pages, facts of the sources' own text.
+# Words of the sources for machines of hardware/machines.toml, and how their network was used where a row cannot say it.
+_HOST = "RDMA without GPUDirect"
+_NAMED = (
+    (r"p6e-gb200", "p6e-gb200.36xlarge", {}), (r"gb300", "gb300-nvl72", {}), (r"p6-b300", "p6-b300.48xlarge", {}),
+    (r"a4x|gb200|nvl72", "gb200-nvl72", {}), (r"g5\.(12|24)", "g5.12xlarge", {"virtual": True}),
+    (r"\bg5\b|\bg5\.", "g5.48xlarge", {"virtual": True, "network": _HOST}),
+    (r"\bg6e\b|\bg6e\.", "g6e.48xlarge", {"virtual": True, "network": _HOST}),
+    (r"p3\.", "p3.16xlarge", {}), (r"p4de?\b", "p4d.24xlarge", {}), (r"p5en\b", "p5en.48xlarge", {}),
+    (r"p5e?\b", "p5.48xlarge", {}), (r"p6-b200", "p6-b200.48xlarge", {}),
+    (r"a3[- ]?mega", "a3-megagpu-8g", {"network": "RDMA"}), (r"a3[- ]?ultra", "a3-ultragpu-8g", {}),
+    (r"a3[- ]?high", "a3-highgpu-8g", {"network": _HOST}), (r"\ba4\b|a4-high", "a4-highgpu-8g", {}),
+    (r"a2-", "a2-highgpu-8g", {}), (r"nd.*h200", "ND96isr_H200_v5", {}), (r"nd.*h100|ndv5", "ND96isr_H100_v5", {}),
+    (r"\bndm?\b.*a100|nd96a|ndv4", "ND96asr_v4", {}), (r"bm\.gpu4|bm\.gpu\.(b4|a100|gm4)", "BM.GPU4.8", {}),
+    (r"bm\.gpu\.h100", "BM.GPU.H100.8", {}), (r"bm\.gpu\.h200|bm\.gpu\.b200", "BM.GPU.H200.8", {}),
+    (r"[dh]gx[- ]?b300", "dgx-b300", {}), (r"[dh]gx[- ]?b200", "dgx-b200", {}),
+    (r"dgx[- ]?h[12]00", "dgx-h100", {}), (r"dgx[- ]?a100", "dgx-a100", {}),
+)  # fmt: skip
+# Machines of the corpus that it does not have; the makers' instance pages, facts of the sources' own text.
 _INSTANCES = (
-    _Instance(pattern=r"p6e-gb200", gpu="GB200", gpus=4, nics=4, gbps=400),
-    _Instance(pattern=r"gb300", gpu="GB300", gpus=4, nics=4, gbps=800),
-    _Instance(pattern=r"p6-b300", gpu="B300", gpus=8, nics=16, gbps=400),
-    _Instance(pattern=r"a4x|gb200|nvl72", gpu="GB200", gpus=4, nics=4, gbps=400),
-    _Instance(pattern=r"g4dn", gpu="T4", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect", virtual=True),
-    _Instance(pattern=r"g5\.(12|24)", gpu="A10G", gpus=4, nics=1, gbps=40, network="sockets", virtual=True),
-    _Instance(pattern=r"\bg5\b|\bg5\.", gpu="A10G", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect",
-              virtual=True),
-    _Instance(pattern=r"\bg6e\b|\bg6e\.", gpu="L40S", gpus=8, nics=4, gbps=100, network="RDMA without GPUDirect",
-              virtual=True),
-    _Instance(pattern=r"\bg6\b|\bg6\.", gpu="L4", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect",
-              virtual=True),
-    _Instance(pattern=r"p3dn", gpu="V100", gpus=8, nics=1, gbps=100, network="RDMA without GPUDirect"),
-    _Instance(pattern=r"p3\.", gpu="V100", gpus=8, nics=1, gbps=25, network="sockets"),
-    _Instance(pattern=r"p4de?\b", gpu="A100", gpus=8, nics=4, gbps=100),
-    _Instance(pattern=r"p5en\b", gpu="H200", gpus=8, nics=16, gbps=200),
-    _Instance(pattern=r"p5e?\b", gpu="H100", gpus=8, nics=32, gbps=100),
-    _Instance(pattern=r"p6-b200", gpu="B200", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"a3[- ]?mega", gpu="H100", gpus=8, nics=8, gbps=200),
-    _Instance(pattern=r"a3[- ]?ultra", gpu="H200", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"a3[- ]?high", gpu="H100", gpus=8, nics=4, gbps=200, network="RDMA without GPUDirect"),
-    _Instance(pattern=r"\ba4\b|a4-high", gpu="B200", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"a2-", gpu="A100", gpus=8, nics=1, gbps=100, network="sockets"),
+    _Instance(pattern=r"g4dn", gpu="T4", gpus=8, nics=1, gbps=100, network=_HOST, virtual=True),
+    _Instance(pattern=r"\bg6\b|\bg6\.", gpu="L4", gpus=8, nics=1, gbps=100, network=_HOST, virtual=True),
+    _Instance(pattern=r"p3dn", gpu="V100", gpus=8, nics=1, gbps=100, network=_HOST),
     _Instance(pattern=r"nc80adis|nc40ads", gpu="H100 NVL", gpus=2, nics=1, gbps=80, network="sockets"),
     _Instance(pattern=r"nc\d+ads", gpu="A100 PCIe", gpus=4, nics=1, gbps=80, network="sockets"),
     _Instance(pattern=r"nd40|ndv2", gpu="V100", gpus=8, nics=1, gbps=100),
-    _Instance(pattern=r"nd.*h200", gpu="H200", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"nd.*h100|ndv5", gpu="H100", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"\bndm?\b.*a100|nd96a|ndv4", gpu="A100", gpus=8, nics=8, gbps=200),
-    _Instance(pattern=r"bm\.gpu4|bm\.gpu\.(b4|a100|gm4)", gpu="A100", gpus=8, nics=16, gbps=100),
-    _Instance(pattern=r"bm\.gpu\.h100", gpu="H100", gpus=8, nics=16, gbps=200),
-    _Instance(pattern=r"bm\.gpu\.h200|bm\.gpu\.b200", gpu="H200", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"dgx[- ]?b300|hgx[- ]?b300", gpu="B300", gpus=8, nics=8, gbps=800),
     _Instance(pattern=r"gh200", gpu="GH200", gpus=1, nics=1, gbps=400),
-    _Instance(pattern=r"dgx[- ]?b[23]00|hgx[- ]?b[23]00", gpu="B200", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"dgx[- ]?h[12]00", gpu="H100", gpus=8, nics=8, gbps=400),
-    _Instance(pattern=r"dgx[- ]?a100", gpu="A100", gpus=8, nics=8, gbps=200),
     _Instance(pattern=r"dgx-?2", gpu="V100", gpus=16, nics=8, gbps=100),
     _Instance(pattern=r"dgx-?1", gpu="V100", gpus=8, nics=4, gbps=100),
-)  # fmt: skip
+)
 _RATES = r"(25|40|50|56|80|100|200|400|800)"
 _WORDS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}
 
@@ -177,24 +165,30 @@ def _nvls(row: Row) -> bool | None:
     return True if row.nvls in ("on", "off", "auto") else None
 
 
-def _instances() -> list[_Instance]:
+@cache
+def _instances() -> tuple[_Instance, ...]:
     kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
-    return [
+    rows = {row.name: row for row in catalogue()}
+    named = (*_NAMED, *((re.escape(name.lower()), name, {}) for name in rows))
+    return (
         *_INSTANCES,
         *(
-            _Instance(
-                pattern=re.escape(each.name.lower()), gpu=each.gpu, gpus=each.gpus, nics=each.nics,
-                gbps=each.nic_gbps, network=kinds[each.nic_kind],
+            replace(
+                _Instance(
+                    pattern=pattern, gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
+                    network=kinds[row.nic_kind],
+                ),
+                **used,
             )
-            for each in catalogue()
+            for pattern, row, used in ((pattern, rows[name], used) for pattern, name, used in named)
         ),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _groups(row: Row, text: str, gpu: Gpu | None, wire: Span | None) -> tuple[int, Span | None]:
     """An NVLink domain of several hosts is one group; "no domain seen" is a plain host with NICs."""
     plain = re.search(r"no domain|no mnnvl|\bib\b|infiniband|roce|\btcp\b|ethernet|socket|racks? to rack", text)
-    racked = _of_a_rack(gpu) and (not plain or "mnnvl off" in text)
+    racked = gpu is not None and gpu.of_a_rack and (not plain or "mnnvl off" in text)
     if not racked or row.nodes == 1:
         return row.nodes, wire
     groups = -(-row.gpus_per_node * row.nodes // _DOMAIN)
@@ -205,7 +199,7 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Span | None) -> tuple[in
 def _inside(
     row: Row, text: str, gpu: Gpu | None, instance: _Instance | None, wire: Span | None
 ) -> tuple[str | None, Span | None]:
-    if row.gpus_per_node < 2 and not _of_a_rack(gpu):
+    if row.gpus_per_node < 2 and not (gpu and gpu.of_a_rack):
         return None, None
     pair = re.search(r"\bnv(\d+)\b", text)
     links = int(pair[1]) if pair else gpu.links if gpu else 0
@@ -228,11 +222,6 @@ def _inside(
     refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
     direct = (gpu.peers if gpu else True) and not refused
     return "PCIe" if direct else "shared memory", span(rate or 0.0)
-
-
-def _of_a_rack(gpu: Gpu | None) -> bool:
-    """Whether its NVLink domain spans the hosts of a rack: the GPUs that sit beside a Grace CPU from Blackwell on."""
-    return gpu is not None and gpu.grace and (gpu.compute_capability or (0, 0)) >= (10, 0)
 
 
 def _mesh(gpus: int, links: int) -> int:

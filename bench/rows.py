@@ -212,7 +212,7 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> Links:
             link=raw.get("inter_link") or "network",
         )  # fmt: skip
     island = per_node if nvlink else 1
-    if "domain of 72" in (raw.get("intra_link") or "") or gpu.name.startswith(("GB200", "GB300")):
+    if "domain of 72" in (raw.get("intra_link") or "") or gpu.of_a_rack:
         island = min(world, 64)  # NVL72; 64 is the largest power of two in it
     return Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
                  network=network)  # fmt: skip

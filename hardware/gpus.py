@@ -49,6 +49,11 @@ class Gpu:
         """Whether its tensor cores multiply bf16: not before Ampere."""
         return self.compute_capability is None or self.compute_capability >= (8, 0)
 
+    @property
+    def of_a_rack(self) -> bool:
+        """Whether its NVLink domain spans the hosts of a rack: beside a Grace CPU, from Blackwell on."""
+        return self.grace and (self.compute_capability or (0, 0)) >= (10, 0)
+
     def busbw_of(self, gpus: int) -> float | None:
         """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None where nobody measured it."""
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
