@@ -120,7 +120,6 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
 
 
 def published(name: str, record: NodeRecord) -> list[Check]:
-    """The findings of a node's record as checks."""
     """The findings of a record, and its verdict where that is worse than they are: no word of an agent gets lost."""
     statuses: dict[str, Status] = {"fail": "fail", "unknown": "unknown"}
     found = [

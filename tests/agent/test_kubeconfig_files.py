@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,14 @@ import pytest
 import yaml
 from kubernetes.config import incluster_config
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+
+from api_server import write_kubeconfig
+
 from agent.cluster.client import AccessError, ApiError, Client, connect
 
 Headers = list[tuple[str, str]]
+REPO = Path(__file__).parent.parent.parent
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[str, Any]]) -> Path:
@@ -190,6 +196,20 @@ def test_a_credential_plugin_that_fails_or_is_missing_is_named(tmp_path: Path) -
     for user, name in ((missing, "no-such-plugin"), (plugin(tmp_path, {"token": "t"}, code=1), "plugin")):
         with pytest.raises(AccessError, match=f"{name} gave no credentials"):
             client_as(tmp_path, user)
+
+
+def test_no_model_is_imported(tmp_path: Path, heard: tuple[str, list[Headers]]) -> None:
+    """The models of every API group, and the asyncio twin of the client, would cost as much again."""
+    path = write_kubeconfig(tmp_path / "config", heard[0])
+    code = "import sys; from agent.cluster.client import connect; connect().get('/x'); print(*sys.modules)"
+    environment = os.environ | several(path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=REPO
+    )  # fmt: skip
+    loaded = done.stdout.split()
+    assert "kubernetes.client.api_client" in loaded and len(heard[1]) == 1
+    assert not [name for name in loaded if name.startswith(("kubernetes.client.models.", "kubernetes.client.api."))]
+    assert not {"aiohttp", "kubernetes.aio"}.intersection(loaded)
 
 
 def test_a_token_file_that_goes_is_an_api_error(tmp_path: Path) -> None:
