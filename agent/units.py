@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hardware.units import bits as bits
+from hardware.units import rate as rate
 from planner.advice import Interval
 
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
@@ -49,35 +51,11 @@ def size(value: float | None) -> str:
     return f"{number:.1f} TiB"
 
 
-def rate(value: float | None) -> str:
-    """Bytes per second with a decimal unit: 5e10 -> "50.0 GB/s"; None -> "unknown"."""
-    if value is None:
-        return "unknown"
-    number = float(value)
-    for unit in ("B/s", "kB/s", "MB/s"):
-        if abs(number) < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB/s"
-
-
 def reach(least: float | None, usual: float | None, most: float | None) -> str:
     """A bandwidth with its interval: "326 GB/s (276 GB/s to 423 GB/s)"; the range alone without a usual value."""
     if least is None:
         return "unknown"
     return f"{rate(usual)} ({rate(least)} to {rate(most)})" if usual is not None else f"{rate(least)} to {rate(most)}"
-
-
-def bits(value: float | None) -> str:
-    """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
-    if value is None:
-        return "unknown"
-    number = 8 * float(value)
-    for unit in ("b/s", "kb/s", "Mb/s"):
-        if abs(number) < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} Gb/s" if number < 1000 else f"{number / 1000:.3g} Tb/s"
 
 
 def seconds(value: float | None) -> str:

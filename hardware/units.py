@@ -5,3 +5,27 @@ from __future__ import annotations
 GIB = 1024.0**3
 GIGA = 1e9
 TERA = 1e12
+
+
+def rate(value: float | None) -> str:
+    """Bytes per second with a decimal unit: 5e10 -> "50.0 GB/s"; None -> "unknown"."""
+    if value is None:
+        return "unknown"
+    number = float(value)
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB/s"
+
+
+def bits(value: float | None) -> str:
+    """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
+    if value is None:
+        return "unknown"
+    number = 8 * float(value)
+    for unit in ("b/s", "kb/s", "Mb/s"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} Gb/s" if number < 1000 else f"{number / 1000:.3g} Tb/s"

@@ -1,16 +1,25 @@
-"""Draw a node as one self-contained SVG: NUMA nodes, GPUs, PCIe switches, NICs, links coloured by path class.
+"""Draw a node: NICs above, GPUs below, the CPUs' PCIe between them, NVLink underneath.
+
+What is joined behind one PCIe switch stands in one column; every line has the class of `nvidia-smi topo -m` as its CSS
+class, so that a page colours it for light and dark; a picture by itself brings its own colours. A device that a finding
+is about carries its glyph. NICs that the PCIe tree has and NCCL cannot use (no RDMA device) are drawn dashed.
 
 Specification: SVG 1.1. Every text that comes from a host is escaped; no script, no font and no link from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from xml.sax.saxutils import escape as escape_xml
+from xml.sax.saxutils import quoteattr
 
-from topology.formats.matrix import columns
-from topology.graph import GpuNode, NicNode, NodeTopology, Pairs, level, nvlinks, rank
+from hardware.units import bits, rate
+from probes.pci.facts import PciFacts
+from topology.formats.matrix import columns, printable
+from topology.graph import Island, NicNode, NodeTopology, Pairs, level, nvlinks, rank
 
 COLOURS = {
     "NV": "#3b8132",
@@ -21,203 +30,358 @@ COLOURS = {
     "SYS": "#c0392b",
 }
 """Of a label, best to worst; NV stands for every NV#."""
-_UNKNOWN_COLOUR = "#777777"
+_STYLE = """
+.drawing { font-family: sans-serif; background: #fff; } .drawing text { fill: #1f2937; font-size: 12px; }
+.drawing path { fill: none; stroke-width: 2.5; stroke: #8b93a1; } .drawing .d-frame { fill: #f6f7f9; stroke: #c5cad1; }
+.drawing .d-bus { fill: #8b93a1; } .drawing .d-switch { fill: #fff; stroke: #6b7280; }
+.drawing .d-gpu { fill: #e3f1df; stroke: #6b7280; } .drawing .d-nic { fill: #e1ebf7; stroke: #6b7280; }
+.drawing .d-ghost { fill: none; stroke-dasharray: 5 4; } .drawing rect.d-fail, .drawing rect.d-warn { stroke: #c0392b; }
+.drawing .d-small { font-size: 10.5px; } .drawing .d-tiny { font-size: 10px; } .drawing .l-wide { stroke-width: 6; }
+.drawing .l-cpus { stroke-width: 5; } .drawing .l-gone { stroke: #c0392b; stroke-dasharray: 3 5; }
+""" + "\n".join(f".drawing .l-{label.lower()} {{ stroke: {colour}; }}" for label, colour in COLOURS.items())
 
-_CELL, _BOX, _HIGH, _GAP, _TOP = 104, 92, 46, 24, 96
-_GPU_Y, _SWITCH_Y, _NIC_Y, _HEIGHT = _TOP + 20, _TOP + 140, _TOP + 230, _TOP + 310
+Status = Callable[[Iterable[str | None]], str]
+"""By the names of a device the worst finding about it: "fail", "warn" or ""."""
+
+
+def _unjudged(_: Iterable[str | None]) -> str:
+    return ""
 
 
 def escape(text: str) -> str:
     """XML text without the control characters that XML forbids."""
-    return escape_xml("".join(letter if letter.isprintable() else "?" for letter in text))
+    return escape_xml(printable(text))
 
 
-def colour(label: str) -> str:
-    """The colour of a label."""
-    return COLOURS["NV"] if nvlinks(label) else COLOURS.get(level(label), _UNKNOWN_COLOUR)
+CELL, BOX, HIGH, GAP = 100, 94, 46, 20
+NIC_Y, BUS_Y, GPU_Y = 24, 122, 196
+BUS_HIGH, SWITCH_HIGH = 14, 26
+LINK_Y = GPU_Y + HIGH + 26
+WIDE = 900  # a wider drawing may shrink a little to fit the page; a smaller one keeps its size
+_ETHERNET, _INFINIBAND = 0x0200, 0x0207  # PCI class codes without the programming interface
+_MARKS = {"fail": "✗", "warn": "!"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Spot:
-    x: float
-    y: float
+class Device:
+    """One box: a GPU, a NIC, or a NIC that is not there for NCCL."""
+
+    name: str
+    label: str
+    lines: tuple[str, ...]
+    about: str
+    kind: str  # "gpu", "nic", "ghost"
+    numa: int | None
+    status: str  # "fail", "warn", "" from the findings about it
+    bandwidth: float | None  # of its PCIe slot, NCCL's planning value
+    link: str | None = None  # its PCIe link as it runs: "Gen4 x4 of x16"
+    running: float | None = None  # bandwidth of that, where it is less than the slot's
 
 
 def svg(node: NodeTopology) -> str:
-    """The whole picture as one `<svg>` document."""
-    frames: list[str] = []
-    boxes: list[str] = []
-    spots: dict[str, _Spot] = {}
-    left: float = _GAP
-    places = _numa_nodes(node)
-    numas = sorted(set(places.values()), key=lambda n: (n is None, n or 0))
-    labels = columns(node)
-    for numa in numas:
-        left = _numa(node, numa, places, left, labels, frames, boxes, spots)
-    width = max(left, 520)
-    lines = [*_nvlinks(node, spots), *_nearest(node, spots)]
-    title = f"{node.hostname}: {len(node.gpus)} GPUs, {len(node.nics)} NICs"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_HEIGHT + 40}" width="{width}" '
-            f'height="{_HEIGHT + 40}" role="img" font-family="sans-serif" font-size="12">',
-            f"<title>{escape(title)}</title>",
-            f'<rect width="{width}" height="{_HEIGHT + 40}" fill="#ffffff"/>',
-            _text(_GAP, 24, title, size=15),
-            *_legend(),
-            *frames,
-            *lines,
-            *boxes,
-            "</svg>",
-            "",
-        ]
-    )
+    """The node as one `<svg>` document that needs nothing beside it."""
+    drawn = picture(node) or '<svg viewBox="0 0 340 40" width="340" height="40" role="img">' + "</svg>"
+    return drawn.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(
+        ">", f"><title>{escape(summary(node))}</title><style>{_STYLE}</style>", 1
+    ) + "\n"  # fmt: skip
 
 
-def _numa_nodes(node: NodeTopology) -> dict[str, int | None]:
-    """NUMA node of every device; a NIC that a text matrix gives none stands with a GPU it is nearer to than SYS."""
-    known = Pairs(node.pairs)
-    places: dict[str, int | None] = {gpu.name: gpu.numa_node for gpu in node.gpus}
-    for nic in node.nics:
-        near = [gpu.numa_node for gpu in node.gpus if rank(known.label(gpu.name, nic.name)) < rank("SYS")]
-        places[nic.name] = nic.numa_node if nic.numa_node is not None or not near else near[0]
-    return places
+def picture(
+    node: NodeTopology, *, pci: PciFacts | None = None, status: Status = _unjudged,
+    measured: Mapping[tuple[str, ...], str] | None = None, more: str = "",
+) -> str:  # fmt: skip
+    """The node as one inline `<svg>`, coloured by the page around it; empty where there is nothing to join.
 
-
-def _numa(
-    node: NodeTopology,
-    numa: int | None,
-    places: dict[str, int | None],
-    left: float,
-    labels: dict[str, str],
-    frames: list[str],
-    boxes: list[str],
-    spots: dict[str, _Spot],
-) -> float:
-    """Place the devices of one NUMA node; frames apart, since lines pass over them."""
-    gpus = [gpu for gpu in node.gpus if places[gpu.name] == numa]
-    nics = [nic for nic in node.nics if places[nic.name] == numa]
-    wide = max(len(gpus), len(nics), 1) * _CELL + _GAP / 2
-    title = f"NUMA {numa}" if numa is not None else "NUMA node unknown"
-    frame = (
-        f'<rect x="{left}" y="{_TOP}" width="{wide}" height="{_HEIGHT - _TOP}" rx="8" fill="#f6f7f9" stroke="#c5cad1"/>'
-        + _text(left + 8, _HEIGHT - 10, title, colour="#555555")
-    )
-    frames.append(frame)
-    rows: tuple[tuple[Sequence[GpuNode | NicNode], int], ...] = ((gpus, _GPU_Y), (nics, _NIC_Y))
-    for row, y in rows:
-        step = wide / max(len(row), 1)
-        for index, device in enumerate(row):
-            x = left + step * (index + 0.5)
-            spots[device.name] = _Spot(x=x, y=y)
-            boxes.append(_device(device, labels[device.name], x, y))
-    return left + wide + _GAP
-
-
-def _device(device: GpuNode | NicNode, label: str, x: float, y: float) -> str:
-    if isinstance(device, GpuNode):
-        second, fill, dead = device.model or device.bus_id or "", "#e3f1df", not device.usable
-        about = f"{device.name} {device.model or ''} {device.bus_id or ''}"
-    else:
-        second = device.name if label != device.name else (device.netdev or device.kind)
-        fill, dead = "#e1ebf7", device.active is False
-        about = f"{device.name} {device.kind} {device.link_layer or ''} {device.bus_id or ''}"
-    stroke = "#c0392b" if dead else "#6b7280"
-    dash = ' stroke-dasharray="4 3"' if dead else ""
+    `pci` adds NICs that are no device to NCCL, `measured` is what a benchmark says of islands, by their GPUs; `more`
+    follows the summary that is read aloud.
+    """
+    devices = [*_devices(node, status), *_ghosts(node, pci, status)]
+    if not devices:
+        return ""
+    blocks = _blocks(node, devices, pci)
+    drawn: list[str] = []
+    spots: dict[str, float] = {}
+    left, buses = float(GAP), []
+    for numa in sorted({_numa(block) for block in blocks}, key=lambda n: (n is None, n or 0)):
+        start = left
+        inside: list[str] = []
+        for block in (b for b in blocks if _numa(b) == numa):
+            inside += _block(node, block, left + GAP / 2, spots)
+            left += _width(block)
+        left += GAP
+        drawn += [_frame(numa, start, left - start, virtual=node.virtual is not None), *inside]
+        buses.append((start, left))
+        left += GAP
+    drawn += [_between(a[1], b[0]) for a, b in pairwise(buses)]
+    words = {island.gpus: _bandwidth(node, island, (measured or {}).get(island.gpus, "")) for island in node.islands}
+    below, height = _nvlink(node, spots, words)
+    width = max(left, 340.0, *(2 * GAP + 7.5 * len(text) for text in words.values()), 0.0)
+    name = "drawing wide" if width > WIDE else "drawing"
     return (
-        f"<g><title>{escape(about.strip() + (' (down)' if dead else ''))}</title>"
-        f'<rect x="{x - _BOX / 2:.1f}" y="{y}" width="{_BOX}" height="{_HIGH}" rx="6" fill="{fill}" '
-        f'stroke="{stroke}"{dash}/>'
-        + _text(x, y + 19, label, anchor="middle")
-        + _text(x, y + 36, second[-15:] if len(second) > 15 else second, anchor="middle", size=10, colour="#555555")
+        f'<svg class="{name}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'role="img" aria-label={quoteattr(printable(summary(node) + more))}>{"".join((*below, *drawn))}</svg>'
+    )
+
+
+def summary(node: NodeTopology) -> str:
+    """The picture in one sentence, for those who do not see it."""
+    parts = [f"{len(node.gpus)} GPUs and {len(node.nics)} network devices of {node.hostname}"]
+    for island in node.islands:
+        links = " or ".join(island.nvlinks_per_pair)
+        parts.append(f"{len(island.gpus)} GPUs joined by NVLink ({links})")
+    for near in (near for near in node.nearest_nic if near.nics):
+        parts.append(f"{near.gpu} is nearest to {' and '.join(near.nics)} ({near.label})")
+    return "; ".join(parts) + "."
+
+
+def _devices(node: NodeTopology, worst: Status) -> list[Device]:
+    labels, made = columns(node), []
+    for gpu in node.gpus:
+        model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
+        names = (gpu.name, gpu.bus_id, gpu.uuid)
+        status = "fail" if not gpu.usable else worst(names)
+        about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
+        made.append(Device(name=gpu.name, label=gpu.name, lines=(_cut(model),), about=about, kind="gpu",
+                           numa=gpu.numa_node, status=status, bandwidth=gpu.pcie_bytes_per_second, link=gpu.pcie_link,
+                           running=gpu.pcie_running_bytes_per_second))  # fmt: skip
+    places = _nic_numa(node)
+    for nic in node.nics:
+        status = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
+        speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
+        about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {speed}"
+        made.append(Device(name=nic.name, label=_cut(nic.name), lines=(_nic_line(nic, speed),), about=about, kind="nic",
+                           numa=places[nic.name], status=status, bandwidth=nic.pcie_bytes_per_second,
+                           link=nic.pcie_link, running=nic.pcie_running_bytes_per_second))  # fmt: skip
+    return made
+
+
+def _nic_line(nic: NicNode, speed: str) -> str:
+    layer = {"InfiniBand": "IB", "Ethernet": "RoCE" if nic.kind == "hca" else ""}.get(nic.link_layer or "", "")
+    return f"{layer or {'ethernet': 'eth'}.get(nic.kind, nic.kind)} {speed}"[:17]
+
+
+def _nic_numa(node: NodeTopology) -> dict[str, int | None]:
+    """A NIC that a text matrix gives no NUMA node stands with a GPU it is nearer to than SYS."""
+    known = Pairs(node.pairs)
+    found = {}
+    for nic in node.nics:
+        near = [g.numa_node for g in node.gpus if rank(known.label(g.name, nic.name)) < rank("SYS")]
+        found[nic.name] = nic.numa_node if nic.numa_node is not None or not near else near[0]
+    return found
+
+
+def _ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Device]:
+    """Network functions with a finding that are no device to NCCL."""
+    if pci is None:
+        return []
+    known = {nic.bus_id for nic in node.nics}
+    made = []
+    for device in pci.devices:
+        network = device.class_code >> 8 in (_ETHERNET, _INFINIBAND) and device.rdma is False
+        status = worst((device.bus_id,))
+        if network and status and device.bus_id not in known:
+            about = f"{device.bus_id}: a NIC without an RDMA device, driver {device.driver or 'none'}"
+            label = device.bus_id.removeprefix("0000:")
+            made.append(Device(name=device.bus_id, label=label, lines=("no RDMA",), about=about, kind="ghost",
+                               numa=device.numa_node, status=status, bandwidth=None))  # fmt: skip
+    return made
+
+
+def _blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None) -> list[list[Device]]:
+    """Devices that share a PCIe switch together, in matrix order; the others alone."""
+    known, groups = Pairs(node.pairs), {device.name: [device] for device in devices}
+    tops = _tops(node, pci)
+
+    def together(a: Device, b: Device) -> bool:
+        if {a.kind, b.kind} == {"gpu", "ghost"}:
+            return tops.get(a.name, a.name) == tops.get(b.name, b.name)
+        return known.label(a.name, b.name) in ("PIX", "PXB")
+
+    for i, a in enumerate(devices):
+        for b in devices[i + 1 :]:
+            if groups[a.name] is not groups[b.name] and together(a, b):
+                joined = groups[a.name] + groups[b.name]
+                for device in joined:
+                    groups[device.name] = joined
+    found: list[list[Device]] = []
+    for device in devices:
+        if not any(device in block for block in found):
+            found.append(groups[device.name])
+    return found
+
+
+def _tops(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
+    """The root port over each device, by the device's name, where a bridge stands between."""
+    if pci is None:
+        return {}
+    parents = {device.bus_id: device.parent for device in pci.devices}
+    found = {}
+    for name, bus_id in [(gpu.name, gpu.bus_id) for gpu in node.gpus] + [(b, b) for b in parents]:
+        seen, here = [], bus_id
+        while here is not None and here in parents and here not in seen:
+            seen.append(here)
+            here = parents[here]
+        if len(seen) > 2:  # device, at least one switch port, root port
+            found[name] = seen[-1]
+    return found
+
+
+def _numa(block: Sequence[Device]) -> int | None:
+    return next((device.numa for device in block if device.numa is not None), None)
+
+
+def _rows(block: Sequence[Device]) -> tuple[list[Device], list[Device]]:
+    gpus = sorted((d for d in block if d.kind == "gpu"), key=lambda d: (len(d.name), d.name))  # GPU2 before GPU10
+    return [d for d in block if d.kind != "gpu"], gpus
+
+
+def _width(block: Sequence[Device]) -> float:
+    nics, gpus = _rows(block)
+    return max(len(nics), len(gpus), 1) * CELL
+
+
+def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> list[str]:
+    """The lines and boxes of one column; devices alone hang from the CPU's PCIe directly."""
+    known, wide = Pairs(node.pairs), _width(block)
+    nics, gpus = _rows(block)
+    shared = len(block) > 1
+    middle, lines, boxes = left + wide / 2, [], []
+    for row, y in ((nics, NIC_Y), (gpus, GPU_Y)):
+        for index, device in enumerate(row):
+            x = left + wide / len(row) * (index + 0.5)
+            spots[device.name] = x
+            labels = (known.label(device.name, other.name) for other in block if other is not device)
+            others = [label for label in labels if not nvlinks(label)]  # the line is PCIe, whatever joins GPUs besides
+            kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
+            end = middle if shared else x
+            lines.append(_line(x, y, end, kind, device))
+            boxes += [_box(device, x, y), _link(device, x, y)]
+    if shared:
+        words = {known.label(a.name, b.name) for a in nics for b in gpus}
+        name = "switches" if words == {"PXB"} else "switch"
+        boxes.append(
+            f'<g><title>PCIe {name}</title><rect class="d-switch" x="{middle - 34:.1f}" y="{BUS_Y - 6}" width="68" '
+            f'height="{SWITCH_HIGH}" rx="4"/>{_text(middle, BUS_Y + 11, name, "d-small")}</g>'
+        )
+    return [*lines, *boxes]
+
+
+def _line(x: float, y: float, end: float, kind: str, device: Device) -> str:
+    start, stop = (y + HIGH, BUS_Y) if y < BUS_Y else (y, BUS_Y + BUS_HIGH)
+    bend = (start + stop) / 2
+    return (
+        f'<g><title>{escape(device.name)}: {escape(_speed(device))}</title><path class="l-{kind}" '
+        f'd="M{x:.1f} {start:.1f}C{x:.1f} {bend:.1f} {end:.1f} {bend:.1f} {end:.1f} {stop:.1f}"/></g>'
+    )
+
+
+def _link(device: Device, x: float, y: float) -> str:
+    """The PCIe link beside its line: of every GPU, of a NIC where it runs below its slot."""
+    slow = device.running is not None
+    if device.link is None or not (device.kind == "gpu" or slow):
+        return ""
+    place = GPU_Y - 8 if device.kind == "gpu" else y + HIGH + 12
+    words, kind = (f"! {device.link}", "d-tiny d-warn") if slow else (device.link, "d-tiny")
+    return _text(x + 5, place, words, kind, anchor="start")
+
+
+def _speed(device: Device) -> str:
+    """A PCIe link in words: as it runs, and what NCCL plans by, which is the slot."""
+    if not device.bandwidth:
+        return "bandwidth unknown"
+    planned = f"{rate(device.bandwidth)} planned each way"
+    if device.running:
+        return f"{device.link}, {rate(device.running)} each way as it runs, {planned}"
+    return f"{device.link}, {planned}" if device.link else planned
+
+
+def _box(device: Device, x: float, y: float) -> str:
+    worst = f" d-{device.status}" if device.status else ""
+    mark = _MARKS.get(device.status, "")
+    label = f"{mark} {device.label}" if mark else device.label
+    return (
+        f'<g><title>{escape(device.about)}</title><rect class="d-{device.kind}{worst}" x="{x - BOX / 2:.1f}" y="{y}" '
+        f'width="{BOX}" height="{HIGH}" rx="6"/>{_text(x, y + 19, label, f"d-name{worst}", fits=9)}'
+        + "".join(_text(x, y + 36, line, "d-small", fits=13) for line in device.lines[:1])
         + "</g>"
     )
 
 
-def _nvlinks(node: NodeTopology, spots: dict[str, _Spot]) -> list[str]:
-    """One bar over an island whose pairs are all alike, else an arc for every pair."""
-    drawn = []
-    for number, island in enumerate(node.islands):
-        places = [spots[name] for name in island.gpus]
-        if island.all_to_all and len(island.nvlinks_per_pair) == 1 and len(places) > 2:
-            y = _TOP - 12 - 6 * (number % 3)
-            first, last = min(spot.x for spot in places), max(spot.x for spot in places)
-            stubs = "".join(f"M{spot.x:.1f} {y}V{spot.y}" for spot in places)
-            drawn.append(
-                f'<path d="M{first:.1f} {y}H{last:.1f}{stubs}" fill="none" stroke="{COLOURS["NV"]}" stroke-width="3"/>'
-                + _text((first + last) / 2, y - 5, f"{island.nvlinks_per_pair[0]} on every pair", anchor="middle")
-            )
-            continue
-        drawn += [
-            _arc(spots[pair.a], spots[pair.b], pair.label, pair.nvlinks)
-            for pair in node.pairs
-            if pair.nvlinks and pair.a in island.gpus and pair.b in island.gpus
-        ]
+def _frame(numa: int | None, left: float, wide: float, *, virtual: bool) -> str:
+    title = "NUMA node unknown" if numa is None else f"NUMA {numa}"
+    bus = "virtual PCIe" if virtual else "PCIe of the CPU"
+    return (
+        f'<rect class="d-frame" x="{left:.1f}" y="6" width="{wide:.1f}" height="{GPU_Y + HIGH + 4}" rx="10"/>'
+        f'<g><title>{escape(f"{bus}, {title}")}</title><rect class="d-bus" x="{left:.1f}" y="{BUS_Y}" '
+        f'width="{wide:.1f}" height="{BUS_HIGH}"/></g>'
+        + _text(left + 8, NIC_Y + HIGH + 16, title, "d-tiny", anchor="start")
+    )
+
+
+def _between(start: float, end: float) -> str:
+    y = BUS_Y + BUS_HIGH / 2
+    return f'<g><title>SYS: from CPU to CPU</title><path class="l-cpus" d="M{start:.1f} {y}H{end:.1f}"/></g>'
+
+
+def _nvlink(
+    node: NodeTopology, spots: dict[str, float], words: Mapping[tuple[str, ...], str]
+) -> tuple[list[str], float]:
+    """A bar under each island whose every pair is linked, arcs elsewhere; with planned and measured bandwidth."""
+    drawn: list[str] = []
+    y = float(LINK_Y)
+    for island in node.islands:
+        pairs = [p for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.nvlinks]
+        if island.all_to_all and len(island.gpus) > 2:
+            drawn += _bar(island, Pairs(pairs), spots, y)
+        else:
+            drawn += [_arc(spots[p.a], spots[p.b], p.label) for p in pairs]
+            y += 14 + max((abs(spots[p.a] - spots[p.b]) / 14 for p in pairs), default=0)
+        first = min(spots[name] for name in island.gpus)
+        drawn.append(_text(first - BOX / 2, y + 20, words[island.gpus], "d-words", anchor="start"))
+        y += 34
+    return drawn, y + (8 if node.islands else -6)
+
+
+def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> list[str]:
+    """One bar with a stub per GPU; a GPU with fewer links than its neighbours says how many."""
+    most = max(nvlinks(label) for label in island.nvlinks_per_pair)
+    xs = [spots[name] for name in island.gpus]
+    drawn = [f'<path class="l-nv l-wide" d="M{min(xs):.1f} {y:.1f}H{max(xs):.1f}"/>']
+    for name in island.gpus:
+        mine = max(nvlinks(known.label(name, other)) for other in island.gpus if other != name)
+        drawn.append(f'<path class="l-nv" d="M{spots[name]:.1f} {GPU_Y + HIGH}V{y:.1f}"/>')
+        if mine < most:
+            drawn.append(_text(spots[name] + 6, y - 5, f"! NV{mine}", "d-name d-warn", anchor="start"))
     return drawn
 
 
-def _arc(a: _Spot, b: _Spot, label: str, count: int) -> str:
-    high = a.y - 14 - abs(a.x - b.x) / 12
-    return (
-        f"<g><title>{escape(label)}</title>"
-        f'<path d="M{a.x:.1f} {a.y}Q{(a.x + b.x) / 2:.1f} {high:.1f} {b.x:.1f} {b.y}" fill="none" '
-        f'stroke="{COLOURS["NV"]}" stroke-width="{1 + min(count, 18) / 6:.1f}"/></g>'
-    )
+def _bandwidth(node: NodeTopology, island: Island, measured: str) -> str:
+    known = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
+    words = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
+    words += " on every pair" if island.all_to_all else ", not on every pair"
+    if known:
+        spread = rate(max(known)) if min(known) == max(known) else f"{rate(min(known))} at the least"
+        words += f" · {spread} planned each way"
+    return f"{words} · {measured}" if measured else words
 
 
-def _nearest(node: NodeTopology, spots: dict[str, _Spot]) -> list[str]:
-    """Lines from GPUs to their nearest NICs; GPUs that share NICs behind a switch share the switch."""
-    known = Pairs(node.pairs)
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for near in node.nearest_nic:
-        if near.decidable and near.gpu in spots:
-            behind = near.label in ("PIX", "PXB")
-            groups.setdefault((near.label if behind else near.gpu, near.nics), []).append(near.gpu)
-    drawn = []
-    for (label, nics), gpus in groups.items():
-        if label not in ("PIX", "PXB"):
-            drawn += [
-                _line(spots[gpu], spots[nic], known.label(gpu, nic), f"{gpu} to {nic}") for gpu in gpus for nic in nics
-            ]
-            continue
-        middle = [spots[name].x for name in (*gpus, *nics)]
-        switch = _Spot(x=sum(middle) / len(middle), y=_SWITCH_Y)
-        drawn += [_line(spots[gpu], switch, label, f"{gpu} to {', '.join(nics)}") for gpu in gpus]
-        drawn += [_line(_Spot(x=switch.x, y=_SWITCH_Y + 18 - _HIGH), spots[nic], label, nic) for nic in nics]
-        drawn.append(_switch(switch, label))
-    return drawn
+def _arc(a: float, b: float, label: str) -> str:
+    y = GPU_Y + HIGH
+    curve = f"M{a:.1f} {y}Q{(a + b) / 2:.1f} {y + 18 + abs(a - b) / 7:.1f} {b:.1f} {y}"
+    return f'<g><title>{escape(label)}</title><path class="l-nv" d="{curve}"/></g>'
 
 
-def _line(start: _Spot, end: _Spot, label: str, about: str) -> str:
-    bend = (start.y + _HIGH + end.y) / 2
-    dash = ' stroke-dasharray="6 4"' if level(label) == "SYS" else ""
-    return (
-        f"<g><title>{escape(f'{about}: {label}')}</title>"
-        f'<path d="M{start.x:.1f} {start.y + _HIGH}C{start.x:.1f} {bend:.1f} {end.x:.1f} {bend:.1f} '
-        f'{end.x:.1f} {end.y}" fill="none" stroke="{colour(label)}" stroke-width="2"{dash}/></g>'
-    )
+def _kind(label: str) -> str:
+    word = level(label).lower()
+    return "nv" if nvlinks(label) else word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _switch(spot: _Spot, label: str) -> str:
-    name = "switch" if label == "PIX" else "switches"
-    return (
-        f"<g><title>PCIe {name}</title>"
-        f'<rect x="{spot.x - 32:.1f}" y="{spot.y}" width="64" height="18" rx="3" fill="#ffffff" '
-        f'stroke="{COLOURS[label]}"/>' + _text(spot.x, spot.y + 13, name, anchor="middle", size=10) + "</g>"
-    )
+def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:
+    """A text; one of more letters than `fits` is drawn as narrow as its box."""
+    narrow = f' textLength="{BOX - 10}" lengthAdjust="spacingAndGlyphs"' if len(text) > fits else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{narrow}>{escape(text)}</text>'
 
 
-def _legend() -> list[str]:
-    drawn, x = [], float(_GAP)
-    for label, shade in COLOURS.items():
-        name = "NVLink" if label == "NV" else label
-        drawn.append(f'<rect x="{x}" y="{_HEIGHT + 14}" width="18" height="6" fill="{shade}"/>')
-        drawn.append(_text(x + 24, _HEIGHT + 21, name, size=11))
-        x += 74
-    return drawn
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, colour: str = "#1f2937") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
-    )
+def _cut(text: str, most: int = 14) -> str:
+    """As much as fits the box; the whole name is in its title."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,50 +1,20 @@
-"""A node as the page draws it: NICs above, GPUs below, the CPUs' PCIe between them, NVLink underneath.
-
-What is joined behind one PCIe switch stands in one column; every line has the class of `nvidia-smi topo -m` as its
-CSS class, so that the style sheet colours it for light and dark. A device that a finding is about carries its glyph.
-NICs that the PCIe tree has and NCCL cannot use (no RDMA device) are drawn dashed: what is missing is to be seen.
-"""
+"""A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from agent import units
 from agent.gate.verdict import Check
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
-from topology.formats.matrix import columns
-from topology.graph import Island, NicNode, NodeTopology, Pairs, level, nvlinks, rank
-
-CELL, BOX, HIGH, GAP = 100, 94, 46, 20
-NIC_Y, BUS_Y, GPU_Y = 24, 122, 196
-BUS_HIGH, SWITCH_HIGH = 14, 26
-LINK_Y = GPU_Y + HIGH + 26
-WIDE = 900  # a wider drawing may shrink a little to fit the page; a smaller one keeps its size
-_ETHERNET, _INFINIBAND = 0x0200, 0x0207  # PCI class codes without the programming interface
-_MARKS = {"fail": "✗", "warn": "!"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One box: a GPU, a NIC, or a NIC that is not there for NCCL."""
-
-    name: str
-    label: str
-    lines: tuple[str, ...]
-    about: str
-    kind: str  # "gpu", "nic", "ghost"
-    numa: int | None
-    status: str  # "fail", "warn", "" from the findings about it
-    bandwidth: float | None  # of its PCIe slot, NCCL's planning value
-    link: str | None = None  # its PCIe link as it runs: "Gen4 x4 of x16"
-    running: float | None = None  # bandwidth of that, where it is less than the slot's
+from topology import svg
+from topology.graph import NodeTopology
 
 
 def picture(
@@ -52,97 +22,12 @@ def picture(
     bench: BenchResult | None = None,
 ) -> Markup:  # fmt: skip
     """The node as one inline `<svg>`; empty where there is nothing to join."""
-    pci = snapshot.facts(PciFacts) if snapshot else None
     mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
-    devices = [*_devices(node, mine), *_ghosts(node, pci, mine)]
-    if not devices:
-        return Markup()
-    blocks = _blocks(node, devices, pci)
-    drawn: list[str] = []
-    spots: dict[str, float] = {}
-    left, buses = float(GAP), []
-    for numa in sorted({_numa(block) for block in blocks}, key=lambda n: (n is None, n or 0)):
-        start = left
-        inside: list[str] = []
-        for block in (b for b in blocks if _numa(b) == numa):
-            inside += _block(node, block, left + GAP / 2, spots)
-            left += _width(block)
-        left += GAP
-        drawn += [_frame(numa, start, left - start, virtual=node.virtual is not None), *inside]
-        buses.append((start, left))
-        left += GAP
-    drawn += [_between(a[1], b[0]) for a, b in pairwise(buses)]
-    below, height = _nvlink(node, spots, bench)
-    width = max(left, 340.0, *(2 * GAP + 7.5 * len(_bandwidth(node, island, bench)) for island in node.islands))
-    name = "drawing wide" if width > WIDE else "drawing"
-    return Markup(  # noqa: S704 - every text from a host is escaped in `_text` and in the titles
-        f'<svg class="{name}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
-        f'role="img" aria-label="{escape(summary(node))}">{"".join((*below, *drawn))}</svg>'
-    )
-
-
-def summary(node: NodeTopology) -> str:
-    """The picture in one sentence, for those who do not see it."""
-    parts = [f"{len(node.gpus)} GPUs and {len(node.nics)} network devices of {node.hostname}"]
-    for island in node.islands:
-        links = " or ".join(island.nvlinks_per_pair)
-        parts.append(f"{len(island.gpus)} GPUs joined by NVLink ({links})")
-    for near in (near for near in node.nearest_nic if near.nics):
-        parts.append(f"{near.gpu} is nearest to {' and '.join(near.nics)} ({near.label})")
-    return "; ".join(parts) + ". The table below says the same."
-
-
-def _devices(node: NodeTopology, checks: Sequence[Check]) -> list[Device]:
-    labels, made = columns(node), []
-    for gpu in node.gpus:
-        model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
-        names = (gpu.name, gpu.bus_id, gpu.uuid)
-        status = "fail" if not gpu.usable else _status(checks, names)
-        about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
-        made.append(Device(name=gpu.name, label=gpu.name, lines=(_cut(model),), about=about, kind="gpu",
-                           numa=gpu.numa_node, status=status, bandwidth=gpu.pcie_bytes_per_second, link=gpu.pcie_link,
-                           running=gpu.pcie_running_bytes_per_second))  # fmt: skip
-    places = _nic_numa(node)
-    for nic in node.nics:
-        status = _status(checks, (nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
-        rate = "down" if nic.active is False else units.bits(nic.rate_bytes_per_second)
-        about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {rate}"
-        made.append(Device(name=nic.name, label=_cut(nic.name), lines=(_nic_line(nic, rate),), about=about, kind="nic",
-                           numa=places[nic.name], status=status, bandwidth=nic.pcie_bytes_per_second,
-                           link=nic.pcie_link, running=nic.pcie_running_bytes_per_second))  # fmt: skip
-    return made
-
-
-def _nic_line(nic: NicNode, rate: str) -> str:
-    layer = {"InfiniBand": "IB", "Ethernet": "RoCE" if nic.kind == "hca" else ""}.get(nic.link_layer or "", "")
-    return f"{layer or {'ethernet': 'eth'}.get(nic.kind, nic.kind)} {rate}"[:17]
-
-
-def _nic_numa(node: NodeTopology) -> dict[str, int | None]:
-    """A NIC that a text matrix gives no NUMA node stands with a GPU it is nearer to than SYS."""
-    known = Pairs(node.pairs)
-    found = {}
-    for nic in node.nics:
-        near = [g.numa_node for g in node.gpus if rank(known.label(g.name, nic.name)) < rank("SYS")]
-        found[nic.name] = nic.numa_node if nic.numa_node is not None or not near else near[0]
-    return found
-
-
-def _ghosts(node: NodeTopology, pci: PciFacts | None, checks: Sequence[Check]) -> list[Device]:
-    """Network functions with a finding that are no device to NCCL."""
-    if pci is None:
-        return []
-    known = {nic.bus_id for nic in node.nics}
-    made = []
-    for device in pci.devices:
-        network = device.class_code >> 8 in (_ETHERNET, _INFINIBAND) and device.rdma is False
-        status = _status(checks, (device.bus_id,))
-        if network and status and device.bus_id not in known:
-            about = f"{device.bus_id}: a NIC without an RDMA device, driver {device.driver or 'none'}"
-            label = device.bus_id.removeprefix("0000:")
-            made.append(Device(name=device.bus_id, label=label, lines=("no RDMA",), about=about, kind="ghost",
-                               numa=device.numa_node, status=status, bandwidth=None))  # fmt: skip
-    return made
+    drawn = svg.picture(
+        node, pci=snapshot.facts(PciFacts) if snapshot else None, status=partial(_status, mine),
+        measured=_measured(node, bench), more=" The table below says the same.",
+    )  # fmt: skip
+    return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
 
 
 def _status(checks: Sequence[Check], names: Iterable[str | None]) -> str:
@@ -152,204 +37,11 @@ def _status(checks: Sequence[Check], names: Iterable[str | None]) -> str:
     return next((word for word in ("fail", "warn") if word in said), "")
 
 
-def _blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None) -> list[list[Device]]:
-    """Devices that share a PCIe switch together, in matrix order; the others alone."""
-    known, groups = Pairs(node.pairs), {device.name: [device] for device in devices}
-    tops = _tops(node, pci)
-
-    def together(a: Device, b: Device) -> bool:
-        if {a.kind, b.kind} == {"gpu", "ghost"}:
-            return tops.get(a.name, a.name) == tops.get(b.name, b.name)
-        return known.label(a.name, b.name) in ("PIX", "PXB")
-
-    for i, a in enumerate(devices):
-        for b in devices[i + 1 :]:
-            if groups[a.name] is not groups[b.name] and together(a, b):
-                joined = groups[a.name] + groups[b.name]
-                for device in joined:
-                    groups[device.name] = joined
-    found: list[list[Device]] = []
-    for device in devices:
-        if not any(device in block for block in found):
-            found.append(groups[device.name])
-    return found
-
-
-def _tops(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
-    """The root port over each device, by the device's name, where a bridge stands between."""
-    if pci is None:
-        return {}
-    parents = {device.bus_id: device.parent for device in pci.devices}
-    found = {}
-    for name, bus_id in [(gpu.name, gpu.bus_id) for gpu in node.gpus] + [(b, b) for b in parents]:
-        seen, here = [], bus_id
-        while here is not None and here in parents and here not in seen:
-            seen.append(here)
-            here = parents[here]
-        if len(seen) > 2:  # device, at least one switch port, root port
-            found[name] = seen[-1]
-    return found
-
-
-def _numa(block: Sequence[Device]) -> int | None:
-    return next((device.numa for device in block if device.numa is not None), None)
-
-
-def _rows(block: Sequence[Device]) -> tuple[list[Device], list[Device]]:
-    gpus = sorted((d for d in block if d.kind == "gpu"), key=lambda d: (len(d.name), d.name))  # GPU2 before GPU10
-    return [d for d in block if d.kind != "gpu"], gpus
-
-
-def _width(block: Sequence[Device]) -> float:
-    nics, gpus = _rows(block)
-    return max(len(nics), len(gpus), 1) * CELL
-
-
-def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> list[str]:
-    """The lines and boxes of one column; devices alone hang from the CPU's PCIe directly."""
-    known, wide = Pairs(node.pairs), _width(block)
-    nics, gpus = _rows(block)
-    shared = len(block) > 1
-    middle, lines, boxes = left + wide / 2, [], []
-    for row, y in ((nics, NIC_Y), (gpus, GPU_Y)):
-        for index, device in enumerate(row):
-            x = left + wide / len(row) * (index + 0.5)
-            spots[device.name] = x
-            labels = (known.label(device.name, other.name) for other in block if other is not device)
-            others = [label for label in labels if not nvlinks(label)]  # the line is PCIe, whatever joins GPUs besides
-            kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
-            end = middle if shared else x
-            lines.append(_line(x, y, end, kind, device))
-            boxes += [_box(device, x, y), _link(device, x, y)]
-    if shared:
-        words = {known.label(a.name, b.name) for a in nics for b in gpus}
-        name = "switches" if words == {"PXB"} else "switch"
-        boxes.append(
-            f'<g><title>PCIe {name}</title><rect class="d-switch" x="{middle - 34:.1f}" y="{BUS_Y - 6}" width="68" '
-            f'height="{SWITCH_HIGH}" rx="4"/>{_text(middle, BUS_Y + 11, name, "d-small")}</g>'
-        )
-    return [*lines, *boxes]
-
-
-def _line(x: float, y: float, end: float, kind: str, device: Device) -> str:
-    start, stop = (y + HIGH, BUS_Y) if y < BUS_Y else (y, BUS_Y + BUS_HIGH)
-    bend = (start + stop) / 2
-    return (
-        f'<g><title>{escape(device.name)}: {escape(_speed(device))}</title><path class="l-{kind}" '
-        f'd="M{x:.1f} {start:.1f}C{x:.1f} {bend:.1f} {end:.1f} {bend:.1f} {end:.1f} {stop:.1f}"/></g>'
-    )
-
-
-def _link(device: Device, x: float, y: float) -> str:
-    """The PCIe link beside its line: of every GPU, of a NIC where it runs below its slot."""
-    slow = device.running is not None
-    if device.link is None or not (device.kind == "gpu" or slow):
-        return ""
-    place = GPU_Y - 8 if device.kind == "gpu" else y + HIGH + 12
-    words, kind = (f"! {device.link}", "d-tiny d-warn") if slow else (device.link, "d-tiny")
-    return _text(x + 5, place, words, kind, anchor="start")
-
-
-def _speed(device: Device) -> str:
-    """A PCIe link in words: as it runs, and what NCCL plans by, which is the slot."""
-    if not device.bandwidth:
-        return "bandwidth unknown"
-    planned = f"{units.rate(device.bandwidth)} planned each way"
-    if device.running:
-        return f"{device.link}, {units.rate(device.running)} each way as it runs, {planned}"
-    return f"{device.link}, {planned}" if device.link else planned
-
-
-def _box(device: Device, x: float, y: float) -> str:
-    worst = f" d-{device.status}" if device.status else ""
-    mark = _MARKS.get(device.status, "")
-    label = f"{mark} {device.label}" if mark else device.label
-    return (
-        f'<g><title>{escape(device.about)}</title><rect class="d-{device.kind}{worst}" x="{x - BOX / 2:.1f}" y="{y}" '
-        f'width="{BOX}" height="{HIGH}" rx="6"/>{_text(x, y + 19, label, f"d-name{worst}", fits=9)}'
-        + "".join(_text(x, y + 36, line, "d-small", fits=13) for line in device.lines[:1])
-        + "</g>"
-    )
-
-
-def _frame(numa: int | None, left: float, wide: float, *, virtual: bool) -> str:
-    title = "NUMA node unknown" if numa is None else f"NUMA {numa}"
-    bus = "virtual PCIe" if virtual else "PCIe of the CPU"
-    return (
-        f'<rect class="d-frame" x="{left:.1f}" y="6" width="{wide:.1f}" height="{GPU_Y + HIGH + 4}" rx="10"/>'
-        f'<g><title>{escape(f"{bus}, {title}")}</title><rect class="d-bus" x="{left:.1f}" y="{BUS_Y}" '
-        f'width="{wide:.1f}" height="{BUS_HIGH}"/></g>'
-        + _text(left + 8, NIC_Y + HIGH + 16, title, "d-tiny", anchor="start")
-    )
-
-
-def _between(start: float, end: float) -> str:
-    y = BUS_Y + BUS_HIGH / 2
-    return f'<g><title>SYS: from CPU to CPU</title><path class="l-cpus" d="M{start:.1f} {y}H{end:.1f}"/></g>'
-
-
-def _nvlink(node: NodeTopology, spots: dict[str, float], bench: BenchResult | None) -> tuple[list[str], float]:
-    """A bar under each island whose every pair is linked, arcs elsewhere; with planned and measured bandwidth."""
-    drawn: list[str] = []
-    y = float(LINK_Y)
-    for island in node.islands:
-        pairs = [p for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.nvlinks]
-        words = _bandwidth(node, island, bench)
-        if island.all_to_all and len(island.gpus) > 2:
-            drawn += _bar(island, Pairs(pairs), spots, y)
-        else:
-            drawn += [_arc(spots[p.a], spots[p.b], p.label) for p in pairs]
-            y += 14 + max((abs(spots[p.a] - spots[p.b]) / 14 for p in pairs), default=0)
-        first = min(spots[name] for name in island.gpus)
-        drawn.append(_text(first - BOX / 2, y + 20, words, "d-words", anchor="start"))
-        y += 34
-    return drawn, y + (8 if node.islands else -6)
-
-
-def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> list[str]:
-    """One bar with a stub per GPU; a GPU with fewer links than its neighbours says how many."""
-    most = max(nvlinks(label) for label in island.nvlinks_per_pair)
-    xs = [spots[name] for name in island.gpus]
-    drawn = [f'<path class="l-nv l-wide" d="M{min(xs):.1f} {y:.1f}H{max(xs):.1f}"/>']
-    for name in island.gpus:
-        mine = max(nvlinks(known.label(name, other)) for other in island.gpus if other != name)
-        drawn.append(f'<path class="l-nv" d="M{spots[name]:.1f} {GPU_Y + HIGH}V{y:.1f}"/>')
-        if mine < most:
-            drawn.append(_text(spots[name] + 6, y - 5, f"! NV{mine}", "d-name d-warn", anchor="start"))
-    return drawn
-
-
-def _bandwidth(node: NodeTopology, island: Island, bench: BenchResult | None) -> str:
-    known = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
-    words = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
-    words += " on every pair" if island.all_to_all else ", not on every pair"
-    if known:
-        spread = units.rate(max(known)) if min(known) == max(known) else f"{units.rate(min(known))} at the least"
-        words += f" · {spread} planned each way"
+def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
+    """Of islands that a benchmark of one host ran on as a whole."""
     gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    if bench and gathers and len(set(bench.hosts)) == 1 and len(island.gpus) == bench.world_size:
-        best = max(gathers, key=lambda m: m.bytes)
-        words += f" · {units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
-    return words
-
-
-def _arc(a: float, b: float, label: str) -> str:
-    y = GPU_Y + HIGH
-    curve = f"M{a:.1f} {y}Q{(a + b) / 2:.1f} {y + 18 + abs(a - b) / 7:.1f} {b:.1f} {y}"
-    return f'<g><title>{escape(label)}</title><path class="l-nv" d="{curve}"/></g>'
-
-
-def _kind(label: str) -> str:
-    word = level(label).lower()
-    return "nv" if nvlinks(label) else word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
-
-
-def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:
-    """A text; one of more letters than `fits` is drawn as narrow as its box."""
-    narrow = f' textLength="{BOX - 10}" lengthAdjust="spacingAndGlyphs"' if len(text) > fits else ""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{narrow}>{escape(text)}</text>'
-
-
-def _cut(text: str, most: int = 14) -> str:
-    """As much as fits the box; the whole name is in its title."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    if bench is None or not gathers or len(set(bench.hosts)) != 1:
+        return {}
+    best = max(gathers, key=lambda m: m.bytes)
+    words = f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
+    return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}
