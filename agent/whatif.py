@@ -98,7 +98,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         for name, left, right in rows:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
-        shown.add_row("memory per GPU" if planned.question.has_gpu else "memory per rank", *memory)
+        shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
         broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
         shown.add_row("allowed", *broken)
         out.print(shown)

@@ -22,7 +22,7 @@ from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import ModelSpec, TrainSpec, check_histogram
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
-from planner.rules import Question, first_broken
+from planner.rules import first_broken
 from planner.search import Candidate, Found, fitting, search
 from planner.stacks import engine_named
 from probes.api import Snapshot
@@ -50,7 +50,6 @@ class Planned:
     """Everything a forecast needs, gathered from the facts."""
 
     job: Job
-    question: Question
     world: int
     global_batch: int
     precision: Precision
@@ -207,12 +206,10 @@ def plan(
         if speed is not None and speed.how == "assumed" and world > 1
     )
     return Planned(
-        job=Job(model=model, train=train, links=links, rates=rates, engine=engine, constants=constants,
-                host_adam_bytes_per_second=adam),
-        question=Question(
-            model=model, train=train, links=links, engine=engine, has_gpu=has_gpu,
-            compute_capability=capability,
-            host_memory_bytes=_host_memory(cluster, snapshots),
+        job=Job(
+            model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
+            host_memory_bytes=_host_memory(cluster, snapshots), rates=rates, constants=constants,
+            host_adam_bytes_per_second=adam,
         ),
         world=world,
         global_batch=_batch(train, world, unknowns),
@@ -227,7 +224,7 @@ def plan(
 def search_planned(planned: Planned, named: Mapping[str, object] | None = None) -> Found:
     """Run the search on gathered numbers; with `named` among the layouts that have these values."""
     return search(
-        planned.question, planned.job, world=planned.world, global_batch=planned.global_batch,
+        planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
         sigma=base_sigma(planned.job, calibrated=planned.calibrated), named=named,
     )  # fmt: skip
@@ -261,7 +258,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
             )
         shape = replace(shape, gradient_accumulation=accumulation)
     budget = planned.capacity * DEFAULT_MEMORY.safe_share if planned.capacity else None
-    picked = fitting(planned.question, shape, budget, on_cpu=not planned.question.has_gpu, named=named)
+    picked = fitting(planned.job, shape, budget, on_cpu=not planned.job.has_gpu, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
 
@@ -272,11 +269,11 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     """
     parts = step_parts(planned.job, layout)
     memory = memory_parts(
-        planned.question.model, planned.question.train, layout, planned.question.engine,
-        on_cpu=not planned.question.has_gpu,
+        planned.job.model, planned.job.train, layout, planned.job.engine,
+        on_cpu=not planned.job.has_gpu,
     )  # fmt: skip
     candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
-    broken = first_broken(planned.question, layout)
+    broken = first_broken(planned.job, layout)
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
     budget = planned.capacity * DEFAULT_MEMORY.safe_share if planned.capacity else None
     if not why and budget is not None and memory.total > budget:
@@ -346,7 +343,7 @@ def recommend(
         settings=tuple(env.settings),
         notes=tuple(notes),
         needs=tuple(env.needs),
-        backend="nccl" if planned.question.has_gpu else "gloo",
+        backend="nccl" if planned.job.has_gpu else "gloo",
         model=model,
         train=train,
         chosen=chosen,

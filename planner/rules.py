@@ -6,27 +6,11 @@ A rule here is arithmetic or a limit of an engine, never a preference: preferenc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from contracts.layout import Layout
 from hardware.units import GIB, GIGA
-from planner.forecast.engine import Engine
-from planner.forecast.links import Links
+from planner.forecast.engine import Engine, Question
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a rule may look at."""
-
-    model: ModelSpec
-    train: TrainSpec
-    links: Links
-    engine: Engine
-    has_gpu: bool = True
-    compute_capability: tuple[int, int] | None = None
-    host_memory_bytes: float | None = None  # of one node; None unknown
-
 
 Rule = Callable[[Question, Layout], str | None]
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from contracts.layout import Checkpointing, Layout, Precision, Sharding
 from hardware.units import GIB
 from planner.advice import Rejected
+from planner.forecast.engine import Question
 from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.rules import Question, first_broken
+from planner.rules import first_broken
 
 _FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -162,7 +163,7 @@ def _key(layout: Layout) -> str:
 
 
 def search(
-    question: Question, job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
+    job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
     scale: float = 1.0, sigma: float = 0.18, named: Mapping[str, object] | None = None,
 ) -> Found:  # fmt: skip
     """Forecast every allowed layout; `scale` is the calibration's factor on time.
@@ -170,7 +171,7 @@ def search(
     With `named` only layouts whose fields have these values are tried, and what is not named is chosen as ever.
     """
     run = _Search(
-        question=question, job=job, world=world, global_batch=global_batch, precision=precision,
+        job=job, world=world, global_batch=global_batch, precision=precision,
         budget=capacity * DEFAULT_MEMORY.safe_share if capacity else None, scale=scale, tie=1.0 + TIE_SHARE * sigma,
         named=named or {},
     )  # fmt: skip
@@ -185,7 +186,6 @@ def search(
 class _Search:
     """One search, and what it has seen so far."""
 
-    question: Question
     job: Job
     world: int
     global_batch: int
@@ -203,15 +203,15 @@ class _Search:
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout to try, without checkpointing and offloading: these follow from what fits."""
-        for tp, pp, cp, ep in _degrees(self.question, self.world, self.found):
+        for tp, pp, cp, ep in _degrees(self.job, self.world, self.found):
             if any(self.named.get(name, degree) != degree for name, degree in (("tp", tp), ("pp", pp), ("cp", cp))):
                 continue
             dp = self.world // (tp * pp * cp)
             if self.global_batch % dp:
                 self.uneven[dp] = None
                 continue
-            in_node = max(1, self.question.links.ranks_per_node // (tp * cp))
-            for sharding, shard, replicate_degree, reshard in _shardings(self.question, dp, in_node):
+            in_node = max(1, self.job.links.ranks_per_node // (tp * cp))
+            for sharding, shard, replicate_degree, reshard in _shardings(self.job, dp, in_node):
                 split = Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
@@ -220,7 +220,7 @@ class _Search:
 
     def _batched(self, split: Layout) -> Iterator[Layout]:
         """The same degrees with every micro-batch and number of chunks."""
-        train, engine, pp = self.question.train, self.question.engine, split.pp
+        train, engine, pp = self.job.train, self.job.engine, split.pp
         fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
         per_rank = self.global_batch // split.data_parallel
         for micro in _MICRO_BATCHES:
@@ -229,11 +229,11 @@ class _Search:
             accumulation = per_rank // micro
             if pp > 1 and accumulation < pp:
                 break
-            for virtual in _virtuals(self.question, pp, accumulation):
+            for virtual in _virtuals(self.job, pp, accumulation):
                 base = replace(
                     split, sequence_parallel=split.tp > 1 and engine.splits_sequence(train),
                     schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
-                    stage_layers=_stages(self.question.model.layers, pp), micro_batch=micro,
+                    stage_layers=_stages(self.job.model.layers, pp), micro_batch=micro,
                     gradient_accumulation=accumulation, precision=self.precision, fused_cross_entropy=fused,
                     compile=engine.compile,
                 )  # fmt: skip
@@ -243,12 +243,12 @@ class _Search:
     def attempt(self, base: Layout) -> None:
         """Forecast one layout, and keep it if it is the best of its family."""
         key = _key(base)
-        broken = first_broken(self.question, base)
+        broken = first_broken(self.job, base)
         if broken is not None:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
             return
         self.found.tried += 1
-        picked = fitting(self.question, base, self.budget, on_cpu=not self.question.has_gpu, named=self.named)
+        picked = fitting(self.job, base, self.budget, on_cpu=not self.job.has_gpu, named=self.named)
         if isinstance(picked, float):
             self.over[key] = min(self.over.get(key, picked), picked)
             return

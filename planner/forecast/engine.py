@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from contracts.layout import Layout, Offload
+from planner.forecast.links import Links
 from planner.forecast.specs import ModelSpec, TrainSpec, mlp_width, trained_weights, weights
 
 NF4_BYTES = 0.53
@@ -315,3 +316,16 @@ class Fsdp(Engine):
         if share.adapters or share.in_fp32 or self.in_units(share):
             return 0.0
         return 2.0 * share.local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A run that a layout is wanted for: what rules look at, and what forecasts start from."""
+
+    model: ModelSpec
+    train: TrainSpec
+    links: Links
+    engine: Engine
+    has_gpu: bool = True
+    compute_capability: tuple[int, int] | None = None
+    host_memory_bytes: float | None = None  # of one node; None unknown

@@ -13,11 +13,8 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
-from planner.forecast.engine import NF4_BYTES, Engine, fullest_stage
-from planner.forecast.links import Links
+from planner.forecast.engine import NF4_BYTES, Question, fullest_stage
 from planner.forecast.specs import (
-    ModelSpec,
-    TrainSpec,
     Weights,
     expected_longest,
     mean_length,
@@ -64,18 +61,14 @@ ADAM_THREAD_BYTES_PER_SECOND = 5.5e9
 ADAM_RANK_BYTES_PER_SECOND = 20e9
 
 
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """What a step's time follows from; layer costs are cached over the layouts tried.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Question):
+    """A run with what its ranks compute with; layer costs are cached over the layouts tried.
 
-    `rules.Question` holds what the rules ask of the same run; a job on Kubernetes is `planner.kubernetes.job.JobSpec`.
+    A job on Kubernetes is `planner.kubernetes.job.JobSpec`.
     """
 
-    model: ModelSpec
-    train: TrainSpec
-    links: Links
     rates: Rates
-    engine: Engine
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from contracts.layout import Layout
+from planner.forecast.engine import Question
 from planner.forecast.links import links_of
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, search_planned
-from planner.rules import Question, first_broken
+from planner.rules import first_broken
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from probes.api import Snapshot
 from probes.host.recording import load

@@ -9,11 +9,12 @@ import pytest
 
 from contracts.layout import Layout, LayoutError
 from planner.forecast import machines
+from planner.forecast.engine import Question
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.rules import RULES, Question, first_broken
+from planner.rules import RULES, first_broken
 from planner.search import _stages
 from planner.stacks import ENGINES, engine_named
 
