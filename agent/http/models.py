@@ -55,6 +55,14 @@ class Gate:
     checks: tuple[Check, ...]
 
 
+class Version(BaseModel):
+    """Which release answers, and on what it runs."""
+
+    version: str
+    python: str
+    architecture: str = Field(description="As uname -m prints it.")
+
+
 class Kept(BaseModel):
     """Whether a record is new here."""
 

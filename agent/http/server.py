@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from agent.http import load, models, pages, problem, runs
 from agent.http.access import Guard, ReadHosts, Tokens
 from agent.http.answers import Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
-from agent.http.models import YAML, Gate, problems, texts
+from agent.http.models import YAML, Gate, Version, problems, texts
 from agent.http.problem import ProblemError
 from agent.http.state import State, age_seconds
 from agent.http.worker import Worker
@@ -138,6 +139,11 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         if age_seconds(view) > oldest:
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
+
+    @app.get("/version", tags=["health"], operation_id="version", responses=problems())
+    async def version() -> Version:
+        """Which release answers."""
+        return Version(version=VERSION, python=platform.python_version(), architecture=platform.machine())
 
     rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)

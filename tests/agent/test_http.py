@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -14,8 +15,10 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
+from agent.version import VERSION
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -148,6 +151,16 @@ def test_a_scan_that_fails_is_said_and_survived() -> None:
 
     with TestClient(create(State(failing, interval_seconds=0.05))) as running:
         ready(running)
+
+
+def test_version_names_the_release_before_the_first_scan() -> None:
+    """The one that the command line prints; it rests on no scan, and is closed where reads are."""
+    client = TestClient(create(State(tuple, interval_seconds=3600)))
+    told = client.get("/version")
+    assert told.status_code == 200 and told.json()["version"] == VERSION
+    assert told.json()["architecture"] == os.uname().machine
+    closed = TestClient(create(State(tuple, interval_seconds=3600), tokens=Tokens(reads_open=False)))
+    assert closed.get("/version").status_code == 403
 
 
 def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> None:
