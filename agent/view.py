@@ -31,6 +31,7 @@ from planner.lint.sources import recorded_environments
 from probes.api import Ok, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciFacts, bare_metal_gpus
 from probes.rdma.facts import RdmaFacts
 from topology import check as topology_check
 from topology.build import build
@@ -292,7 +293,9 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
         silent = (Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in topology_check.CODES)
         return (*found, *silent)
     level = effective_environment(snapshot).get("NCCL_NET_GDR_LEVEL")
-    judged = checks_of_findings(snapshot.hostname, topology_check.check(node, gdr_level=level), topology_check.CODES)
+    pci = snapshot.facts(PciFacts)
+    told = topology_check.check(node, gdr_level=level, gpus_on_bus=bare_metal_gpus(pci) if pci else None)
+    judged = checks_of_findings(snapshot.hostname, told, topology_check.CODES)
     if node.nvlink_known:
         return (*found, *judged)
     why = "the NVLinks of these GPUs could not be read"

@@ -45,13 +45,18 @@ _NODE_IS_PHB = (
 )
 
 
-def check(node: NodeTopology, *, gdr_level: str | None = None) -> tuple[Finding, ...]:
-    """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none."""
+def check(node: NodeTopology, *, gdr_level: str | None = None, gpus_on_bus: int | None = None) -> tuple[Finding, ...]:
+    """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none.
+
+    `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.facts.bare_metal_gpus`); None in a container or a
+    guest, and where nobody looked.
+    """
     farthest = farthest_gdr(gdr_level)
     return (
         *(finding for rule in _BEFORE for finding in rule(node)),
         *_gpu_nic(node, farthest),
         *(finding for rule in _AFTER for finding in rule(node)),
+        *_reference(node, gpus_on_bus),
     )
 
 
@@ -325,12 +330,14 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             )
 
 
-def _reference(node: NodeTopology) -> Iterator[Finding]:
+def _reference(node: NodeTopology, gpus_on_bus: int | None) -> Iterator[Finding]:
+    """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer."""
     row = reference_of(node)
+    lost = row is not None and bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
     for departure in departures(node):
         yield Finding(
             code=REFERENCE,
-            severity=Severity.WARN,
+            severity=Severity.FAIL if lost and departure.startswith(f"{len(node.gpus)} GPUs, ") else Severity.WARN,
             subject="",
             message=departure,
             evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),
@@ -340,4 +347,4 @@ def _reference(node: NodeTopology) -> Iterator[Finding]:
 
 _Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]
 _BEFORE: _Rules = (_nvlink_missing, _nvlink_asymmetric, _nvlink_down_hgx)
-_AFTER: _Rules = (_undecidable, _virtual, _rail_uneven, _pcie_bound, _reference)
+_AFTER: _Rules = (_undecidable, _virtual, _rail_uneven, _pcie_bound)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from probes.api import Severity, Snapshot
+from probes.gpu.facts import GpuFacts
 from topology.traits import Trait, traits
 
 _ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
@@ -57,7 +58,7 @@ class Fleet:
 
 def diff(a: Snapshot, b: Snapshot) -> tuple[Difference, ...]:
     """What differs from `a` to `b`. On one host `b` is the later one; on two, `a` is here and `b` is there."""
-    return compare(traits(a), traits(b), same_host=a.hostname == b.hostname)
+    return compare(traits(a), traits(b, like=a), same_host=a.hostname == b.hostname)
 
 
 def compare(a: Traits, b: Traits, *, same_host: bool) -> tuple[Difference, ...]:
@@ -163,7 +164,9 @@ def fleet(snapshots: Iterable[Snapshot]) -> Fleet:
     Nodes with different GPU models are families of their own. A node that shows no GPU is compared with the largest
     family: on a GPU fleet that is a fault, not another kind of machine.
     """
-    known = [(snapshot.hostname, traits(snapshot)) for snapshot in snapshots]
+    listed = list(snapshots)
+    whole = max(listed, key=_gpu_count, default=None)
+    known = [(snapshot.hostname, traits(snapshot, like=whole)) for snapshot in listed]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
     names = _distinct([name for name, _ in known])
@@ -176,6 +179,11 @@ def fleet(snapshots: Iterable[Snapshot]) -> Fleet:
         families[kind or largest].append(node)
     made = [_family(kind, members) for kind, members in families.items()]
     return Fleet(total=len(nodes), families=tuple(sorted(made, key=lambda family: -family.total)))
+
+
+def _gpu_count(snapshot: Snapshot) -> int:
+    facts = snapshot.facts(GpuFacts)
+    return len(facts.gpus) if facts else 0
 
 
 def _kind(mine: Traits) -> str | None:

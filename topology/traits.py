@@ -6,8 +6,9 @@ load, memory in use, an idle GPU's link generation).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardware.units import GIGA
 from probes.api import Ok, Severity, Snapshot
@@ -41,13 +42,32 @@ class Trait:
         return self.subject, self.what
 
 
-def traits(snapshot: Snapshot) -> dict[tuple[str, str], Trait]:
-    """Every trait of a snapshot by its key."""
+def traits(snapshot: Snapshot, like: Snapshot | None = None) -> dict[tuple[str, str], Trait]:
+    """Every trait of a snapshot by its key; a GPU has the name of the one in its place in `like`, by PCI address.
+
+    NVML numbers the GPUs that it finds: where one is gone, those behind it have the numbers of others.
+    """
     found: dict[tuple[str, str], Trait] = {}
+    names = {} if like is None else _names_by_place(snapshot.facts(GpuFacts), like.facts(GpuFacts))
     for source in (_probes, _gpus, _pci, _rdma, _interfaces, _limits, _host, _links):
         for trait in source(snapshot):
-            found.setdefault(trait.key, trait)
+            named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
+            found.setdefault(named.key, named)
     return found
+
+
+_GPU_NAME = re.compile(r"\bGPU\d+\b")
+
+
+def _names_by_place(mine: GpuFacts | None, theirs: GpuFacts | None) -> dict[str, str]:
+    """Names of our GPUs -> their names; none where the machines differ in where their GPUs are."""
+    if mine is None or theirs is None:
+        return {}
+    places = {gpu.bus_id: f"GPU{gpu.index}" for gpu in theirs.gpus}
+    here = {gpu.bus_id for gpu in mine.gpus}
+    if None in here | places.keys() or not (here <= places.keys() or places.keys() <= here):
+        return {}
+    return {f"GPU{gpu.index}": places.get(gpu.bus_id, f"GPU at {gpu.bus_id}") for gpu in mine.gpus}
 
 
 def _trait(subject: str, what: str, value: object, severity: Severity, size: float | None = None) -> Iterator[Trait]:

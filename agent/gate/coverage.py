@@ -29,7 +29,7 @@ NOT_REQUIRED = {
     "rdma.counters.rising": "needs two scans",
     "rdma.pfc.off": "many drivers do not answer DCB netlink, and a lossy fabric is a choice",
     "rdma.port.below_max": "neither driver nor model tells what the port could do",
-    "rdma.uverbs.missing": "belongs to the pod that scans: the agent's own asks for no RDMA device",
+    "rdma.uverbs.missing": "in a container: belongs to the pod that scans, the agent's own asks for no RDMA device",
     "rdma.gid.missing_rocev2": "the kernel hides types of GIDs whose interface is in another network namespace",
 }
 _SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
@@ -45,15 +45,18 @@ def covered(snapshot: Snapshot, checks: Iterable[Check]) -> tuple[Check, ...]:
         unread["rdma"] = why
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     owed = {*(failed & set(ALWAYS_THERE)), *_shown(snapshot, pci)}
-    return tuple(_judged(check, owed, unread, failed) for check in checks)
+    # On the host itself nobody hands nodes out: one that is not there is no job's either.
+    on_host = {"rdma.uverbs.missing"} if pci is not None and pci.container is None else set()
+    excused = NOT_REQUIRED.keys() - on_host
+    return tuple(_judged(check, owed, unread, failed, excused) for check in checks)
 
 
-def _judged(check: Check, owed: set[str], unread: dict[str, str], failed: set[str]) -> Check:
+def _judged(check: Check, owed: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]) -> Check:
     family = check.id.split(".")[0]
     told = check.evidence or check.id.endswith(".probe.failed")  # what tells of it stands as it is
     if family in unread and check.status in ("pass", "unknown") and not told:
         check = replace(check, status="unknown", message=unread[family])
-    excused = check.id in NOT_REQUIRED and family not in unread and family not in failed
+    excused = check.id in not_required and family not in unread and family not in failed
     if check.status != "unknown" or family not in owed or excused:
         return check
     return replace(check, required=True)

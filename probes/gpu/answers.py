@@ -56,11 +56,16 @@ class Asker:
         try:
             return self.host.nvml(symbol, self.handle, *arguments)
         except NvmlError as error:
-            if error.name in LOST:
-                self.lost = f"{error.name} ({error.symbol})"
-            elif not does_not_apply(error):
+            if self._leaves_unread(error):
                 self.note(symbol, arguments, error.name)
             return None
+
+    def _leaves_unread(self, error: NvmlError) -> bool:
+        """Whether something is left to know; a GPU that is lost is told once."""
+        if error.name in LOST:
+            self.lost = f"{error.name} ({error.symbol})"
+            return False
+        return not does_not_apply(error)
 
     def either(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> Any:
         """The answer to the first spelling of a question, else to the second; each (symbol, arguments...)."""
@@ -93,7 +98,16 @@ class Asker:
 
     def fields(self, *fields: int | str) -> list[int | None]:
         """Values of nvmlDeviceGetFieldValues in the same order; each field has a return code of its own."""
-        values = self("nvmlDeviceGetFieldValues", *fields)
+        symbol = "nvmlDeviceGetFieldValues"
+        try:
+            values = self.host.nvml(symbol, self.handle, *fields)
+        except NvmlError as error:
+            if self._leaves_unread(error):
+                for number in (field for field in fields if isinstance(field, int)):
+                    self.note(symbol, (number,), error.name)  # each has checks of its own that rest on it
+                if of_links := tuple(field for field in fields if isinstance(field, str)):
+                    self.note(symbol, of_links, error.name)
+            return [None] * len(fields)
         if not isinstance(values, list) or len(values) != len(fields):
             return [None] * len(fields)
         for asked, value in zip(fields, values, strict=True):

@@ -30,6 +30,7 @@ _CODES: dict[str, tuple[str, ...]] = {
     "nvmlDeviceGetRemappedRows": ("gpu.memory.remap_failed", "gpu.memory.remap_pending"),
     "nvmlDeviceGetRowRemapperHistogram": ("gpu.memory.remap_exhausted",),
     "nvmlDeviceGetRetiredPages": ("gpu.memory.retired",),
+    "nvmlDeviceGetFieldValues(91)": (IDENTITY,),
     "nvmlDeviceGetFieldValues(230": ("gpu.device.recovery",),
     "nvmlDeviceGetFieldValues(306": ("gpu.memory.remap_exhausted",),
     "nvmlDeviceGetFieldValues(307": ("gpu.memory.remap_pending",),

@@ -95,6 +95,16 @@ def passed_through(facts: PciFacts) -> tuple[PciDevice, ...]:
     return tuple(d for d in _nvidia(facts) if is_passed_through(d.driver) and d.physical_function is None)
 
 
+def bare_metal_gpus(facts: PciFacts) -> int | None:
+    """NVIDIA GPUs that the bus shows, those that a virtual machine holds included; None in a container or a guest.
+
+    There the bus may show fewer than the board has, and nothing is wrong with it.
+    """
+    if facts.hypervisor is not None or facts.container is not None:
+        return None
+    return len(gpus(facts)) + len(passed_through(facts))
+
+
 def _nvidia(facts: PciFacts) -> list[PciDevice]:
     # A display adapter of a management controller is class 03 00 too: only NVIDIA's count as GPUs here.
     return [d for d in facts.devices if is_gpu(d.class_code) and d.vendor_id == NVIDIA]

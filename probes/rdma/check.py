@@ -80,10 +80,13 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
         sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts))
         carries = sisters and device.kind in ("hca", "efa")  # software over an interface adds no wire
+        severity = by_loss(1.0 / (sisters + 1)) if carries else Severity.WARN
+        if device.is_vf and port.state == "DOWN" and _is_unused(facts, device):
+            severity = Severity.INFO  # a virtual function in stock, beside the physical one that is up
         yield Finding(
             code="rdma.port.down",
             # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
-            severity=by_loss(1.0 / (sisters + 1)) if carries else Severity.WARN,
+            severity=severity,
             subject=subject(device, port),
             message=(
                 f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), "
@@ -96,6 +99,12 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
             ),
             remedy=DOWN_REMEDIES.get(port.state, DOWN_REMEDY),
         )
+
+
+def _is_unused(facts: RdmaFacts, device: RdmaDevice) -> bool:
+    """Whether a virtual function is in stock: no port of it is up, has an address, and a whole device's port is up."""
+    idle = all(port.state == "DOWN" and not any(map(ipv4_of, port.gids)) for port in device.ports)
+    return idle and any(port.state == "ACTIVE" and not other.is_vf for other, port in _ports(facts))
 
 
 def _rates(facts: RdmaFacts) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.pci.facts import PciDevice, PciFacts
+from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from probes.scan import scan
 from probes.scanner import Scanner
@@ -302,3 +303,46 @@ def test_a_published_verdict_is_never_better_for_want_of_a_finding() -> None:
         fleet.set([record])
         checks: tuple[Check, ...] = checks_of([record.name], fleet)
         assert judge(checks).exit_code == code, word
+
+
+def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:
+    """The machine with one GPU less on the bus, and so less for NVML."""
+    whole = recorded(name)
+    facts, tree = whole.facts(GpuFacts), whole.facts(PciFacts)
+    assert facts is not None and tree is not None
+    lost = facts.gpus[gone].bus_id
+    gpus = tuple(gpu for gpu in facts.gpus if gpu.index != gone)
+    pairs = tuple(pair for pair in facts.pairs if gone not in (pair.a, pair.b))
+    devices = tuple(device for device in tree.devices if device.bus_id != lost)
+    bus = replace(facts.bus, gpus=tuple(g for g in facts.bus.gpus if g.bus_id != lost)) if facts.bus else None
+    gpu = replace(facts, gpus=gpus, pairs=pairs, bus=bus, pci_gpus=len(gpus))
+    return with_outcomes(whole, gpu=Ok(facts=gpu), pci=Ok(facts=replace(tree, devices=devices, **pci)))
+
+
+def departures(snapshot: Snapshot) -> list[str]:
+    view = look((snapshot,))
+    return [check.status for check in view.checks if check.id == "topology.reference.departs"]
+
+
+def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> None:
+    """On the host itself; a container or a guest may have been given seven, and a server may be built with seven."""
+    assert departures(off_the_bus(H100, 7)) == ["fail"]
+    assert departures(off_the_bus(H100, 7, container="kubernetes")) == ["warn"]
+    assert departures(off_the_bus(H100, 7, hypervisor="KVM")) == ["warn"]
+    whole = recorded()
+    facts = whole.facts(GpuFacts)
+    assert facts is not None
+    seen = with_outcomes(whole, gpu=Ok(facts=replace(facts, gpus=facts.gpus[:7], pairs=())))
+    assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
+
+
+@pytest.mark.parametrize(("container", "required"), [(None, True), ("kubernetes", False)])
+def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container: str | None, required: bool) -> None:
+    """In a container it belongs to the pod that scans."""
+    whole = recorded()
+    rdma, tree = whole.facts(RdmaFacts), whole.facts(PciFacts)
+    assert rdma is not None and tree is not None
+    bare = replace(rdma, devices=tuple(replace(d, uverbs=None, uverbs_usable=None) for d in rdma.devices))
+    snapshot = with_outcomes(whole, rdma=Ok(facts=bare), pci=Ok(facts=replace(tree, container=container)))
+    told = {(c.status, c.required) for c in look((snapshot,)).checks if c.id == "rdma.uverbs.missing"}
+    assert told == {("unknown", required)}

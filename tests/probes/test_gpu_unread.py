@@ -124,6 +124,23 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
         _nothing_claimed(snapshot, f"{symbol} = {name}")
 
 
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [
+        (230, {"gpu.device.recovery"}), (306, {"gpu.memory.remap_exhausted"}), (307, {"gpu.memory.remap_pending"}),
+        (170, {"gpu.c2c.off"}), (161, {"gpu.nvlink.errors"}), (91, {IDENTITY}),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_refused_with_all_others_leaves_its_own_check_unknown(number: int, codes: set[str]) -> None:
+    """One call asks several fields: each has checks of its own, none of which may pass unread."""
+    snapshot = scan(FailingHost(_content(), "nvmlDeviceGetFieldValues", "TIMEOUT"), (PROBE, BY_NAME["pci"]))
+    unread = _facts(snapshot).gpus[SICK].unread
+    mine = [q for q in unread if q.startswith(f"nvmlDeviceGetFieldValues({number}")]
+    assert mine and set().union(*map(codes_of, mine)) == codes, unread
+    status = {check.id: check.status for check in checks_of_snapshot(snapshot)}
+    assert {status[code] for code in codes} == {"unknown"}
+
+
 _LARGEST = {  # functions that tell more than two facts
     "nvmlDeviceGetGpuFabricInfoV": 6, "nvmlDeviceGetRemappedRows": 4, "nvmlDeviceGetFieldValues": 6,
     "nvmlDeviceGetSramEccErrorStatus": 3, "nvmlDeviceGetEccMode": 3, "nvmlDeviceGetPciInfo": 3,

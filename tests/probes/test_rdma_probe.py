@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,24 @@ def test_a_dead_port_among_live_ones_and_none_alive() -> None:
     assert "Polling" in one[0].message
     none = {f.code: f.severity for f in findings(Fabric().add("mlx5_0", 0, **down).host())}
     assert none["rdma.port.none_active"] is Severity.FAIL
+
+
+def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
+    """Down and without an address beside a physical port that is up; one that a pod uses has an address."""
+    facts = rdma.read(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, state="1: DOWN", phys="3: Disabled").host())
+    whole, virtual = facts.devices
+
+    def severity(*devices: RdmaDevice) -> list[Severity]:
+        found = rdma.check(replace(facts, devices=devices))
+        return [f.severity for f in found if f.code == "rdma.port.down" and f.subject == "mlx5_1:1"]
+
+    unused = replace(virtual, is_vf=True, ports=(replace(virtual.ports[0], gids=()),))
+    used = replace(virtual, is_vf=True, ports=(replace(virtual.ports[0], gids=whole.ports[0].gids),))
+    assert severity(whole, unused) == [Severity.INFO]
+    assert severity(whole, used) == [Severity.FAIL]
+    assert severity(whole, virtual) == [Severity.FAIL], "a physical port"
+    down = replace(whole, ports=(replace(whole.ports[0], state="DOWN"),))
+    assert Severity.INFO not in severity(down, unused), "with its own card down it may be the one that was to be used"
 
 
 def test_an_infiniband_port_without_subnet_manager() -> None:

@@ -171,3 +171,39 @@ def test_lost_gpu_is_told_once():
 def test_an_empty_fleet_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
         fleet([])
+
+
+def without_gpu(name, gone):
+    """The machine after one GPU has left the bus: NVML numbers those behind it anew."""
+    whole = snapshot(name)
+    facts = whole.outcomes["gpu"].facts
+    number = {gpu.index: at for at, gpu in enumerate(gpu for gpu in facts.gpus if gpu.index != gone)}
+    gpus = tuple(replace(gpu, index=number[gpu.index]) for gpu in facts.gpus if gpu.index in number)
+    pairs = tuple(
+        replace(pair, a=number[pair.a], b=number[pair.b]) for pair in facts.pairs if {pair.a, pair.b} <= number.keys()
+    )
+    return replace(whole, outcomes={**whole.outcomes, "gpu": Ok(facts=replace(facts, gpus=gpus, pairs=pairs))})
+
+
+def test_gpus_are_compared_by_their_place_on_the_bus():
+    """The third GPU is gone, and the fifth has fewer lanes: the numbers behind the gap are those of others."""
+    later = without_gpu(HGX, 2)
+    facts = later.outcomes["gpu"].facts
+    gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 3 else gpu for gpu in facts.gpus)
+    later = replace(later, outcomes={**later.outcomes, "gpu": Ok(facts=replace(facts, gpus=gpus))})
+    assert [m for m in messages(diff(snapshot(HGX), later)) if m.startswith("GPU")] == [
+        "GPU2 missing", "GPU4 x16 -> x8", "GPUs 8 -> 7",
+    ]  # fmt: skip
+    came_back = messages(diff(later, snapshot(HGX)))
+    new = snapshot(HGX).outcomes["gpu"].facts.gpus[2].bus_id
+    assert f"GPU at {new} new" in came_back
+    assert not any("GPU7" in message for message in came_back)
+
+
+def test_the_odd_node_of_a_fleet_has_lost_the_gpu_of_that_place():
+    nodes = [replace(snapshot(HGX), hostname=f"n{i}") for i in range(3)]
+    odd = replace(without_gpu(HGX, 2), hostname="n3")
+    (family,) = fleet([*nodes, odd]).families
+    told = messages(family.odd[0].differences)
+    assert "GPU2 missing" in told
+    assert not any("GPU7" in message for message in told)
