@@ -147,7 +147,7 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
     snapshots = () if request.machine else tuple(scan())
     measured: tuple[Measurement, ...] = ()
     if request.bench_file is not None:
-        from collectives.bench.wire import result_from_json
+        from collectives.bench.results import result_from_json
 
         try:
             measured = result_from_json(keep.read(request.bench_file)).measurements

@@ -470,8 +470,7 @@ def _served(**more: Any) -> object:
 
 @cache
 def _bench() -> Any:
-    from collectives.bench.results import BenchResult, Latency, Measurement, Straggler
-    from collectives.bench.wire import result_to_json
+    from collectives.bench.results import BenchResult, Latency, Measurement, Straggler, result_to_json
     from collectives.nccl_log.transport import ChannelCount, Evidence
 
     made = Measurement(
@@ -493,7 +492,7 @@ def _bench() -> Any:
 
 def bench_result(data: bytes) -> object:
     """A benchmark's kept result, as the agent finds and shows it."""
-    from collectives.bench.wire import result_from_json
+    from collectives.bench.results import result_from_json
 
     return _served(bench=result_from_json(json.loads(_json(_bench, data))), bench_at_seconds=1.8e9)
 

@@ -19,11 +19,10 @@ from agent.cli.inputs import InputError
 from agent.cli.output import Progress, console, emit, format_option, render
 from agent.gate.report import write_atomic
 from agent.jobs import result_store as keep
-from collectives.bench.results import BenchResult
+from collectives.bench.results import BenchResult, RdmaResult, result_to_json
 
 if TYPE_CHECKING:
     from agent.gate.verdict import Check
-    from collectives.bench.perftest import RdmaResult
     from probes.api import Snapshot
 
 
@@ -116,8 +115,6 @@ def bench(context: click.Context, /, form: str, save: Path | None, baseline: Pat
 
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
     """Write the JSON result, last: a full disk must not cost the result, which stands on stdout by now."""
-    from collectives.bench.wire import result_to_json
-
     if path is not None:
         try:
             write_atomic(path, json.dumps(result_to_json(result), indent=1) + "\n")

@@ -18,8 +18,7 @@ from agent.gate.verdict import Check, Verdict, unjudged
 from agent.jobs.run import Comparison
 from agent.pages.prose import CLASSES
 from agent.view import Group, grouped, passed_ids, reasons
-from collectives.bench.perftest import RdmaResult
-from collectives.bench.results import BenchResult
+from collectives.bench.results import BenchResult, RdmaResult
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.layout import Layout
 from contracts.run_record import RunRecord

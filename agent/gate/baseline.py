@@ -15,7 +15,7 @@ from typing import Any
 from agent.gate.expect import EXPECT_CODES
 from agent.gate.report import SCHEMA_VERSION
 from agent.gate.verdict import ORDER, Check, GateError, Status
-from collectives.bench.wire import ResultError, result_from_json
+from collectives.bench.results import ResultError, result_from_json
 from contracts import bounded
 from contracts.plain import PlainError
 from contracts.plain import loads as plain

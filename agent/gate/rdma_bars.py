@@ -10,9 +10,8 @@ from agent import units
 from agent.gate.bars import BASELINE_LEAST
 from agent.gate.judged import BASELINE, IS, SHOULD, bar_words, status_of
 from agent.gate.verdict import Check, GateError, Status
-from collectives.bench.perftest import Port, RdmaResult, RdmaWrite
-from collectives.bench.results import Bar
-from collectives.bench.wire import ResultError, rdma_from_json
+from collectives.bench.perftest import Port
+from collectives.bench.results import Bar, RdmaResult, RdmaWrite, ResultError, rdma_from_json
 from contracts import bounded
 from contracts.plain import PlainError, loads
 from probes.api import Snapshot

@@ -34,8 +34,7 @@ from agent.jobs.result_store import BENCH_FILE
 from agent.view import View
 from collectives.bench import lock, processes
 from collectives.bench.ops import OPS
-from collectives.bench.results import BenchResult
-from collectives.bench.wire import result_from_json
+from collectives.bench.results import BenchResult, result_from_json
 
 log = logging.getLogger(__name__)
 

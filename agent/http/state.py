@@ -125,7 +125,7 @@ class State:
             return None, None
         path = self._folder / BENCH_FILE
         try:
-            from collectives.bench.wire import result_from_json
+            from collectives.bench.results import result_from_json
 
             return result_from_json(keep.read(path)), path.stat().st_mtime
         except FileNotFoundError:

@@ -44,7 +44,7 @@ def folder() -> Path | None:
 
 def keep_bench(result: BenchResult, place: Path | None = None) -> Path | None:
     """Leave the result as the last one, and a line of it in the history; not one that was stopped before any."""
-    from collectives.bench.wire import result_to_json
+    from collectives.bench.results import result_to_json
 
     where = place or folder()
     if where is None or (result.stopped_by and not result.measurements):

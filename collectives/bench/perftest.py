@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collectives.bench import lock, processes
-from collectives.bench.results import Bar
+from collectives.bench.results import RdmaResult, RdmaWrite
 
 PROGRAM = "ib_write_bw"
 TCP_PORT = 18515  # perftest's own; the second port of a host takes the next one
@@ -48,39 +48,6 @@ class Port:
 
     def __str__(self) -> str:
         return f"{self.device}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaWrite:
-    """One port's writes to the peer."""
-
-    port: str  # "mlx5_0:1"
-    bytes: int  # of one write
-    writes: int
-    seconds: float
-    bytes_per_second: float
-    mtu_bytes: int | None = None  # that both ends agreed on
-    rate_bytes_per_second: float | None = None  # of the port
-    bars: tuple[Bar, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaResult:
-    """What the writing host measured."""
-
-    host: str
-    peer: str
-    writes: tuple[RdmaWrite, ...]
-    started_at_seconds: float
-    seconds: float
-    problems: tuple[str, ...] = ()
-    stopped_by: str | None = None
-    schema_version: int = 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether every port was measured."""
-        return bool(self.writes) and not self.problems
 
 
 def require_program() -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import linear_regression, median
+from typing import Any, TypeVar
 
 from collectives.nccl_log.transport import Evidence
 
@@ -145,6 +146,39 @@ class BenchResult:
     schema_version: int = SCHEMA_VERSION
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaWrite:
+    """One port's writes to the peer."""
+
+    port: str  # "mlx5_0:1"
+    bytes: int  # of one write
+    writes: int
+    seconds: float
+    bytes_per_second: float
+    mtu_bytes: int | None = None  # that both ends agreed on
+    rate_bytes_per_second: float | None = None  # of the port
+    bars: tuple[Bar, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaResult:
+    """What the host that writes measured with perftest."""
+
+    host: str
+    peer: str
+    writes: tuple[RdmaWrite, ...]
+    started_at_seconds: float
+    seconds: float
+    problems: tuple[str, ...] = ()
+    stopped_by: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def complete(self) -> bool:
+        """Whether every port was measured."""
+        return bool(self.writes) and not self.problems
+
+
 # The arithmetic of repeated measurements: median, its 95 % interval, and the alpha-beta fit.
 
 
@@ -193,3 +227,42 @@ def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
         beta_bytes_per_second=1 / slope,
         points=len(points),
     )
+
+
+# Results as plain JSON values, and back; the reader trusts nothing it is given.
+
+T = TypeVar("T", BenchResult, RdmaResult)
+
+
+class ResultError(ValueError):
+    """What was given is not the JSON of a benchmark's result."""
+
+
+def result_to_json(result: BenchResult | RdmaResult) -> dict[str, Any]:
+    """Turn a result into dicts, lists, strings and numbers."""
+    from contracts import codec
+
+    plain: dict[str, Any] = codec.write(result)
+    return plain
+
+
+def result_from_json(data: object) -> BenchResult:
+    """Read a result of collectives back; raises ResultError that says where it does not fit."""
+    return _read(data, BenchResult)
+
+
+def rdma_from_json(data: object) -> RdmaResult:
+    """Read a result of RDMA writes back; raises ResultError that says where it does not fit."""
+    return _read(data, RdmaResult)
+
+
+def _read(data: object, kind: type[T]) -> T:
+    from contracts import codec
+
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ResultError(f"schema_version: {version!r} is not allowed; allowed: {SCHEMA_VERSION}")
+    try:
+        return codec.read(data, kind)
+    except codec.CodecError as error:
+        raise ResultError(f"not a benchmark result: {error}"[:500]) from error

@@ -18,8 +18,7 @@ from agent.http.state import State
 from agent.jobs import bench_history
 from agent.jobs import result_store as keep
 from agent.view import look
-from collectives.bench.results import BenchResult, Measurement
-from collectives.bench.wire import result_from_json, result_to_json
+from collectives.bench.results import BenchResult, Measurement, result_from_json, result_to_json
 from probes.host.recording import load
 from probes.scan import scan
 

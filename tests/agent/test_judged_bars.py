@@ -18,8 +18,7 @@ from agent.gate.baseline import read_bench
 from agent.gate.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
 from agent.gate.verdict import Check, GateError
 from agent.view import look
-from collectives.bench.results import Bar, BenchResult, Measurement
-from collectives.bench.wire import result_to_json
+from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 
 MACHINES = Path(__file__).parents[1] / "machines"

@@ -14,7 +14,7 @@ from agent.jobs import bench_history
 from agent.jobs import result_store as keep
 from agent.pages import charts
 from agent.pages import render as pages
-from collectives.bench.wire import result_from_json
+from collectives.bench.results import result_from_json
 from probes.host.recording import load
 from probes.scan import scan
 

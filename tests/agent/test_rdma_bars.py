@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from agent.cli.bench import bench
 from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
 from agent.gate.verdict import Check, GateError
-from collectives.bench.perftest import RdmaResult, RdmaWrite
-from collectives.bench.wire import result_to_json
+from collectives.bench.results import RdmaResult, RdmaWrite, result_to_json
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts

@@ -27,7 +27,7 @@ from agent.gate.report import Report
 from agent.http.state import State
 from agent.pages.render import report_markdown, report_page
 from agent.view import look
-from collectives.bench.wire import result_from_json, result_to_json
+from collectives.bench.results import result_from_json, result_to_json
 from collectives.nccl_log import evidence
 from probes.api import Snapshot
 from probes.host.recording import load

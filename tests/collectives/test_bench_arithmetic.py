@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from collectives.bench import wire
+from collectives.bench import results
 from collectives.bench.measure import Fault, parse_faults
 from collectives.bench.results import BenchResult, Measurement, fit_latency, spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, model_cases, sweep
@@ -144,10 +144,10 @@ def test_a_result_comes_back_from_json():
         problems=("rank 1 on b: no answer",),
         complete=False,
     )
-    assert wire.result_from_json(wire.result_to_json(result)) == result
+    assert results.result_from_json(results.result_to_json(result)) == result
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])
 def test_what_is_no_result_is_refused(data):
-    with pytest.raises(wire.ResultError):
-        wire.result_from_json(data)
+    with pytest.raises(results.ResultError):
+        results.result_from_json(data)

@@ -149,7 +149,7 @@ def test_the_port_is_free_again_after_a_kill(tmp_path):
 PARENT = """
 import sys
 from collectives.bench import run as bench
-from collectives.bench import wire
+from collectives.bench import results
 import json
 spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10**6, precision=None, budget_seconds=300, backend="gloo",
                        lock_path=sys.argv[1], environment={sys.argv[2]: sys.argv[3]})
@@ -157,7 +157,7 @@ def told(event):
     if event["event"] == "progress":
         print("going", flush=True)
 result = bench.run(spec, on_event=told)
-print(json.dumps(wire.result_to_json(result)), flush=True)
+print(json.dumps(results.result_to_json(result)), flush=True)
 """
 
 
@@ -203,9 +203,9 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
 FULL_SHM = """
 import json, sys
 from collectives.bench import run as bench
-from collectives.bench import wire
+from collectives.bench import results
 spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10, backend="gloo", lock_path=sys.argv[1])
-print(json.dumps(wire.result_to_json(bench.run(spec))))
+print(json.dumps(results.result_to_json(bench.run(spec))))
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rigs.netns import hosts, missing
 
-from collectives.bench import wire
+from collectives.bench import results
 
 pytestmark = [
     pytest.mark.ranks,
@@ -24,7 +24,7 @@ DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
 RUN = """
 import json, sys
 from collectives.bench import run as bench
-from collectives.bench import wire
+from collectives.bench import results
 settings = json.loads(sys.argv[1])
 if "search" in settings:
     settings["search"] = bench.SearchPlan(**settings["search"])
@@ -32,7 +32,7 @@ def told(event):
     if event["event"] == "measured":
         print("measured", flush=True)
 result = bench.run(bench.BenchSpec(backend="gloo", **settings), on_event=told)
-print(json.dumps(wire.result_to_json(result)), flush=True)
+print(json.dumps(results.result_to_json(result)), flush=True)
 """
 
 
@@ -57,7 +57,7 @@ def start(rig, count, settings, env=None):
 def finish(processes, seconds=500):
     """Wait for all; returns their results by host."""
     outs = [process.communicate(timeout=seconds)[0] for process in processes]
-    return [wire.result_from_json(json.loads(out.splitlines()[-1])) for out in outs]
+    return [results.result_from_json(json.loads(out.splitlines()[-1])) for out in outs]
 
 
 def best(measured):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from collectives.bench import results
 from collectives.bench import run as bench
-from collectives.bench import wire
 from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
 
@@ -74,7 +74,7 @@ def test_versions_and_a_bar_of_its_own_for_each_size(result):
 
 def test_the_result_comes_back_from_json_as_it_went(result):
     found, _ = result
-    assert wire.result_from_json(json.loads(json.dumps(wire.result_to_json(found)))) == found
+    assert results.result_from_json(json.loads(json.dumps(results.result_to_json(found)))) == found
 
 
 def test_progress_is_told_while_it_happens(result):
@@ -124,7 +124,7 @@ def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_pa
 
 
 def test_the_starting_process_imports_no_torch():
-    code = "import sys, collectives.bench.run, collectives.bench.wire; sys.exit('torch' in sys.modules)"
+    code = "import sys, collectives.bench.run, collectives.bench.results; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

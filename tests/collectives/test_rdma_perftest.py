@@ -16,7 +16,7 @@ import pytest
 
 from collectives.bench import perftest
 from collectives.bench.perftest import MissingError, Port, command, listen, write
-from collectives.bench.wire import rdma_from_json, result_to_json
+from collectives.bench.results import rdma_from_json, result_to_json
 
 PORTS = (Port(device="mlx5_0", gid_index=3), Port(device="mlx5_1", port=2))
 STAND_IN = """#!{python}

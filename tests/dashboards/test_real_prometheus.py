@@ -30,8 +30,7 @@ from rigs.serving import START_SECONDS, port_of, serving
 
 from agent.http.server import create
 from agent.http.state import State
-from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
-from collectives.bench.wire import result_to_json
+from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler, result_to_json
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import RunRecord, record_of
 from probes.host.recording import load

@@ -17,8 +17,7 @@ from drill_register import LONG_KILLS, drill
 from agent.cli.exits import EXIT_STOPPED
 from agent.http.state import State
 from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
-from collectives.bench.results import BenchResult
-from collectives.bench.wire import result_to_json
+from collectives.bench.results import BenchResult, result_to_json
 from probes.host.recording import load
 from probes.scan import scan
 
