@@ -188,7 +188,7 @@ def _collect(folder: Path, rank: int, output: bytes) -> Guest:
 def probe_paths() -> list[Path]:
     """What the guest's Python needs to run our probes: the packages and the libraries they import."""
     return [guest_image.ROOT / name for name in ("contracts", "hardware", "probes", "topology")] + _libraries(
-        "attr", "attrs", "cattr", "cattrs", "psutil", "typing_extensions"
+        "attr", "attrs", "cattr", "cattrs", "psutil", "pyroute2", "typing_extensions"
     )
 
 
