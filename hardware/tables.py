@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 
 @cache
 def read(table: str) -> tuple[dict[str, Any], ...]:
     """The rows of `gpus.toml` and its like: read once, and only when asked for."""
-    (rows,) = tomllib.loads(files("hardware").joinpath(f"{table}.toml").read_text(encoding="utf-8")).values()
+    import tomllib  # not before a table is asked for: whoever imports a type pays for no parser
+
+    (rows,) = tomllib.loads(Path(__file__).with_name(f"{table}.toml").read_text(encoding="utf-8")).values()
     return tuple(rows)
 
 
