@@ -20,7 +20,6 @@ from topology.build import build
 from topology.graph import ClusterTopology
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / "golden"
 MACHINES = tuple(sorted(path.stem for path in (ROOT / "machines").glob("*.json")))
 TRAIN = TrainSpec(method="lora", sequence_length=2048, global_batch=32)
 
