@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.advice import Interval
 
 from hardware.units import bits as bits
 from hardware.units import rate as rate
-from planner.advice import Interval
 
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 

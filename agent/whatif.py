@@ -12,10 +12,11 @@ from rich.console import Console
 
 from agent import units
 from agent.advise import Request, RequestError, cluster_of, default_ranks, model_of, train_of
-from agent.cli import terminal
 from agent.cli.hosts import snapshots
 from agent.cli.output import emit, waiting
-from agent.gate.report import write_atomic
+from agent.documents import write_atomic
+from agent.terminal.advice import layout_title
+from agent.terminal.tables import table
 from contracts.layout import Checkpointing, LayoutError, Offload, Precision, Schedule, Sharding
 from planner.forecast import machines
 from planner.forecast.machines import MachineError
@@ -69,7 +70,7 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
             raise click.UsageError(f"--plot {plot}: {error.strerror or error}") from None
 
     def show(out: Console) -> None:
-        rows = terminal.table("nodes", "ranks", "layout", "step", "tokens/s", "efficiency")
+        rows = table("nodes", "ranks", "layout", "step", "tokens/s", "efficiency")
         for point in points:
             efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
             rate = f"{point.tokens_per_second:,.0f}" if point.tokens_per_second is not None else "-"
@@ -94,7 +95,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     rows = compare(first, second)
 
     def show(out: Console) -> None:
-        shown = terminal.table("part", *(terminal.layout_title(ranked.layout) for ranked in (first, second)))
+        shown = table("part", *(layout_title(ranked.layout) for ranked in (first, second)))
         for name, left, right in rows:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))

@@ -164,7 +164,7 @@ def _graph() -> Any:
 
 @cache
 def _report() -> Any:
-    from agent.gate.report import document
+    from agent.documents import document
     from agent.view import look
     from probes.host.recording import RecordedHost
     from probes.scan import scan
@@ -366,7 +366,7 @@ def manifest(data: bytes) -> object:
 
 def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
-    from agent.gate.report import document
+    from agent.documents import document
     from agent.metrics import families as metrics
     from agent.view import look
     from probes.host.recording import load
@@ -457,7 +457,7 @@ def _view() -> Any:
 
 def _served(**more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
-    from agent.gate.report import document
+    from agent.documents import document
     from agent.metrics import families as metrics
     from agent.pages import render as pages
     from agent.view import look

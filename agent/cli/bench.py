@@ -1,4 +1,4 @@
-"""The verbs bench, evidence and calibrate."""
+"""The verbs bench and calibrate."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from agent import units
-from agent.cli import terminal
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.cli.inputs import InputError
 from agent.cli.output import Progress, console, emit, format_option, render
-from agent.gate.report import write_atomic
-from agent.jobs import result_store as keep
-from collectives.bench.results import BenchResult, RdmaResult, result_to_json
+from agent.documents import write_atomic
 
 if TYPE_CHECKING:
     from agent.gate.verdict import Check
+    from collectives.bench.results import BenchResult, RdmaResult
     from probes.api import Snapshot
 
 
@@ -86,6 +83,8 @@ def bench(context: click.Context, /, form: str, save: Path | None, baseline: Pat
     from agent.gate.judged import against_baseline, checks_of_bars
     from agent.gate.verdict import GateError
     from agent.jobs.benchmark import replay_spec, spec_of, watch
+    from agent.jobs.result_store import keep_bench
+    from agent.terminal import measured
     from collectives.bench.lock import BusyError
     from collectives.bench.run import SpecError, run
     from planner.forecast.models import ModelError
@@ -107,8 +106,8 @@ def bench(context: click.Context, /, form: str, save: Path | None, baseline: Pat
     finally:
         progress.done()
     result = against_baseline(result, before)
-    keep.keep_bench(result)
-    emit(result, form, lambda out: terminal.bench(out, result))
+    keep_bench(result)
+    emit(result, form, lambda out: measured.bench(out, result))
     _save(result, save)
     sys.exit(_bench_exit(result, _told(checks_of_bars(result, snapshots(())))))
 
@@ -116,6 +115,8 @@ def bench(context: click.Context, /, form: str, save: Path | None, baseline: Pat
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
     """Write the JSON result, last: a full disk must not cost the result, which stands on stdout by now."""
     if path is not None:
+        from collectives.bench.results import result_to_json
+
         try:
             write_atomic(path, json.dumps(result_to_json(result), indent=1) + "\n")
         except OSError as error:
@@ -147,6 +148,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     from agent.cli.hosts import snapshots
     from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
     from agent.gate.verdict import GateError
+    from agent.terminal import measured
     from collectives.bench import lock, perftest
 
     stop = threading.Event()
@@ -181,7 +183,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     finally:
         progress.done()
     result = with_bars(result, found, before)
-    emit(result, form, lambda out: terminal.rdma(out, result))
+    emit(result, form, lambda out: measured.rdma(out, result))
     _save(result, save)
     well = _told([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
     return EXIT_PASS if well and result.complete else EXIT_FAILED
@@ -197,37 +199,6 @@ def _causes(found: Snapshot) -> list[Check]:
 def _bench_exit(result: BenchResult, well: bool) -> int:
     whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
     return EXIT_PASS if whole and well else EXIT_FAILED
-
-
-@click.command()
-@click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
-@click.option(
-    "--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead."
-)
-@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn"]), show_default=True)
-@click.option("--require-gdrdma/--no-require-gdrdma", default=True, show_default=True,
-              help="Whether RDMA without GPUDirect fails: EFA of g5 and g6 has none.")  # fmt: skip
-@format_option
-def evidence(
-    source: tuple[str, ...], ports: tuple[str, ...], fail_on: Literal["fail", "warn"], require_gdrdma: bool, form: str
-) -> None:
-    """Prove from NCCL logs which transport every channel takes, and say how the job ended.
-
-    `kubectl logs JOB | topoflight evidence -`. Several files, or a folder, are the logs of one job: one verdict. Packed
-    files (gzip, bzip2, xz) are read as they are. Exit code 0 proven good, 3 a failure, 4 a warning with --fail-on
-    warn, 5 no evidence.
-    """
-    from collectives.nccl_log import evidence as reader
-    from collectives.nccl_log.reader import LogFileError
-
-    try:
-        found = reader.read_files(source or ("-",), ports=ports or None)
-    except OSError as error:
-        raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    except LogFileError as error:
-        raise InputError(str(error)) from None
-    emit(reader.to_json(found), form, lambda out: terminal.evidence(out, found))
-    sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
 
 
 @click.command()

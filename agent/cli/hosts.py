@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.cli.inputs import InputError
-from probes.api import Snapshot
 
 if TYPE_CHECKING:
+    from probes.api import Snapshot
     from probes.scanner import Scanner
 
 _POLL_SECONDS = 0.05  # a signal's event is looked at this often

@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.cli import terminal
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option
 from agent.cli.inputs import InputError, NothingFitsError
 from agent.cli.output import Progress, console, render, waiting
 from agent.cli.preflight import with_model_options, with_options
 from agent.units import count, seconds
-from planner.advice import Recommendation
 from planner.kubernetes.job import AGENT, DEVICE_CLASSES, RESTARTS
-from probes.api import Snapshot
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
     from collectives.bench.results import BenchResult
+    from planner.advice import Recommendation
+    from probes.api import Snapshot
 
 cluster_options = (
     click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
@@ -121,7 +120,9 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     if given["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     if advice.chosen is None:
-        terminal.rejected(console(), advice)
+        from agent.terminal.advice import rejected
+
+        rejected(console(), advice)
         raise NothingFitsError("no layout fits: nothing to launch")
     if given["api"] != "local":
         _launch_there(advice, found, form or "yaml" if dry_run else None, given)
@@ -343,6 +344,7 @@ def _launch_here(
     from agent.jobs import launch as launcher
     from agent.jobs.result_store import keep_flight
     from agent.jobs.run import compare
+    from agent.terminal import measured
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     progress = Progress()
@@ -370,6 +372,6 @@ def _launch_here(
         click.echo("\n".join(done.last_lines), err=True)
         click.echo(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
-    terminal.run(console(), done.record)
-    terminal.comparison(console(), compare(advice.chosen.forecast, done.record))
+    measured.run(console(), done.record)
+    measured.comparison(console(), compare(advice.chosen.forecast, done.record))
     sys.exit(EXIT_PASS)

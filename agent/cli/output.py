@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import click
 from rich.console import Console
 
-from agent.gate.report import render as render  # for the verbs
+from agent.documents import render as render  # for the verbs
 
 FORMATS = ("table", "json", "yaml")
 

@@ -7,18 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.advise import Request
-from agent.cli import terminal
 from agent.cli.hosts import host_option, root_option
 from agent.cli.output import Progress, console, render, waiting
-from agent.gate.report import Report, junit, write_atomic, write_folder
-from agent.gate.verdict import GateError, unjudged
-from agent.pages import render as pages
-from agent.view import grouped
+from agent.documents import write_atomic
+
+if TYPE_CHECKING:
+    from agent.gate.report import Report
 
 FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
 
@@ -94,6 +92,9 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
     if alone:
         raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
     from agent.gate.preflight import run
+    from agent.gate.report import write_folder
+    from agent.gate.verdict import GateError
+    from agent.pages import render as pages
 
     folder: Path | None = given.pop("folder") or (Path("reports") if given["fly"] else None)
     where = {name: given.pop(name) for name in ("nodes", "selector", "context")}
@@ -140,6 +141,7 @@ def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
 
 
 def _options(given: dict[str, Any], folder: Path | None) -> Any:
+    from agent.advise import Request
     from agent.gate.preflight import Options
 
     request = Request(
@@ -158,8 +160,13 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 
 def _write(report: Report, form: str, path: Path | None, everything: bool) -> None:
+    from agent.gate.report import junit
+    from agent.pages import render as pages
+
     if form == "table" and path is None:
-        terminal.report(console(), report, everything=everything)
+        from agent.terminal.report import report as show
+
+        show(console(), report, everything=everything)
         return
     text = {
         "json": lambda: render(report, "json"),
@@ -183,6 +190,9 @@ def _write(report: Report, form: str, path: Path | None, everything: bool) -> No
 
 def github(report: Report) -> str:
     """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
+    from agent.gate.verdict import unjudged
+    from agent.view import grouped
+
     levels = {"fail": "error", "warn": "warning"}
     aside = unjudged(report.checks)
     lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from agent.cli import inputs, terminal
+from agent.cli import inputs
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
 from agent.cli.output import emit, render, waiting
 
@@ -88,7 +88,9 @@ def recommend(**options: object) -> None:
             click.echo(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
-        emit(advice, form, lambda out: terminal.recommendation(out, advice, explain=explain))
+        from agent.terminal.advice import recommendation
+
+        emit(advice, form, lambda out: recommendation(out, advice, explain=explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
         click.echo(export(advice, form, nodes=nodes), nl=False)
@@ -143,7 +145,9 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         from agent.cli.output import console
 
         console().print(linted.read, markup=False, highlight=False)
-        terminal.findings(console(), linted.checks, everything=True)
+        from agent.terminal.findings import findings
+
+        findings(console(), linted.checks, everything=True)
         if not linted.checks:
             click.echo("nothing to say against this environment")
     else:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import click
 
-from agent.cli import terminal
 from agent.cli.hosts import host_option, root_option, snapshots
 from agent.cli.output import console, emit, format_option, waiting
-from agent.view import look
 
 
 @click.command()
@@ -21,10 +19,13 @@ from agent.view import look
 @click.option("--all", "everything", is_flag=True, help="List passed checks too.")
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool) -> None:
     """Probe this host and print what was found: reads only, makes no load."""
+    from agent.terminal.hosts import scan as show
+    from agent.view import look
+
     found = snapshots(hosts, root=root, timeout_seconds=timeout)
     checks = look(found).checks
     value = [{"snapshot": snapshot, "checks": [c for c in checks if c.node == snapshot.hostname]} for snapshot in found]
-    emit(value if len(found) > 1 else value[0], form, lambda out: terminal.scan(out, found, checks, everything))
+    emit(value if len(found) > 1 else value[0], form, lambda out: show(out, found, checks, everything))
 
 
 @click.command()
@@ -36,7 +37,7 @@ def capture(root: str, target: Path | None) -> None:
     The recording replays the whole product with --host, without the hardware. It holds no environment variable
     outside NCCL's families, and no process names.
     """
-    from agent.gate.report import write_atomic
+    from agent.documents import write_atomic
     from probes.host.recording import dumps
     from probes.scanner import capture as record
 
@@ -57,8 +58,9 @@ def capture(root: str, target: Path | None) -> None:
 def explain(code: str) -> None:
     """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
     from agent.gate.explain import UnknownCodeError, section
+    from agent.terminal.tables import explanation
 
     try:
-        terminal.explanation(console(), section(code))
+        explanation(console(), section(code))
     except UnknownCodeError as error:
         raise click.UsageError(str(error)) from None

@@ -7,16 +7,18 @@ import zlib
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from agent.cli import inputs, terminal
+from agent.cli import inputs
 from agent.cli.hosts import host_option, root_option, snapshots
 from agent.cli.output import emit, format_option
-from collectives.nccl_log.reader import utf8_chunks
 from contracts import bounded
-from topology.graph import NodeTopology
+
+if TYPE_CHECKING:
+    from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
 
@@ -43,6 +45,8 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> N
         draw = {"svg": render.svg, "xml": render.xml}[form]
         click.echo(draw(nodes[0]), nl=False)
         return
+    from agent.terminal import findings as findings_view
+    from agent.terminal import topology as topology_view
     from topology.check import check
     from topology.render import json_document
 
@@ -54,8 +58,8 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> N
 
     def show(out: Console) -> None:
         for node, findings in zip(nodes, found, strict=True):
-            terminal.node(out, node)
-            terminal.told(out, findings)
+            topology_view.node(out, node)
+            findings_view.told(out, findings)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
 
@@ -82,6 +86,8 @@ def read_topology(source: str) -> NodeTopology:
         return _recording(source, raw)  # whose reader says what is wrong with the file
     if plain.lstrip()[:1] == b"{":
         return _recording(source, raw)
+    from collectives.nccl_log.reader import utf8_chunks
+
     text = b"".join(utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
     try:
         # A matrix in HTML begins with "<" too.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from agent.advise import version
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS
 from agent.cli.inputs import InputError
 from agent.gate.verdict import Check
@@ -47,7 +46,7 @@ def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snaps
     Raises InputError for a text that cannot be read, or in which no variable is found: an environment that was
     not found was not judged.
     """
-    found_version = version(nccl_version)
+    found_version = _version(nccl_version)
     if kind == "log" or (kind == "auto" and guess_kind(text, name) == "log"):
         evidence = read(text.splitlines())
         reading = Reading(
@@ -55,7 +54,7 @@ def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snaps
             environments=(NamedEnvironment(source="log", form="NCCL log", environment=evidence.environment),),
         )
         if found_version is None and evidence.nccl_version:
-            found_version = version(evidence.nccl_version.removeprefix("RCCL "))
+            found_version = _version(evidence.nccl_version.removeprefix("RCCL "))
     else:
         try:
             reading = read_text(text, None if kind == "auto" else kind, name)
@@ -113,3 +112,11 @@ def _read_in_words(reading: Reading) -> str:
     if reading.files:
         parts.append(f"not read: {', '.join(reading.files[:5])}")
     return "; ".join(parts)
+
+
+def _version(text: str | None) -> tuple[int, int, int] | None:
+    if text is None:
+        return None
+    from agent.advise import version  # and with it all that advice needs
+
+    return version(text)

@@ -7,15 +7,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import cattrs
 
 from agent.cluster.nodes import NodeRecord
+from agent.documents import document, write_atomic
 from agent.gate.verdict import Check, Verdict, unjudged, worst_first
 from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
@@ -55,24 +51,6 @@ class Report:
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-_converter = cattrs.Converter()
-
-
-def document(value: Any) -> Any:
-    """Any of the project's records as plain JSON values."""
-    return json.loads(json.dumps(_converter.unstructure(value), default=str, allow_nan=False))
-
-
-def render(value: Any, form: str) -> str:
-    """`value` as a JSON or YAML document, newline at the end."""
-    plain = document(value)
-    if form == "json":
-        return json.dumps(plain, indent=1) + "\n"
-    import yaml
-
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
-
-
 def write_folder(report: Report, folder: Path, html: str, markdown: str) -> tuple[Path, ...]:
     """Write the report's files into `folder`, made if need be; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,22 +61,6 @@ def write_folder(report: Report, folder: Path, html: str, markdown: str) -> tupl
         "junit.xml": junit(report),
     }
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
-
-
-def write_atomic(path: Path, text: str) -> Path:
-    """Write a file so that a reader sees the old content or the new, never half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def junit(report: Report) -> str:

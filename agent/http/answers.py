@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from agent.gate.report import render
+from agent.documents import render
 from agent.http.problem import ProblemError
 from agent.http.worker import Answer, Worker
 from agent.view import View

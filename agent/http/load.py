@@ -22,8 +22,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
+from agent.documents import document
 from agent.gate.codes import ALL_CODES
-from agent.gate.report import document
 from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
 from agent.http.access import Bucket, Tokens
 from agent.http.models import TOKEN, Gate, problems

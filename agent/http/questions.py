@@ -19,7 +19,7 @@ from typing import Any
 
 from agent import advise
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
-from agent.gate.report import render
+from agent.documents import render
 from agent.http import cluster
 from agent.http.worker import Answer, Refusal, send
 from agent.view import View

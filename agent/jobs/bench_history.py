@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from agent import units
-from agent.gate.report import write_atomic
+from agent.documents import write_atomic
 from agent.pages import charts
 from collectives.bench.results import BenchResult
 from contracts import bounded

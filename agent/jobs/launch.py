@@ -21,7 +21,7 @@ from pathlib import Path
 
 from agent.advise import RequestError, export
 from agent.cli.job_settings import EMBEDDED_MODEL, said, untrainable
-from agent.gate.report import document, write_atomic
+from agent.documents import document, write_atomic
 from agent.jobs.transport import transport
 from collectives.bench import lock, processes
 from contracts import run_record

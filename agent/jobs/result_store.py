@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agent.gate.report import write_atomic
+from agent.documents import write_atomic
 from agent.jobs import bench_history
 from collectives.bench.results import BenchResult
 from contracts import bounded, codec

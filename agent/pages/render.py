@@ -20,7 +20,6 @@ from markupsafe import Markup
 
 from agent import units
 from agent.advise import EXPORTS
-from agent.cli.terminal import GLYPHS, facts_lines
 from agent.gate.judged import expected_rate, expected_words
 from agent.gate.verdict import judge, unjudged, worst_first
 from agent.jobs import bench_history
@@ -28,6 +27,8 @@ from agent.pages import charts, drawing
 from agent.pages import nodes as page_nodes
 from agent.pages.prose import CLASSES, explained, headline, inline, sentence, told
 from agent.pages.runs import by_network, shown, side_by_side
+from agent.terminal.hosts import facts_lines
+from agent.terminal.tables import GLYPHS
 from agent.view import grouped, passed_ids, reasons, unknown_ids
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models

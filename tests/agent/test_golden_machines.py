@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent.advise import Request, for_view
-from agent.gate.report import document
+from agent.documents import document
 from agent.metrics import families as metrics
 from agent.view import View, look
 from probes.host.recording import load

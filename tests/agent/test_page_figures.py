@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from agent.cli import terminal
 from agent.gate.report import Report
 from agent.http.questions import question
 from agent.pages import charts, drawing
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
+from agent.terminal.findings import findings
 from agent.view import View, look
 from contracts.run_record import record_of
 from planner.advice import Interval, Part
@@ -173,7 +173,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     for node in ("l40s-01", "l40s-sick-x4"):
         assert f"<li>{node}: GPU2 has no NIC on its own NUMA node" in html
     out = Console(file=io.StringIO(), width=200)
-    terminal.findings(out, view.checks)
+    findings(out, view.checks)
     assert f"{number['pass']} checks passed" in out.file.getvalue()  # type: ignore[attr-defined]
     assert "l40s-01: GPU2 has no NIC on its own NUMA node" in out.file.getvalue()  # type: ignore[attr-defined]
 

@@ -15,9 +15,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from agent import advise
-from agent.cli import terminal
 from agent.cli.main import cli
 from agent.gate.verdict import Check
+from agent.terminal import advice as advice_view
+from agent.terminal import findings as findings_view
+from agent.terminal import hosts, topology
 from agent.view import View, grouped, look
 from probes.host.recording import load
 from probes.scan import scan
@@ -44,11 +46,11 @@ def text_of(out: Console) -> str:
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer, and a pipe gets no escape code."""
     view, out = view_of(name), console()
-    terminal.host(out, view.snapshots[0])
-    terminal.node(out, view.topologies[0], brief=True)
-    terminal.findings(out, view.checks)
-    terminal.recommendation(out, advise.for_view(view, advise.Request(model="Llama-3.1-8B")))
-    terminal.verdict(out, view.verdict, 1.0)
+    hosts.host(out, view.snapshots[0])
+    topology.node(out, view.topologies[0], brief=True)
+    findings_view.findings(out, view.checks)
+    advice_view.recommendation(out, advise.for_view(view, advise.Request(model="Llama-3.1-8B")))
+    findings_view.verdict(out, view.verdict, 1.0)
     text = text_of(out)
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
@@ -57,7 +59,7 @@ def test_every_machine_fits_80_columns(name: str) -> None:
 def test_ten_times_the_same_is_said_once() -> None:
     """Count, subjects, evidence of the first, one remedy; failures before warnings."""
     view, out = view_of("sick-h100-rdma-off"), console()
-    terminal.findings(out, view.checks)
+    findings_view.findings(out, view.checks)
     text = text_of(out)
     assert text.count("pci.nic.no_rdma") == 1
     assert "pci.nic.no_rdma on 10 devices" in text
@@ -73,7 +75,7 @@ def test_findings_that_say_different_things_stay_apart() -> None:
         for subject, message, remedy in (("x", "one", "mend"), ("y", "two", "mend"), ("z", "three", "replace"))
     ]
     out = console()
-    terminal.findings(out, made)
+    findings_view.findings(out, made)
     assert all(word in text_of(out) for word in ("x: one", "y: two", "three", "mend", "replace"))
     assert [group.size for group in grouped(made)] == [2, 1]
 
@@ -81,7 +83,7 @@ def test_findings_that_say_different_things_stay_apart() -> None:
 def test_two_readings_of_one_hot_gpu_are_one_finding() -> None:
     """One entry per device and trouble, every code, reading and proof in it; the checks behind it stay as they are."""
     view, out = view_of("sick-h100-thermal"), console()
-    terminal.findings(out, view.checks)
+    findings_view.findings(out, view.checks)
     text = text_of(out)
     assert text.count("✗ FAIL") == 2
     hot = text[text.index("gpu.thermal.throttling, gpu.thermal.hot on GPU6") :]
@@ -118,8 +120,8 @@ def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itsel
 def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     """A healthy machine is told to be healthy as far as seen, and which checks that leaves open."""
     view, out = view_of("hgx-h100-8xH100-8hca"), console()
-    terminal.findings(out, view.checks)
-    terminal.verdict(out, view.verdict, 1.0)
+    findings_view.findings(out, view.checks)
+    findings_view.verdict(out, view.verdict, 1.0)
     text = " ".join(text_of(out).split())
     assert view.verdict.word == "pass"
     unknown = {check.id for check in view.checks if check.status == "unknown"}
@@ -133,7 +135,7 @@ def test_the_answer_comes_before_the_environment() -> None:
     view = view_of("hgx-h100-8xH100-8hca")
     for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
         out = console()
-        terminal.recommendation(out, advise.for_view(view, advise.Request(model=model)), explain=True)
+        advice_view.recommendation(out, advise.for_view(view, advise.Request(model=model)), explain=True)
         text = text_of(out)
         places = [text.index(word) for word in order]
         assert places == sorted(places)
@@ -143,7 +145,7 @@ def test_the_answer_comes_before_the_environment() -> None:
 def test_a_pipe_gets_the_matrix_that_other_tools_read() -> None:
     """`topoflight topo | topoflight topo --from -` gives the same pairs."""
     view, out = view_of("hgx-h100-8xH100-8hca"), console()
-    terminal.matrix(out, view.topologies[0])
+    topology.matrix(out, view.topologies[0])
     again = parse(text_of(out))
     labels = {frozenset((p.a, p.b)): p.label for p in view.topologies[0].pairs}
     assert {frozenset((p.a, p.b)): p.label for p in again.pairs} == labels
@@ -152,7 +154,7 @@ def test_a_pipe_gets_the_matrix_that_other_tools_read() -> None:
 def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
     """18 devices: GPUs among themselves, then GPUs to NICs."""
     view, out = view_of("hgx-h100-8xH100-8hca"), console(force_terminal=True, no_color=True)
-    terminal.matrix(out, view.topologies[0])
+    topology.matrix(out, view.topologies[0])
     lines = text_of(out).splitlines()
     assert sum(line.startswith("GPU7") for line in lines) == 2
     assert all(len(line) <= 80 for line in lines if "\x1b" not in line)
@@ -161,7 +163,7 @@ def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
 def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
     """Those that it shows, and no others."""
     view, out = view_of("hgx-h100-8xH100-8hca"), console()
-    terminal.node(out, view.topologies[0], brief=True)
+    topology.node(out, view.topologies[0], brief=True)
     text = " ".join(text_of(out).split())
     for words in (
         "NVLink;",
@@ -176,7 +178,7 @@ def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
 def test_topology_says_what_it_is_and_how_it_departs() -> None:
     """The reference row, the departure, and one expectation per scope rather than one per rail and op."""
     view, out = view_of("sick-h100-rdma-off"), console()
-    terminal.node(out, view.topologies[0], brief=True)
+    topology.node(out, view.topologies[0], brief=True)
     text = text_of(out)
     assert "recognised as: HGX H100/H200" in text
     assert "! departs from it: no RDMA adapter" in text

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from junitparser import JUnitXml
 
-from agent.gate.report import Report, junit, write_atomic, write_folder
+from agent.documents import write_atomic
+from agent.gate.report import Report, junit, write_folder
 from agent.gate.verdict import Check, judge
 from agent.pages import render as pages
 from probes.api import Absent, Snapshot

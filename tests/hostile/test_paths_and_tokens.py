@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 import resident
 
 from agent.cli import serve
-from agent.gate.report import write_atomic
+from agent.documents import write_atomic
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import result_store as keep

@@ -72,7 +72,7 @@ def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
         "kubernetes",
         "websockets",
         "agent.pages.render",
-        "agent.cli.terminal",
+        "agent.terminal.tables",
     }
     assert not late.intersection(done.stdout.split())
 

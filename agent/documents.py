@@ -1,0 +1,42 @@
+"""Records as JSON or YAML documents, and files that are never seen half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from contracts import codec
+
+
+def document(value: Any) -> Any:
+    """Any of the project's records as plain JSON values."""
+    return json.loads(json.dumps(codec.write(value), default=str, allow_nan=False))
+
+
+def render(value: Any, form: str) -> str:
+    """`value` as a JSON or YAML document, newline at the end."""
+    plain = document(value)
+    if form == "json":
+        return json.dumps(plain, indent=1) + "\n"
+    import yaml
+
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+
+
+def write_atomic(path: Path, text: str) -> Path:
+    """Write a file so that a reader sees the old content or the new, never half of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

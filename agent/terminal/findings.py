@@ -1,0 +1,99 @@
+"""Findings on the terminal, failures first with the remedy, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from agent import units
+from agent.gate.verdict import Check, Verdict
+from agent.view import Group, grouped, passed_ids, reasons
+from probes.api import Finding
+
+if TYPE_CHECKING:
+    pass
+from agent.terminal.tables import COLOURS, GLYPHS, SHOWN, indented, some
+
+
+def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
+    """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
+    quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
+    checks = tuple(checks)
+    told = grouped(checks)
+    named = len({check.node for check in checks if check.node}) > 1
+    for group in told:
+        if everything or group.status in ("fail", "warn", "info") or (group.required and group.status == "unknown"):
+            finding(out, group, named=named)
+        else:
+            quiet[group.status].append(group)
+    unknowns(out, quiet["unknown"])
+    passed = len(passed_ids(told))
+    if passed and quiet["pass"]:
+        out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
+
+
+def unknowns(out: Console, groups: Sequence[Group]) -> None:
+    """Checks that were not measured, by name under what kept them from it."""
+    if groups:
+        number = units.count(len({group.id for group in groups}), "check")
+        out.print(
+            f"[{COLOURS['unknown']}]{GLYPHS['unknown']}[/{COLOURS['unknown']}] {number}, neither passed nor failed"
+        )
+    for why, codes in reasons(groups).items():
+        indented(out, escape(why))
+        indented(out, f"[dim]{escape(some(codes))}[/dim]", 9)
+
+
+def finding(out: Console, group: Group, *, named: bool = False) -> None:
+    """One finding: what, where, what proves it, what to do; `named` says its node though it be one only."""
+    colour = COLOURS[group.status]
+    one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))
+    where = f"on {group.subjects[0]}" if one else group.places
+    head = f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.title)}[/bold]"
+    out.print(f"{head} {escape(where)}" if where else head)
+    nodes = group.nodes if named or len(group.nodes) > 1 else ()
+    indented(out, f"{group.trouble}:" if group.trouble else "")
+    if group.alike:
+        indented(out, escape(group.message))
+        if nodes and not one and group.subjects:
+            for node, subjects in group.by_node[:SHOWN]:
+                indented(out, escape(some(subjects, f"on {node}: ")))
+        else:
+            indented(out, "" if one else escape(some(group.subjects, "on ")))
+    else:
+        for check in group.checks[:SHOWN]:
+            told = check.subject and not one and not check.message.startswith(check.subject)
+            where = f"{check.node}: " if nodes else ""
+            indented(out, escape(f"{where}{check.subject}: {check.message}" if told else f"{where}{check.message}"))
+        if group.size > SHOWN:
+            indented(out, f"and {group.size - SHOWN} more")
+    indented(out, escape(some(nodes, "nodes " if len(nodes) > 1 else "node ")))
+    if group.status in ("fail", "warn"):
+        for check in group.checks[: len(group.codes) if group.trouble else 1]:  # those of the first device
+            for line in check.evidence[:4]:
+                indented(out, f"[dim]{escape(line)}[/dim]")
+        indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
+
+
+def verdict(out: Console, judged: Verdict, seconds: float) -> None:
+    """The last line."""
+    word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
+    said = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
+    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(said)} in {units.seconds(seconds)}")
+
+
+def told(out: Console, found: Sequence[Finding]) -> None:
+    """What a topology alone shows: failures and warnings, with what proves them and what mends them."""
+    for finding in found:
+        if finding.severity.value in ("fail", "warn"):
+            colour = COLOURS[finding.severity.value]
+            out.print(
+                f"[{colour}]{escape(GLYPHS[finding.severity.value])}[/{colour}] [bold]{escape(finding.code)}[/bold]"
+            )
+            indented(out, escape(finding.message))
+            for line in finding.evidence[:3]:
+                indented(out, f"[dim]{escape(line)}[/dim]")
+            indented(out, f"[bold]→ {escape(finding.remedy)}[/bold]")

@@ -1,0 +1,64 @@
+"""What every view of the terminal shares: a table in the house's look, words beside glyphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+if TYPE_CHECKING:
+    pass
+
+
+GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
+SHOWN = 8  # names in a row before the rest is a number
+COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
+
+
+def table(*columns: str) -> Table:
+    """An empty table in the house's look."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def some(names: Sequence[str], word: str = "") -> str:
+    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{word}{', '.join(names[:SHOWN])}{more}" if names else ""
+
+
+def indented(out: Console, text: str, by: int = 7) -> None:
+    """Text that hangs under its line; nothing where there is none."""
+    if text:
+        out.print(Padding(text, (0, 0, 0, by), expand=False))
+
+
+def point(out: Console, mark: str, text: str) -> None:
+    """A line with a mark before it, its further lines under its words."""
+    row = Table.grid(padding=(0, 1))
+    row.add_row(mark, text)
+    out.print(row)
+
+
+def explanation(out: Console, text: str) -> None:
+    """A section of the pages of findings or alerts: its points under each other, commands marked."""
+    title, _, body = text.partition("\n\n")
+    out.print(f"[bold]{escape(title)}[/bold]\n")
+    for piece in re.split(r"^- ", body, flags=re.MULTILINE):
+        words = escape(" ".join(piece.split()))
+        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", words)
+        if not words:
+            continue
+        shown = re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words)
+        if words.startswith("[bold]"):
+            indented(out, shown, 2)
+        else:
+            out.print(shown)

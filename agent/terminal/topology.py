@@ -1,0 +1,90 @@
+"""A node's links on the terminal: the matrix, or blocks where it is too wide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from agent.gate.judged import expected_rate
+from agent.pages.prose import CLASSES
+from topology.formats.matrix import columns
+from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
+from topology.reference import departures
+
+if TYPE_CHECKING:
+    pass
+from agent.terminal.tables import some, table
+
+
+def matrix(out: Console, node: NodeTopology) -> None:
+    """The link matrix: as `nvidia-smi topo -m` prints it for a pipe or a wide terminal, else in blocks that fit."""
+    from topology.formats.text import render
+
+    whole = render(node)
+    widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
+    if not out.is_terminal or widest <= out.width:
+        out.print(whole, markup=False, overflow="ignore", no_wrap=True, crop=False)
+        return
+    blocks(out, node)
+
+
+def blocks(out: Console, node: NodeTopology) -> None:
+    """GPUs among themselves, then GPUs to NICs, as many columns at a time as the width takes; NICs by number."""
+    known, labels = Pairs(node.pairs), columns(node)
+    fitting = max(1, (out.width - 6) // 7)
+    for devices in (node.devices,) if len(node.devices) <= fitting else (node.gpus, node.nics):
+        for start in range(0, len(devices), fitting):
+            part = devices[start : start + fitting]
+            rows = table("", *(labels[device.name] for device in part))
+            for column in rows.columns:
+                column.no_wrap = True
+            for gpu in node.gpus:
+                rows.add_row(gpu.name, *("X" if gpu is d else known.label(gpu.name, d.name) for d in part))
+            if node.gpus and part:
+                out.print(rows)
+    named = [f"{labels[nic.name]} {nic.name}" for nic in node.nics if labels[nic.name] != nic.name]
+    if named:
+        out.print(escape(", ".join(named)), style="dim")
+    seen = {"nv" if nvlinks(pair.label) else level(pair.label).lower() for pair in node.pairs}
+    words = [text for word, text in CLASSES if word in seen]
+    if words:
+        out.print(escape("; ".join(words)), style="dim")
+
+
+def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
+    """Matrix, islands, nearest NICs, expectations and warnings of one node; in a report the matrix in blocks."""
+    out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
+    if topology.sku or topology.gpus:
+        out.print(f"recognised as: {escape(topology.sku or 'no machine of the reference table')}")
+    for departure in departures(topology):
+        out.print(f"[yellow]! departs from it:[/yellow] {escape(departure)}")
+    if not topology.gpus and not topology.nics:
+        out.print("no GPU and no RDMA device was read: there is no link to show")
+    elif brief:
+        blocks(out, topology)
+    else:
+        matrix(out, topology)
+    links = Pairs(topology.pairs)
+    for island in topology.islands:
+        known = all(links.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
+        kind = "every pair" if island.all_to_all else "not every pair" if known else "not every pair is known"
+        out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
+    nearest_nics(out, topology)
+    for expected in topology.expectations:
+        if expected.op == "all_gather" and expected.scope in ("island", "node", "cluster"):
+            out.print(f"expected all_gather within {expected.scope}: {expected_rate(expected)} bus bandwidth")
+    for warning in topology.warnings:
+        out.print(f"[yellow]![/yellow] {escape(warning)}")
+
+
+def nearest_nics(out: Console, topology: NodeTopology) -> None:
+    """Each GPU's nearest NIC; GPUs that share theirs on one line."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for nearest in topology.nearest_nic:
+        doubt = "" if nearest.decidable else f"; undecidable: {nearest.why}"
+        nics = some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
+        shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
+    for (nics, label, doubt), gpus in shared.items():
+        out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))

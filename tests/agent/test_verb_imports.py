@@ -1,0 +1,56 @@
+"""What each verb loads: a start costs its imports, so that a verb takes what it needs and nothing of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
+OURS = ("agent", "planner", "topology", "collectives", "probes", "contracts", "hardware", "finetune")
+SERVERS = {"fastapi", "starlette", "uvicorn", "jinja2", "kubernetes", "prometheus_client", "torch", "numpy"}
+CODE = """
+import sys
+from agent.cli.main import main
+sys.argv = ["topoflight", *sys.argv[1:]]
+try:
+    main()
+except SystemExit:
+    pass
+print(*sys.modules, file=open("/dev/fd/3", "w"))
+"""
+
+
+def loaded(*words: str, given: str = "") -> set[str]:
+    """Names of the modules that a verb's process holds at its end."""
+    shell = ["sh", "-c", '"$@" 3>&1 >/dev/null 2>/dev/null', "sh", sys.executable, "-c", CODE, *words]
+    done = subprocess.run(shell, input=given, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout, words
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "without"),
+    [
+        (("--help",), {"rich", "cattrs", "yaml", "contracts", "probes"}),
+        (("evidence", "-"), {"planner", "topology", "probes", "yaml", "agent.view", "agent.gate", "collectives.bench"}),
+        (("explain", "gpu.pcie.width"), {"planner", "topology", "collectives", "yaml", "agent.view"}),
+        (("bench", "--help"), {"planner", "topology", "probes", "agent.view", "collectives"}),
+        (("preflight", "--help"), {"planner", "topology", "collectives", "agent.view", "agent.gate"}),
+        (("serve", "--help"), {"planner", "topology", "collectives", "agent.view", "agent.http"}),
+        (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
+        (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
+        (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages.render", "agent.cluster", "finetune"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_verb_loads_what_it_needs(words: tuple[str, ...], without: set[str]) -> None:
+    """No server, no other verb's readers; what is named with a package covers what lies in it."""
+    found = loaded(*words, given="NCCL_DEBUG=INFO\n")
+    assert "agent.cli.main" in found
+    assert not {name.split(".")[0] for name in found} & SERVERS
+    unneeded = {name for name in found for other in without if name == other or name.startswith(f"{other}.")}
+    assert not unneeded, sorted(unneeded)
