@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from dataclasses import replace
 
 from hardware.gpus import gpu_named
@@ -35,6 +36,32 @@ def machine(name: str) -> Known:
     raise MachineError(f"machine={name!r}: not in the catalogue{hint}; all: {', '.join(names())}")
 
 
+def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Pair | None) -> list[Pair]:
+    """Every two GPUs, by their links where the machine has any, else by the CPUs that they stand at."""
+    pairs = []
+    for a, b in itertools.combinations(gpus, 2):
+        same = a.numa_node == b.numa_node
+        over = Pair(a="", b="", label="NODE" if same else "SYS", path=PathClass.PHB if same else PathClass.SYS,
+                    evidence="catalogue")  # fmt: skip
+        pairs.append(replace(linked or over, a=a.name, b=b.name))
+    return pairs
+
+
+def _nearest(row: Known, gpu: int) -> list[int]:
+    """The NICs that share a switch with a GPU."""
+    by_nic = [j for j in range(row.nics) if j * row.gpus // row.nics == gpu]
+    if row.nics >= row.gpus:
+        return by_nic
+    return sorted({*by_nic, gpu * row.nics // row.gpus} & set(range(row.nics)))
+
+
+def _nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
+    same = gpu.numa_node == nic.numa_node
+    label = "PIX" if local else "NODE" if same else "SYS"
+    path = PathClass.PIX if local else PathClass.PHB if same else PathClass.SYS
+    return Pair(a=gpu.name, b=nic.name, label=label, path=path, evidence="catalogue")
+
+
 def get(name: str, hostname: str | None = None) -> NodeTopology:
     """One node of the catalogue as a topology, as good as one read from a host for planning."""
     row = machine(name)
@@ -50,12 +77,11 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         )
         for i in range(row.gpus)
     )
-    rate = row.nic_gbps * GIGA / 8.0
     nics = tuple(
         NicNode(
             name=f"{'efa' if row.nic_kind == 'efa' else 'mlx5' if row.nic_kind == 'hca' else 'eth'}_{i}",
             kind=row.nic_kind,
-            rate_bytes_per_second=rate,
+            rate_bytes_per_second=row.nic_gbps * GIGA / 8.0,
             active=True,
             numa_node=i * 2 // row.nics if row.nics > 1 else 0,
         )
@@ -65,32 +91,15 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
     links = min(row.links_per_pair, default=0)
     linked = f"NV{links}" if nvidia else "XGMI"
     per_link = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
-    pairs = []
-    for a in range(row.gpus):
-        for b in range(a + 1, row.gpus):
-            if links:
-                pairs.append(Pair(a=f"GPU{a}", b=f"GPU{b}", label=linked, path=PathClass.NVL,
-                                  nvlinks=links if nvidia else 0, evidence="catalogue",
-                                  bytes_per_second=per_link * links if per_link else None))  # fmt: skip
-            else:
-                same = gpus[a].numa_node == gpus[b].numa_node
-                pairs.append(Pair(a=f"GPU{a}", b=f"GPU{b}", label="NODE" if same else "SYS",
-                                  path=PathClass.PHB if same else PathClass.SYS, evidence="catalogue"))  # fmt: skip
+    between = Pair(a="", b="", label=linked, path=PathClass.NVL, nvlinks=links if nvidia else 0, evidence="catalogue",
+                   bytes_per_second=per_link * links if per_link else None)  # fmt: skip
+    pairs = _gpu_pairs(gpus, between if links else None)
     near = []
     for i, device in enumerate(gpus):
-        mine = [
-            n.name
-            for j, n in enumerate(nics)
-            if j * row.gpus // row.nics == i or (row.nics < row.gpus and j == i * row.nics // row.gpus)
-        ]
-        for nic in nics:
-            local = nic.name in mine
-            same = device.numa_node == nic.numa_node
-            label = "PIX" if local else "NODE" if same else "SYS"
-            path = PathClass.PIX if local else PathClass.PHB if same else PathClass.SYS
-            pairs.append(Pair(a=device.name, b=nic.name, label=label, path=path, evidence="catalogue"))
-        near.append(NearestNic(gpu=device.name, label="PIX", path=PathClass.PIX, nics=tuple(mine), local=True,
-                               decidable=True))  # fmt: skip
+        mine = _nearest(row, i)
+        pairs += [_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
+        near.append(NearestNic(gpu=device.name, label="PIX", path=PathClass.PIX,
+                               nics=tuple(nics[j].name for j in mine), local=True, decidable=True))  # fmt: skip
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
     node = NodeTopology(
         hostname=hostname or row.name,
