@@ -247,6 +247,7 @@ def page() -> str:
     """docs/platforms.md: what is published for each platform, and what of it is advised."""
     sources: dict[str, str] = {}
     why: dict[str, list[str]] = {}
+    shown: dict[str, dict[str, list[str]]] = {}
     lines = []
     for row in platforms().rows:
         named = {recipe.source.name: recipe.source.date for recipe in row.recipes}
@@ -267,7 +268,10 @@ def page() -> str:
         if row.plugin:  # long lists, of which nothing is for a user to decide
             outcomes["not set"] = [f"{len(outcomes['not set'])} variables of the vendor's script or manifest"]
         parts += ["RCCL is not judged yet"] if row.amd else []
-        parts += [f"{kind}: {' '.join(each)}" for kind, each in outcomes.items() if each]
+        alike = next((name for name, each in shown.items() if each == outcomes), None)
+        shown[row.name] = outcomes
+        settings_of = [f"{kind}: {' '.join(each)}" for kind, each in outcomes.items() if each]
+        parts += [f"as {alike}"] if alike and settings_of else settings_of
         lines.append("; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing to set")
     listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
