@@ -173,3 +173,22 @@ def test_the_test_sees_a_table() -> None:
         assert _MODEL.search(text), text
     for text in ("sick-h100-no-peermem", "p5.48xlarge", "ConnectX-7", "NCCL_P2P_LEVEL"):
         assert not _MODEL.search(text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A10", 125),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA L40", 181),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_a_peak_is_that_of_the_whole_name(name: str, teraflops: float | None) -> None:
+    """GB200 is no B200, A10G no A10, and L40 no L4; before Ampere there is no bf16."""
+    gpu = gpu_named(name)
+    assert gpu is not None and (gpu.peak_bf16 / 1e12 if gpu.bf16 else None) == teraflops
