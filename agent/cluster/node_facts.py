@@ -33,6 +33,7 @@ from probes.wire import Outcome
 Json = dict[str, Any]
 MOST_ADDRESSES = 256
 MOST_ITEMS = 512  # of every list and map
+MOST_DEVICES = 256  # GPUs, and GPUs and NICs together: every pair of them is looked at
 MOST_LETTERS = 512  # of every text; what is longer is cut
 MOST_ROW = 16384  # letters of a row, which is never cut: 64 GPUs have 2,016 pairs
 ROWS = frozenset(("indices", "busIds", "links", "between"))
@@ -359,12 +360,14 @@ def _gpus_out(gpus: Iterable[Gpu]) -> list[Json]:
 
 
 def _gpus_in(value: Any, _: Any) -> tuple[Gpu, ...]:
-    read, made = _converter.get_structure_hook(Gpu), []
+    read = _converter.get_structure_hook(Gpu)
+    made: list[Gpu] = []
     for one in value:
         indices = _row(one["indices"])
+        _few([*made, *indices], MOST_DEVICES)
         places = _row(one["busIds"]) if "busIds" in one else [None] * len(indices)
         made += [read({**one, "index": int(i), "busId": at}, Gpu) for i, at in zip(indices, places, strict=True)]
-    return tuple(sorted(made, key=lambda gpu: gpu.index))
+    return tuple(sorted(_few(made, MOST_DEVICES), key=lambda gpu: gpu.index))
 
 
 def _links_out(links: Iterable[NvLink]) -> list[Json]:
@@ -378,7 +381,8 @@ def _links_out(links: Iterable[NvLink]) -> list[Json]:
 
 def _links_in(value: Any, _: Any) -> tuple[NvLink, ...]:
     read = _converter.get_structure_hook(NvLink)
-    made = [read({**one, "link": int(link)}, NvLink) for one in value for link in _row(one["links"])]
+    rows = _few([(one, link) for one in value for link in _row(one["links"])], MOST_ITEMS)
+    made = [read({**one, "link": int(link)}, NvLink) for one, link in rows]
     return tuple(sorted(made, key=lambda link: link.link))
 
 
@@ -392,16 +396,26 @@ def _pairs_out(pairs: Iterable[GpuPair]) -> list[Json]:
 
 
 def _pairs_in(value: Any, _: Any) -> tuple[GpuPair, ...]:
-    read, made = _converter.get_structure_hook(GpuPair), []
+    read = _converter.get_structure_hook(GpuPair)
+    made: list[GpuPair] = []
     for one in value:
         about = {name: each for name, each in one.items() if name != "between"}
-        for a, b in (pair.split("-") for pair in _row(one["between"])):
+        pairs = _row(one["between"])
+        _few([*made, *pairs], MOST_DEVICES**2 // 2)
+        for a, b in (pair.split("-") for pair in pairs):
             made.append(read({**about, "a": int(a), "b": int(b)}, GpuPair))
     return tuple(sorted(made, key=lambda pair: (pair.a, pair.b)))
 
 
 def _row_bounded(row: str) -> str | None:
     return clean(row, MOST_ROW) if len(row) <= MOST_ROW else None
+
+
+def _few(made: list[Any], most: int) -> list[Any]:
+    """The list. Raises ValueError where it is longer: a short row may name very many, each of which costs time."""
+    if len(made) > most:
+        raise ValueError(f"{len(made)} are more than the {most} that are read")
+    return made
 
 
 def _row(text: Any) -> list[str]:

@@ -28,6 +28,7 @@ from agent.version import VERSION
 from agent.view import View
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.build import build
@@ -40,7 +41,6 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
-MOST_DEVICES = 256  # of the matrix; with more, people read the facts
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
 
@@ -202,7 +202,7 @@ def _key(value: Any) -> str:
 
 def drawn(node: NodeTopology) -> Json | None:
     """The graph as `kubectl get nodetopology -o yaml` shows it; None where there is no device, or too many."""
-    if not 1 <= len(node.devices) <= MOST_DEVICES:
+    if not 1 <= len(node.devices) <= node_facts.MOST_DEVICES:
         return None
     known, names = Pairs(node.pairs), [device.name for device in node.devices]
     made: Json = {
@@ -403,9 +403,14 @@ class Fleet:
 
 
 def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
-    """The graph of a record's facts, without host name. Raises ValueError where two devices have one name."""
+    """The graph of a record's facts, without host name. Raises ValueError where two devices have one name, or too many
+    are there: every pair of them is looked at.
+    """
     if snapshot is None:
         return None
+    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
+    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
+        raise ValueError(f"more than {node_facts.MOST_DEVICES} devices")
     node = build(snapshot)
     if len({device.name for device in node.devices}) != len(node.devices):
         raise ValueError("two devices have one name")

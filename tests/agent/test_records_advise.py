@@ -256,6 +256,20 @@ def test_a_machine_that_is_more_than_a_record_holds_leaves_the_rest_of_the_recor
         assert record.machine is None and record.graph is None and record.gpus == 8
 
 
+def test_a_short_record_that_names_very_many_devices_is_not_built() -> None:
+    """Rows are short and pairs are many: what a node may say of itself must not keep the reader busy."""
+    whole = record_of(SNAPSHOTS["hgx-h100-8xH100-8hca"], "n1")
+    assert whole.machine is not None
+    row = " ".join(str(number) for number in range(3000))
+    nic = whole.machine["rdma"]["devices"][0]
+    of_gpus = {**whole.machine, "gpu": {"gpus": [{"indices": row}] * 512}}
+    of_links = {**whole.machine, "gpu": {"gpus": [{"indices": "0", "nvlinks": [{"links": row, "active": True}]}]}}
+    of_nics = {**whole.machine, "rdma": {"devices": [{**nic, "name": f"mlx5_{number}"} for number in range(512)]}}
+    for machine in (of_gpus, of_links, of_nics):
+        record = through_the_api(replace(whole, machine=machine))
+        assert fleet_of(record).topology(record) is None
+
+
 def test_no_control_character_of_a_host_is_published() -> None:
     """What the schema refuses is never sent: the record would be lost with it."""
     snapshot = SNAPSHOTS["cpu-only-vm"]
