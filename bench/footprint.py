@@ -28,11 +28,11 @@ import resident
 
 SCAN_SECONDS = 30.0  # between scans, unless the agent is told otherwise
 BEGIN_SECONDS = 60.0  # at most, until what is to be measured has begun; the spread of a first publishing is five
-DOORS = (
+ENDPOINTS = (
     "/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",
     "/preflight", "/nodes", "/healthz", "/nowhere", "/recommendations?model=nobody",
 )  # fmt: skip
-PER_DOOR = 10
+PER_ENDPOINT = 10
 # memory: MiB of the agent and the probes' child together, shared pages once (PSS)
 AIMS = {"alone": 90.0, "publishing": 110.0, "cpu_share": 0.002, "ready_seconds": 1.5, "help_seconds": 0.25}
 # the agent itself, scanning without a pause; it writes how many scans it has made
@@ -127,7 +127,7 @@ def at_rest(
 
 
 def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: int, requests: int) -> Steady:
-    """Requests at every door while it scans without a pause."""
+    """Requests at every endpoint while it scans without a pause."""
     folder.mkdir(parents=True, exist_ok=True)
     port, count = resident.free_port(), folder / "count"
     command = [sys.executable, "-c", BUSY, root, str(port), str(count), str(folder / "state")]
@@ -140,7 +140,7 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
             while asked < requests * tenth // 10 or int(count.read_text()) < goal:
                 if asked < requests * tenth // 10:
                     errors += ask_all(port)
-                    asked += len(DOORS) * PER_DOOR
+                    asked += len(ENDPOINTS) * PER_ENDPOINT
                 else:
                     time.sleep(0.05)
                 if one.poll() is not None:
@@ -150,12 +150,12 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
 
 
 def ask_all(port: int) -> int:
-    """Every door some times on a connection of its own; how many answers were wrong."""
+    """Every endpoint some times on a connection of its own; how many answers were wrong."""
     wrong = 0
-    for path in DOORS:
+    for path in ENDPOINTS:
         expected = 404 if path == "/nowhere" else 400 if path.endswith("nobody") else 200
         one = load.Client(port, path)
-        for _ in range(PER_DOOR):
+        for _ in range(PER_ENDPOINT):
             one.ask()
             while (status := one.take()) is None:
                 pass

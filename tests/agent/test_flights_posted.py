@@ -199,7 +199,7 @@ def api() -> Iterator[ApiServer]:
 
 
 def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) -> None:
-    """A right to another door is none to this one; what the refusal prints names this door."""
+    """A right to another endpoint is none to this one; what the refusal prints names this endpoint."""
 
     def asked() -> Any:
         http = agent(Tokens(client=Client(configuration(api.url), tries=1)), folder)
@@ -222,7 +222,7 @@ def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
 
 
 def test_what_is_deployed_is_what_a_job_is_told() -> None:
-    """Service on the pod's own node under the name that jobs call, a role for this door alone, one audience."""
+    """Service on the pod's own node under the name that jobs call, a role for this endpoint alone, one audience."""
     documents = render(ROOT / "deploy/daemonset/overlays/kubernetes")
     (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]
     (port,) = service["spec"]["ports"]

@@ -1,4 +1,4 @@
-"""Every door of the agent on recorded machines: formats, errors as problem documents, and no door that makes load."""
+"""Every endpoint of the agent on recorded machines: formats, errors as problem documents; none of them makes load."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def client() -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
-def test_every_machine_is_served_at_every_door(path: Path) -> None:
+def test_every_machine_is_served_at_every_endpoint(path: Path) -> None:
     """Page, facts, advice, metrics: the whole product answers for each recording."""
     with agent_on(path) as running:
         ready(running)
-        for door in (
+        for endpoint in (
             "/",
             "/snapshot",
             "/topology",
@@ -61,17 +61,17 @@ def test_every_machine_is_served_at_every_door(path: Path) -> None:
             "/metrics",
             "/flights",
         ):
-            response = running.get(door)
-            assert response.status_code == 200, (door, response.text)
+            response = running.get(endpoint)
+            assert response.status_code == 200, (endpoint, response.text)
         assert scan(load(path)).hostname in running.get("/").text
 
 
-@pytest.mark.parametrize("door", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
-def test_json_and_yaml_say_the_same(client: TestClient, door: str) -> None:
+@pytest.mark.parametrize("endpoint", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
+def test_json_and_yaml_say_the_same(client: TestClient, endpoint: str) -> None:
     """`?format=yaml` and the Accept header give the JSON's content."""
-    plain = client.get(door).json()
-    assert yaml.safe_load(client.get(door, params={"format": "yaml"}).text) == plain
-    assert yaml.safe_load(client.get(door, headers={"Accept": "application/yaml"}).text) == plain
+    plain = client.get(endpoint).json()
+    assert yaml.safe_load(client.get(endpoint, params={"format": "yaml"}).text) == plain
+    assert yaml.safe_load(client.get(endpoint, headers={"Accept": "application/yaml"}).text) == plain
 
 
 def test_recommendations_as_environment_files(client: TestClient) -> None:
@@ -86,7 +86,7 @@ def test_recommendations_as_environment_files(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "status"),
+    ("endpoint", "status"),
     [
         ("/recommendations?format=nonsense", 400),
         ("/recommendations?model=no-such-model", 400),
@@ -101,9 +101,9 @@ def test_recommendations_as_environment_files(client: TestClient) -> None:
         ("/nowhere", 404),
     ],
 )
-def test_errors_are_problem_documents_that_name_what_is_allowed(client: TestClient, door: str, status: int) -> None:
+def test_errors_are_problem_documents_that_name_what_is_allowed(client: TestClient, endpoint: str, status: int) -> None:
     """RFC 9457, with the offending value."""
-    response = client.get(door)
+    response = client.get(endpoint)
     assert response.status_code == status
     assert response.headers["content-type"] == "application/problem+json"
     problem = response.json()
@@ -174,11 +174,11 @@ def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> No
 
 
 def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: TestClient) -> None:
-    """Every door but reading answers 403, with or without a token, and says how to open it."""
+    """Every endpoint but reading answers 403, with or without a token, and says how to open it."""
     paths = client.get("/openapi.json").json()["paths"]
-    doors = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
-    assert doors == {("post", "/preflight"), ("post", "/benchmarks"), ("post", "/flights")}
-    for method, path in doors:
+    endpoints = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
+    assert endpoints == {("post", "/preflight"), ("post", "/benchmarks"), ("post", "/flights")}
+    for method, path in endpoints:
         for headers in ({}, {"Authorization": "Bearer anything"}):
             response = client.request(method, path, headers=headers)
             assert response.status_code == 403
@@ -193,7 +193,7 @@ def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., 
 
 
 def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Path) -> None:
-    """Measured in a fresh interpreter that has served every door."""
+    """Measured in a fresh interpreter that has served every endpoint."""
     import subprocess
 
     script = tmp_path / "serve.py"

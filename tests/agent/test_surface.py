@@ -1,4 +1,4 @@
-"""The surface that users build on, frozen: codes, metrics, verbs, options, variables, doors.
+"""The surface that users build on, frozen: codes, metrics, verbs, options, variables, endpoints.
 
 A difference here is a change that a user notices: `TOPOFLIGHT_UPDATE_GOLDEN=1 pytest tests/agent/test_surface.py`
 rewrites the list, and CHANGELOG.md says what changed.
@@ -50,11 +50,11 @@ def verbs() -> dict[str, list[str]]:
     return {verb: options(command) for verb, command in commands.items() if command is not None}
 
 
-def doors() -> list[str]:
+def endpoints() -> list[str]:
     app = create(State(tuple, interval_seconds=3600))
     found = {f"{method} {route.path}" for route in app.routes for method in getattr(route, "methods", None) or ()}
     assert {f"{method.upper()} {path}" for path, item in app.openapi()["paths"].items() for method in item} <= found
-    return sorted(door for door in found if not door.startswith("HEAD "))
+    return sorted(endpoint for endpoint in found if not endpoint.startswith("HEAD "))
 
 
 @cache
@@ -98,7 +98,7 @@ def _text(node: ast.expr) -> Iterator[str]:
 
 
 def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
-    """No code, metric, verb, option, variable or door comes, goes or is renamed unseen."""
+    """No code, metric, verb, option, variable or endpoint comes, goes or is renamed unseen."""
     golden(
         "surface.json",
         {
@@ -106,7 +106,7 @@ def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
             "metrics": metric_names(),
             "verbs": verbs(),
             "environment_variables": variables(),
-            "doors": doors(),
+            "doors": endpoints(),
         },
     )
 
@@ -120,6 +120,6 @@ def test_surface_sees_what_is_there() -> None:
     """The extraction itself works: known members of each kind are found."""
     assert "TOPOFLIGHT_NETWORK_STATUS" in variables()
     assert "TOPOFLIGHT_STATE" in variables()
-    assert "GET /metrics" in doors()
+    assert "GET /metrics" in endpoints()
     assert "--fly" in verbs()["preflight"]
     assert metric_names()["topoflight_gdrdma_channels_ratio"] == ["direction"]

@@ -99,8 +99,8 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
 def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
     """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
-        for door in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
-            tab.go(machines[name] + door)
+        for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
+            tab.go(machines[name] + endpoint)
             assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
             accessible(tab, axe)
         clean(tab, machines[name])
@@ -110,9 +110,9 @@ def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[s
 def test_narrow_screens_scroll_one_way_only(chromium: Tabs, machines: dict[str, str], name: str) -> None:
     """Wide drawings and tables scroll inside themselves."""
     with chromium.tab(width=360, height=740) as tab:
-        for door in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
-            tab.go(machines[name] + door)
-            assert tab.run("document.scrollingElement.scrollWidth") <= 360, door
+        for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
+            tab.go(machines[name] + endpoint)
+            assert tab.run("document.scrollingElement.scrollWidth") <= 360, endpoint
 
 
 def large() -> NodeTopology:

@@ -154,7 +154,7 @@ def two_benchmarks(ground: Ground) -> list[str]:
 
 @drill("Host busy with training (processes on its GPUs)", marks=("ranks",))
 def busy_host(ground: Ground) -> list[str]:
-    """The verb and the door both refuse, by the pid, and start no rank."""
+    """The verb and the endpoint both refuse, by the pid, and start no rank."""
     gpus = gpu_environment(ground, "polaris-4xA100-nv4")
     profile = ground.folder / "profile"
     busy = "nvmlDeviceGetComputeRunningProcesses\tgpu0"

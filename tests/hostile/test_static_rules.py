@@ -15,6 +15,8 @@ SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 NAMES = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "xml.sax", "lxml", "telnetlib"}
+PIPED = {"multiprocessing", "multiprocessing.connection"}  # which unpickle, too: between the agent and its own worker
+WORKER = {"agent/http/worker.py", "agent/http/questions.py"}
 CALLS = {
     "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput",
     "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp",
@@ -48,6 +50,19 @@ def wrongs(tree: ast.AST) -> Iterator[str]:
             wanted = {"trust_remote_code": False, "weights_only": True, "use_safetensors": True}
             if word.arg in wanted and value is not wanted[word.arg]:
                 yield f"line {node.lineno}: {word.arg}={value}"
+
+
+def test_only_the_worker_is_handed_objects() -> None:
+    """And what it answers is texts and bytes: the agent receives nothing that is unpickled."""
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+    piped = {
+        name for name, tree in trees.items() for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and node.module in PIPED)
+        or (isinstance(node, ast.Import) and PIPED.intersection(alias.name for alias in node.names))
+    }  # fmt: skip
+    assert piped == WORKER
+    received = [node.attr for node in ast.walk(trees["agent/http/worker.py"]) if isinstance(node, ast.Attribute)]
+    assert "recv_bytes" in received and "recv" not in received
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

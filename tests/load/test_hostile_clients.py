@@ -109,7 +109,7 @@ def read_answer(one: socket.socket) -> bytes:
     ids=["line", "header", "body"],
 )
 def test_a_request_that_never_ends_is_answered_408(impatient: Served, start: bytes) -> None:
-    """A byte now and then does not buy more time. Where the door refuses before the body, its own status stands."""
+    """A byte now and then does not buy more time. Where the endpoint refuses before the body, its own status stands."""
     with connect(impatient, start) as one:
         began = time.monotonic()
         answered = b""
