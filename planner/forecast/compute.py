@@ -23,7 +23,7 @@ ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The few physical constants of the step-time forecast; docs/model.md gives the meaning of each."""
+    """The few physical constants of the step-time forecast; docs/decisions/0022 gives the meaning of each."""
 
     rows_lost: float = 180.0  # a: rows of a multiplication at which half its rate is lost
     columns_lost: float = 190.0  # b
