@@ -9,6 +9,7 @@ from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import plan, search_planned, unjudged
+from topology.svg import escape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +91,18 @@ def sweep_svg(points: Sequence[SweepPoint], title: str) -> str:
         body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#1f6feb"/>')
         label = f"{p.family} {p.efficiency:.0%}"
         anchor = "end" if x > _WIDTH / 2 else "start"
-        body.append(f'<text x="{x:.1f}" y="{y - 9:.1f}" text-anchor="{anchor}">{_escape(label)}</text>')
+        body.append(f'<text x="{x:.1f}" y="{y - 9:.1f}" text-anchor="{anchor}">{escape(label)}</text>')
         body.append(f'<text x="{x:.1f}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{p.nodes}</text>')
     return _frame(title, "\n".join(body))
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
 def _frame(title: str, body: str) -> str:
     bottom, left, end = _HEIGHT - _MARGIN, _MARGIN, _WIDTH - _MARGIN
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"
  font-family="sans-serif" font-size="12">
-<title>{_escape(title)}</title>
+<title>{escape(title)}</title>
 <rect width="100%" height="100%" fill="#fff"/>
-<text x="{_WIDTH / 2}" y="24" text-anchor="middle" font-size="14">{_escape(title)}</text>
+<text x="{_WIDTH / 2}" y="24" text-anchor="middle" font-size="14">{escape(title)}</text>
 <line x1="{left}" y1="{bottom}" x2="{end}" y2="{bottom}" stroke="#333"/>
 <line x1="{left}" y1="{_MARGIN}" x2="{left}" y2="{bottom}" stroke="#333"/>
 <text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">nodes (dashed: perfect scaling of tokens/s)</text>
