@@ -1,4 +1,5 @@
-# Two commands do all the set-up: `make run` flies the whole way on this host, `make test` runs every check.
+# Two commands do all the set-up: `make run` goes the whole way on this host, `make test` checks it; `make test-all` is
+# every test.
 # PYTHON names the interpreter to build the environment with (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
@@ -13,12 +14,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ALONE := ranks or netns or rdma or kube or gpu
 HEAVY := $(ALONE) or browser or prometheus
 
-.PHONY: run test test-fast test-heavy lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom fuzz
+.PHONY: run test test-all test-fast test-real test-rest lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
 
-test: lint test-fast test-heavy
+# what one runs: everything that starts no ranks, namespaces, guests or browsers, and one test that does of each
+test: lint test-fast test-real
+
+test-all: test test-rest
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -27,14 +31,17 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # schemathesis draws its questions from sets: with one seed of hashes, the same in every run
-test-fast test-heavy: export PYTHONHASHSEED := 0
+test-fast test-real test-rest: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
 	$(PYTEST) -q -n 2 -m "not ($(HEAVY))"
 
-test-heavy: $(READY)
-	$(PYTEST) -q -n 2 -m "(browser or prometheus) and not ($(ALONE))"
-	$(PYTEST) -q -m "$(ALONE)"
+test-real: $(READY)
+	$(PYTEST) -q -m "real"
+
+test-rest: $(READY)
+	$(PYTEST) -q -n 2 -m "(browser or prometheus) and not ($(ALONE)) and not real"
+	$(PYTEST) -q -m "($(ALONE)) and not real"
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)

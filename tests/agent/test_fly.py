@@ -36,6 +36,7 @@ def report(flown: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, An
     return loaded
 
 
+@pytest.mark.real
 def test_it_ends_with_the_exit_code_of_its_verdict(
     flown: tuple[subprocess.CompletedProcess[str], Path], report: dict[str, Any]
 ) -> None:

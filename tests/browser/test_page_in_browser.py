@@ -366,6 +366,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
         clean(tab, address)
 
 
+@pytest.mark.real
 def test_one_fine_tune_over_three_networks_is_three_bars(
     chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
 ) -> None:

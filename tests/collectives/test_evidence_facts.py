@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.cli.bench import evidence as verb
+from agent.cli.evidence import evidence as verb
 from collectives.nccl_log import evidence
 from collectives.nccl_log.messages import gpus_before_ampere
 from collectives.nccl_log.reader import BLOCK_BYTES, WORDS, LogFileError

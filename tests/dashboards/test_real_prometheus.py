@@ -244,6 +244,7 @@ def wait_for(server: Prometheus, folder: Path, running: Mapping[str, subprocess.
 PANELS = [pytest.param(panel, id=f"{name}: {panel.title}") for name, panel in boards.panels()]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("panel", PANELS)
 def test_panel_has_something_to_draw(prometheus: Prometheus, panel: Panel) -> None:
     """On the healthy machine every expression answers, unless the panel may be empty there; then another fills it."""

@@ -52,6 +52,7 @@ def by_name(facts: InterfacesFacts) -> dict[str, Interface]:
     return {interface.name: interface for interface in facts.interfaces}
 
 
+@pytest.mark.real
 def test_a_host_with_every_kind() -> None:
     facts = look(HOST)
     found = by_name(facts)

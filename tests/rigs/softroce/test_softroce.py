@@ -128,6 +128,7 @@ def codes(answer: dict[str, Any], probe: str = "rdma") -> dict[str, str]:
     return {finding["code"]: finding["severity"] for finding in answer["findings"][probe]}
 
 
+@pytest.mark.real
 def test_a_live_port(seen: dict[str, dict[str, Any]]) -> None:
     facts = rdma_facts(seen["up"])
     device, port = facts.devices[0], facts.devices[0].ports[0]
