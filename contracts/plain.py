@@ -7,6 +7,7 @@ later break whoever computes with them, or writes them out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,15 @@ def _check_depth(found: Any) -> None:
         if not level:
             return
     raise PlainError(f"nested more than {DEEPEST} levels deep")
+
+
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of others for a terminal, a log or a file that one reads: what steers it and is not shown becomes "?".
+
+    These are the control characters of ISO 6429 but line feed and tab, Unicode's marks of direction and separators of
+    lines, and halves of surrogate pairs, which no encoding has.
+    """
+    return _STEERS.sub("?", text)

@@ -14,7 +14,7 @@ import click
 
 from agent import units
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.cli.output import Progress, console, emit, format_option, render
+from agent.cli.output import Progress, console, emit, format_option, render, say
 from agent.documents import write_atomic
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def _told(checks: Iterable[Check]) -> bool:
     """Say what is below its bar, on stderr; whether none of it fails."""
     low = [check for check in checks if check.status in ("warn", "fail")]
     for check in low:
-        click.echo(f"{check.status}: {check.id} {check.subject}: {check.message}", err=True)
-        click.echo(f"  {check.remedy}", err=True)
+        say(f"{check.status}: {check.id} {check.subject}: {check.message}", err=True)
+        say(f"  {check.remedy}", err=True)
     return all(check.status != "fail" for check in low)
 
 
@@ -162,7 +162,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         (found,) = snapshots((), stop=stop)
         ports = ports_of(found, options["devices"])
         if not ports:
-            click.echo(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
+            say(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
             _told(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))
@@ -171,7 +171,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
                 progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
                 served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
                 for problem in problems:
-                    click.echo(problem, err=True)
+                    say(problem, err=True)
                 _told(_causes(found) if problems else ())
                 return EXIT_PASS if served and not problems else EXIT_FAILED
             progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
@@ -238,13 +238,13 @@ def calibrate(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except RuntimeError as error:
-        click.echo(f"calibration failed: {error}", err=True)
+        say(f"calibration failed: {error}", err=True)
         sys.exit(EXIT_TOOL_ERROR)
     finally:
         progress.done()
     text = render(found, "json")
     if target is None:
-        click.echo(text, nl=False)
+        say(text, nl=False)
     else:
         write_atomic(target, text)
         console().print(f"{target}: written")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.cli.inputs import InputError
+from agent.cli.output import say
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -37,7 +38,7 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
         from hardware.machines import catalogue
 
         for row in catalogue():
-            click.echo(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
+            say(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
         context.exit()
     return name
 

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option
 from agent.cli.inputs import InputError, NothingFitsError
-from agent.cli.output import Progress, console, render, waiting
+from agent.cli.output import Progress, console, render, say, waiting
 from agent.cli.preflight import with_model_options, with_options
 from agent.units import count, seconds
 from planner.kubernetes.job import AGENT, DEVICE_CLASSES, RESTARTS
@@ -167,17 +167,17 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if given["with_network"]:
         unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
         for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
-            click.echo(f"warning: {wrong}", err=True)
+            say(f"warning: {wrong}", err=True)
     for line in left_out:
-        click.echo(f"note: {line}", err=True)
+        say(f"note: {line}", err=True)
     for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
-        click.echo(f"warning: {wrong}", err=True)
+        say(f"warning: {wrong}", err=True)
     if not (given["preflight_image"] or given["no_preflight"] or given["measure"]):
-        click.echo("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
+        say("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
-        click.echo(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
+        say(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
     elif form:
-        click.echo(render_documents(documents), nl=False)
+        say(render_documents(documents), nl=False)
     if form:
         return
     if given["with_network"]:
@@ -189,10 +189,10 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         client = connect(given["context"], on_warning=lambda text: warned.setdefault(text))
         try:
             for line in cluster_job.create(client, documents):
-                click.echo(line)
+                say(line)
         finally:
             for text in warned:
-                click.echo(f"warning: the API server says: {text}", err=True)
+                say(f"warning: the API server says: {text}", err=True)
         if given["wait"]:
             _wait_for_pods(client, documents[-1], given)
     except (JobError, AccessError, ApiError) as error:
@@ -209,9 +209,9 @@ def _wait_for_pods(client: Client, job: dict[str, Any], given: dict[str, Any]) -
             client, made, api=given["api"], nodes=given["nodes"] or 1, seconds=given["wait"], sleep=time.sleep
         )
     for line in came.lines:
-        click.echo(line, err=True)
+        say(line, err=True)
     if came.exit_code != EXIT_PASS:
-        click.echo(f"{cluster_job.named(job)} is there all the same: kubectl describe says more", err=True)
+        say(f"{cluster_job.named(job)} is there all the same: kubectl describe says more", err=True)
         sys.exit(came.exit_code)
 
 
@@ -240,7 +240,7 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[
             return chosen
         if not why:
             words = cluster_job.dra_able(connect(given["context"], tries=2), advice, given)
-            click.echo(f"DRA: used: {words}; --no-dra leaves it", err=True)
+            say(f"DRA: used: {words}; --no-dra leaves it", err=True)
             return {**chosen, "dra": True}
     except CannotError as error:
         why = str(error)
@@ -248,7 +248,7 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[
             raise click.ClickException(f"--dra: {why}") from None
     except (AccessError, ApiError) as error:
         why = f"unknown whether the cluster can: {error}"
-    click.echo(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
+    say(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
     return chosen
 
 
@@ -266,12 +266,12 @@ def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> t
         if unnamed:
             why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
             raise click.ClickException(why) from None
-        click.echo(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
+        say(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
         return None
     for name in fixed:
         if name not in offered:  # an autoscaler may yet bring such nodes
             needed = f"{name} is needed on {count(given['nodes'] or 1, 'node')}"
-            click.echo(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
+            say(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
     return offered
 
 
@@ -288,8 +288,8 @@ def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str
         except launcher.LaunchError as error:
             raise click.UsageError(str(error)) from None
     words = launcher.command(folder / "plan.json", config, ranks, given["overrides"])
-    click.echo(render(launcher.plan_document(advice), "json" if form == "json" else "yaml"), nl=False)
-    click.echo("# " + " ".join(words), err=form == "json")  # JSON has no comments
+    say(render(launcher.plan_document(advice), "json" if form == "json" else "yaml"), nl=False)
+    say("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 
 def _gate(
@@ -315,8 +315,8 @@ def _gate(
         return
     for check in checks:
         if check.status == "fail" or (check.required and check.status == "unknown"):
-            click.echo(f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
-    click.echo(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
+            say(f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
+    say(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
     sys.exit(verdict.exit_code)
 
 
@@ -369,8 +369,8 @@ def _launch_here(
     if done.record is not None:
         keep_flight(done.record)
     if done.exit_code != 0 or done.record is None:
-        click.echo("\n".join(done.last_lines), err=True)
-        click.echo(f"{done.fate} (whole log: {done.output})", err=True)
+        say("\n".join(done.last_lines), err=True)
+        say(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     measured.run(console(), done.record)
     measured.comparison(console(), compare(advice.chosen.forecast, done.record))

@@ -11,8 +11,10 @@ from typing import Any, TextIO
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from agent.documents import render as render  # for the verbs
+from contracts.plain import printable
 
 FORMATS = ("table", "json", "yaml")
 
@@ -39,6 +41,10 @@ class _Plain:
 class _Console(Console):
     """A console that leaves a closed pipe to `agent.cli.main`, which ends quietly."""
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        """All text comes this way, that of records and recordings too; rich lets escape sequences pass."""
+        return super().render_str(printable(text), **options)
+
     def on_broken_pipe(self) -> None:
         """Called by rich while it handles the error: let it go on."""
         raise BrokenPipeError
@@ -57,12 +63,17 @@ def console() -> Console:
     return _Console(file=plain, width=width, highlight=False, soft_wrap=False, emoji=False)
 
 
+def say(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """A line, or the whole of a result, without what steers a terminal."""
+    click.echo(printable(text), nl=nl, err=err)
+
+
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
     """Print `value` as JSON or YAML, or have `table` draw it."""
     if form == "table":
         table(console())
         return
-    click.echo(render(value, form), nl=False)
+    say(render(value, form), nl=False)
 
 
 _waiting: list[Any] = []  # the live line that is shown, if one is
@@ -101,14 +112,14 @@ class Progress:
             self._status = self._console.status(text)
             self._status.start()
         elif not self._quiet:
-            click.echo(f"-- {text}", err=True)
+            say(f"-- {text}", err=True)
 
     def note(self, text: str) -> None:
         """Something happened within the stage; replaces the live line's words."""
         if self._live and self._status is not None:
             self._status.update(text)
         elif not self._quiet:
-            click.echo(f"   {text}", err=True)
+            say(f"   {text}", err=True)
 
     def done(self) -> None:
         """The last stage is over."""

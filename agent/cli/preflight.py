@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.cli.hosts import host_option, root_option
-from agent.cli.output import Progress, console, render, waiting
+from agent.cli.output import Progress, console, render, say, waiting
 from agent.documents import write_atomic
+from contracts.plain import printable
 
 if TYPE_CHECKING:
     from agent.gate.report import Report
@@ -85,7 +86,7 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
     if list_checks:
         from agent.gate.codes import ALL_CODES
 
-        click.echo("\n".join(ALL_CODES))
+        say("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
     alone = [name for name in ("quick", "bench_seconds") if given[name] and not (given["measure"] or given["fly"])]
@@ -112,7 +113,7 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
             written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
-        click.echo(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
+        say(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
 
 
@@ -177,7 +178,7 @@ def _write(report: Report, form: str, path: Path | None, everything: bool) -> No
         "table": lambda: pages.report_markdown(report),
     }[form]()
     if path is None:
-        click.echo(text, nl=False)
+        say(text, nl=False)
         if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
             with Path(summary).open("a", encoding="utf-8") as stream:
                 stream.write(pages.report_markdown(report))
@@ -210,5 +211,5 @@ def github(report: Report) -> str:
 
 def _escape(text: str, *, attribute: bool = False) -> str:
     """As the runner wants it: a line break would end the command."""
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    text = printable(text.replace("\r\n", "\n")).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text

@@ -10,7 +10,7 @@ import click
 
 from agent.cli import inputs
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
-from agent.cli.output import emit, render, waiting
+from agent.cli.output import emit, render, say, waiting
 
 _LIMIT_BYTES = 16 << 20
 # planner.lint.sources.KINDS, which a test compares: importing it here would cost every start its readers
@@ -64,7 +64,7 @@ def recommend(**options: object) -> None:
     from agent.advise import ENVIRONMENTS, FORMATS, Request, advise, export
 
     if options.pop("list_exports"):
-        click.echo("\n".join(FORMATS))
+        say("\n".join(FORMATS))
         return
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
@@ -85,7 +85,7 @@ def recommend(**options: object) -> None:
 
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:
-            click.echo(f"note: {line}", err=True)
+            say(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
         from agent.terminal.advice import recommendation
@@ -93,7 +93,7 @@ def recommend(**options: object) -> None:
         emit(advice, form, lambda out: recommendation(out, advice, explain=explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
-        click.echo(export(advice, form, nodes=nodes), nl=False)
+        say(export(advice, form, nodes=nodes), nl=False)
     if advice.model is not None and advice.chosen is None:
         nearest = "; ".join(f"{row.what}: {row.reason}" for row in advice.rejected[:3])
         raise inputs.NothingFitsError(f"no layout of {advice.model.name} fits ({nearest})")
@@ -140,7 +140,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded, name=name)
     if form != "table":
-        click.echo(linted.read, err=True)
+        say(linted.read, err=True)
     if form == "table":
         from agent.cli.output import console
 
@@ -149,7 +149,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
 
         findings(console(), linted.checks, everything=True)
         if not linted.checks:
-            click.echo("nothing to say against this environment")
+            say("nothing to say against this environment")
     else:
-        click.echo(render(list(linted.checks), form), nl=False)
+        say(render(list(linted.checks), form), nl=False)
     sys.exit(linted.exit_code)

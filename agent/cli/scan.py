@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import console, emit, format_option, waiting
+from agent.cli.output import console, emit, format_option, say, waiting
 
 
 @click.command()
@@ -50,7 +50,7 @@ def capture(root: str, target: Path | None) -> None:
         write_atomic(target, text)
     except OSError as error:
         raise click.ClickException(f"{target}: {error.strerror}") from None
-    click.echo(f"{target}: {len(text)} bytes", err=True)
+    say(f"{target}: {len(text)} bytes", err=True)
 
 
 @click.command()

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from agent.cli.hosts import host_option, root_option
+from agent.cli.output import say
 
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
@@ -88,7 +89,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
-        click.echo(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
+        say(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
         listen(application(state, {**given, "hosts": _names(address, given)}), address, port, places)
     finally:

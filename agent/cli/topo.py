@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent.cli import inputs
 from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import emit, format_option
+from agent.cli.output import emit, format_option, say
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> N
         if len(nodes) != 1:
             raise click.UsageError(f"-o {form} draws one node, {len(nodes)} were given")
         draw = {"svg": render.svg, "xml": render.xml}[form]
-        click.echo(draw(nodes[0]), nl=False)
+        say(draw(nodes[0]), nl=False)
         return
     from agent.terminal import findings as findings_view
     from agent.terminal import topology as topology_view

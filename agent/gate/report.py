@@ -15,6 +15,7 @@ from agent.documents import document, write_atomic
 from agent.gate.verdict import Check, Verdict, unjudged, worst_first
 from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
+from contracts.plain import printable
 from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from probes.api import Snapshot
@@ -85,22 +86,22 @@ def junit(report: Report) -> str:
             case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.id.split('.')[0]}", name=name)
             # viewers show a message without its suite: it names the node by itself
             said = f"{check.node}: {check.message}" if check.node and check.message else check.message
-            text = _plain("\n".join((said, *check.evidence, check.remedy)).strip())
+            text = "\n".join((said, *check.evidence, check.remedy)).strip()
             if check.status == "fail":
                 counts["failures"] += 1
-                ElementTree.SubElement(case, "failure", message=_plain(said)).text = text
+                ElementTree.SubElement(case, "failure", message=said).text = text
             elif check.status == "unknown" and check.required:
                 counts["errors"] += 1
-                ElementTree.SubElement(case, "error", message=_plain(said)).text = text
+                ElementTree.SubElement(case, "error", message=said).text = text
             elif check.status == "unknown":
                 counts["skipped"] += 1
-                ElementTree.SubElement(case, "skipped", message=_plain(f"unknown: {check.message}"))
+                ElementTree.SubElement(case, "skipped", message=f"unknown: {check.message}")
             elif text:
                 ElementTree.SubElement(case, "system-out").text = f"{check.status}: {text}"
         for key, number in counts.items():
             suite.set(key, str(number))
     ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + printable(ElementTree.tostring(root, encoding="unicode")) + "\n"
 
 
 def _measured(report: Report) -> list[tuple[str, str]]:
@@ -111,8 +112,3 @@ def _measured(report: Report) -> list[tuple[str, str]]:
         for m in report.bench.measurements
         if m.verified
     ]
-
-
-def _plain(text: str) -> str:
-    """XML 1.0 has no control characters: a log line quoted as evidence may."""
-    return "".join(c if c in "\t\n" or ord(c) >= 0x20 else "?" for c in text if not 0xD800 <= ord(c) <= 0xDFFF)

@@ -30,6 +30,7 @@ from agent.pages.runs import by_network, shown, side_by_side
 from agent.terminal.hosts import facts_lines
 from agent.terminal.tables import GLYPHS
 from agent.view import grouped, passed_ids, reasons, unknown_ids
+from contracts.plain import printable
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
@@ -145,7 +146,7 @@ def report_page(report: Report) -> str:
 def report_markdown(report: Report) -> str:
     """The report's summary, for a CI job's page."""
     template = _environment(html=False).get_template("report.md.j2")
-    return template.render(report=report, checks=worst_first(report.checks))
+    return printable(template.render(report=report, checks=worst_first(report.checks)))
 
 
 def policy() -> str:
