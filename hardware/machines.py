@@ -21,6 +21,7 @@ class Machine:
     aliases: tuple[str, ...] = ()
     links_per_pair: tuple[int, ...] = ()  # NVLinks or xGMI links of two GPUs that have any; none: no pair has
     all_to_all: bool = True  # every pair of the host has them
+    nvlinks: tuple[tuple[int, ...], ...] = ()  # of each pair, by the indices of its GPUs, where pairs differ
     nvlink_nodes: int = 1  # hosts of one NVLink domain
     nics: int | None = None  # for the traffic of the GPUs
     rdma_devices: int | None = None  # all that a scan shows, where these are more
@@ -50,7 +51,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known(Machine):
-    """A machine of which enough is known to plan for it; its GPUs are joined all to all, or by PCIe alone."""
+    """A machine of which enough is known to plan for it.
+
+    Its GPUs are joined all to all, by the links of `nvlinks`, or by PCIe alone.
+    """
 
     gpu: str
     nics: int
@@ -68,7 +72,9 @@ def machines() -> tuple[Machine, ...]:
     made: list[Machine] = []
     for written in read("machines"):
         row: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in written.items()}
-        made.append(Known(**row) if row.keys() >= _NEEDED and row.get("all_to_all", True) else Machine(**row))
+        row["nvlinks"] = tuple(tuple(counts) for counts in row.get("nvlinks", ()))
+        joined = row.get("all_to_all", True) or bool(row["nvlinks"])
+        made.append(Known(**row) if row.keys() >= _NEEDED and joined else Machine(**row))
     return tuple(made)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from topology.derive import with_gpus
+from topology.derive import islands, through_neighbours, with_gpus
 from topology.expect import node_expectations
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
 from topology.nccl import nvlink_bytes_per_second
@@ -36,14 +37,14 @@ def machine(name: str) -> Known:
     raise MachineError(f"machine={name!r}: not in the catalogue{hint}; all: {', '.join(names())}")
 
 
-def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Pair | None) -> list[Pair]:
-    """Every two GPUs, by their links where the machine has any, else by the CPUs that they stand at."""
+def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:
+    """Every two GPUs, by their links where they have any, else by the CPUs that they stand at."""
     pairs = []
     for a, b in itertools.combinations(gpus, 2):
         same = a.numa_node == b.numa_node
         over = Pair(a="", b="", label="NODE" if same else "SYS", path=PathClass.PHB if same else PathClass.SYS,
                     evidence="catalogue")  # fmt: skip
-        pairs.append(replace(linked or over, a=a.name, b=b.name))
+        pairs.append(replace(linked(a.index, b.index) or over, a=a.name, b=b.name))
     return pairs
 
 
@@ -88,12 +89,19 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         for i in range(row.nics)
     )
     nvidia = gpu is None or gpu.maker == "NVIDIA"
-    links = min(row.links_per_pair, default=0)
-    linked = f"NV{links}" if nvidia else "XGMI"
+    fewest = min(row.links_per_pair, default=0)
     per_link = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
-    between = Pair(a="", b="", label=linked, path=PathClass.NVL, nvlinks=links if nvidia else 0, evidence="catalogue",
-                   bytes_per_second=per_link * links if per_link else None)  # fmt: skip
-    pairs = _gpu_pairs(gpus, between if links else None)
+    linked = f"NV{fewest}" if nvidia else "XGMI"
+
+    def joined_by(links: int) -> Pair | None:
+        """Two GPUs with so many links; None where they have none."""
+        if not links:
+            return None
+        return Pair(a="", b="", label=f"NV{links}" if nvidia else linked, path=PathClass.NVL,
+                    nvlinks=links if nvidia else 0, evidence="catalogue",
+                    bytes_per_second=per_link * links if per_link else None)  # fmt: skip
+
+    pairs = _gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
     near = []
     for i, device in enumerate(gpus):
         mine = _nearest(row, i)
@@ -101,12 +109,13 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         near.append(NearestNic(gpu=device.name, label="PIX", path=PathClass.PIX,
                                nics=tuple(nics[j].name for j in mine), local=True, decidable=True))  # fmt: skip
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
+    joined = through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     node = NodeTopology(
         hostname=hostname or row.name,
         gpus=gpus,
         nics=nics,
-        pairs=tuple(pairs),
-        islands=(whole,) if links else (),
+        pairs=joined,
+        islands=islands(gpus, joined) if row.nvlinks else (whole,) if fewest else (),
         nearest_nic=tuple(near) if row.nics else (),
         cpu_count=row.cpus,
         numa_nodes=2,

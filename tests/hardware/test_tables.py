@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import get_type_hints
 
@@ -192,3 +193,28 @@ def test_a_peak_is_that_of_the_whole_name(name: str, teraflops: float | None) ->
     """GB200 is no B200, A10G no A10, and L40 no L4; before Ampere there is no bf16."""
     gpu = gpu_named(name)
     assert gpu is not None and (gpu.peak_bf16 / 1e12 if gpu.bf16 else None) == teraflops
+
+
+def test_links_of_pairs_that_differ_are_what_the_gpus_have() -> None:
+    """A square, the same from both ends, within the NVLinks of one GPU, in the counts that the row names."""
+    uneven = [row for row in rows() if row.nvlinks]
+    assert "p3.16xlarge" in {row.name for row in uneven}
+    for row in uneven:
+        counts = {count for line in row.nvlinks for count in line if count}
+        assert {len(line) for line in row.nvlinks} == {len(row.nvlinks)} == {row.gpus}
+        assert row.nvlinks == tuple(zip(*row.nvlinks, strict=True))
+        assert all(row.nvlinks[i][i] == 0 for i in range(row.gpus))
+        assert (counts, row.all_to_all) == (set(row.links_per_pair), False)
+        gpu = gpu_named(row.gpu)
+        assert gpu is not None and all(sum(line) <= gpu.links for line in row.nvlinks)
+
+
+def test_a_hybrid_cube_mesh_is_planned_as_one() -> None:
+    """p3.16xlarge: one or two NVLinks, twelve pairs through a neighbour, and the rings of DGX-1: 120 GB/s."""
+    node = machines.get("p3.16xlarge")
+    inside = [pair for pair in node.pairs if pair.b.startswith("GPU")]
+    assert Counter(pair.label for pair in inside) == {"NV1": 8, "NV2": 8, "SYS": 12}
+    assert {pair.path.name for pair in inside if pair.path and not pair.nvlinks} == {"NVB"}
+    assert [island.nvlinks_per_pair for island in node.islands] == [("NV1", "NV2")]
+    whole = next(e for e in node.expectations if e.op == "all_gather" and "GPU" not in e.scope)
+    assert whole.busbw_bytes_per_second == pytest.approx(120e9)
