@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from agent.cluster.repeats import Repeats
 from agent.version import VERSION
 from contracts import bounded
 
@@ -165,6 +166,7 @@ class Client:
         self._on_warning = on_warning
         self._timeout, self._tries = timeout_seconds, tries
         self._stop = threading.Event()
+        self._loads: Callable[[bytes], Any] = json.loads
         self._api = ApiClient(configuration)
         self._api.user_agent = f"topoflight/{VERSION}"
 
@@ -198,10 +200,12 @@ class Client:
         return self.request("GET", path, query=query)
 
     def pages(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[list[Json], str]]:
-        """Items page by page, each with the resource version to watch from."""
+        """Items page by page, each with the resource version to watch from. Equal parts are shared: only read them."""
         wanted = {**(query or {}), "limit": PAGE}
+        listing = copy.copy(self)
+        listing._loads = Repeats().loads
         while True:
-            page = self.get(path, wanted)
+            page = listing.get(path, wanted)
             about = page.get("metadata") or {}
             yield list(page.get("items") or ()), str(about.get("resourceVersion", ""))
             if not about.get("continue"):
@@ -301,7 +305,7 @@ class Client:
         if not 200 <= answer.status < 300:
             raise _refusal(answer.status, raw, answer.headers)
         try:
-            value = json.loads(raw)
+            value = self._loads(raw)
         except ValueError:
             raise ApiError(answer.status, f"{path}: the answer is no JSON") from None
         if not isinstance(value, dict):

@@ -9,8 +9,8 @@ it is written for them and never read back.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-import marshal
 import threading
 import time
 from collections import Counter
@@ -22,6 +22,7 @@ from typing import Any
 from agent import units
 from agent.cluster import node_facts, old_records
 from agent.cluster.node_facts import clean
+from agent.cluster.repeats import Repeated
 from agent.gate.coverage import no_gpu_read
 from agent.gate.verdict import Check, judge, worst_first
 from agent.version import VERSION
@@ -184,20 +185,28 @@ def _which(finding: Json) -> tuple[str, str]:
 
 
 def _keys(machine: Json | None) -> tuple[str | None, str | None]:
-    """Keys of what the graph is built from, and of the whole; equal facts have equal keys.
-
-    The writer sorts names, and so does an API server.
-    """
+    """Keys of what the graph is built from, and of the whole; equal facts have equal keys. Raises ValueError."""
     if machine is None:
         return None, None
-    graph = _key([machine.get(part) for part in node_facts.GRAPH_PARTS])
-    rest = [(part, machine[part]) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
+    graph = _key([_part_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
+    rest = [(part, _part_key(machine[part])) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
     return graph, _key([graph, *rest])
 
 
+def _part_key(part: Any) -> str:
+    if not isinstance(part, Repeated):
+        return _key(part)
+    if not hasattr(part, "key"):
+        part.key = _key(part)
+    return part.key
+
+
 def _key(value: Any) -> str:
-    # version 2 of the format is a function of the value alone: no references to objects that are shared by chance
-    return hashlib.blake2b(marshal.dumps(value, 2), digest_size=16).hexdigest()
+    try:
+        text = json.dumps(value, sort_keys=True)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def drawn(node: NodeTopology) -> Json | None:
