@@ -15,6 +15,8 @@ import pytest
 
 from agent.http.runs import read
 from agent.jobs.launch import Launched, record_of
+from contracts import run_record
+from contracts.run_record import RunRecord
 
 RECORD: dict[str, Any] = {
     "schema_version": 1, "status": "running", "exit_code": None, "reason": None, "host": "sft-0", "notes": [],
@@ -59,7 +61,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]]]
         server.shutdown()
 
 
-def ended(folder: Path, **changed: Any) -> dict[str, Any]:
+def ended(folder: Path, **changed: Any) -> RunRecord:
     """The record after torchrun has ended with 1 because a rank was struck."""
     path = folder / "flight.json"
     path.write_text(json.dumps({**RECORD, **changed}))
@@ -72,9 +74,10 @@ def ended(folder: Path, **changed: Any) -> dict[str, Any]:
 def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[tuple[str, bytes]]) -> None:
     """In flight.json and to the agent, which takes it; the last step on the record stands."""
     record = ended(tmp_path)
-    assert record == {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record["ended_at"]}
-    assert record["ended_at"]
-    assert json.loads((tmp_path / "flight.json").read_text()) == record
+    expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
+    assert record == run_record.record_of(expected)
+    assert record.ended_at
+    assert run_record.read(tmp_path / "flight.json") == record
     ((where, body),) = posted
     assert (where, read(body)) == ("/flights", record)
 
@@ -84,18 +87,18 @@ def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 8, "loss": 2.0}\n{"step": 9, "loss": NaN}\n{"step": 10, "lo')
     os.utime(metrics, (4e9, 4e9))
-    assert ended(tmp_path)["steps_done"] == 9
+    assert ended(tmp_path).steps_done == 9
     os.utime(metrics, (1, 1))
-    assert ended(tmp_path)["steps_done"] == 7
+    assert ended(tmp_path).steps_done == 7
     metrics.write_bytes(b"\xff\n[]\n3\n{}\n")
     os.utime(metrics, (4e9, 4e9))
-    assert ended(tmp_path)["steps_done"] == 7
+    assert ended(tmp_path).steps_done == 7
 
 
 @pytest.mark.parametrize("status", ["complete", "failed"])
 def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[tuple[str, bytes]], status: str) -> None:
     """The agent has it from the job: another record of the same start would be refused."""
-    assert ended(tmp_path, status=status)["status"] == "failed"
+    assert ended(tmp_path, status=status).status == "failed"
     assert json.loads((tmp_path / "flight.json").read_text())["status"] == status
     assert posted == []
 
@@ -105,7 +108,7 @@ def test_an_agent_that_is_away_costs_a_line(
 ) -> None:
     """The record is written all the same."""
     monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
-    assert ended(tmp_path) == json.loads((tmp_path / "flight.json").read_text())
+    assert ended(tmp_path) == run_record.read(tmp_path / "flight.json")
     assert "does not have this run's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
 
 
@@ -115,7 +118,7 @@ def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> N
     path.write_text(json.dumps(RECORD))
     done = Launched(exit_code=-9, seconds=9.0, output=tmp_path / "job.log", last_lines=())
     record = record_of(path, done, path.stat().st_mtime)
-    assert record is not None and record["exit_code"] == 137
+    assert record is not None and record.exit_code == 137
     assert read(path.read_bytes()) == record
 
 
@@ -123,5 +126,5 @@ def test_who_told_the_end_is_known() -> None:
     """By the launcher's own words; a job that wrote no record told nothing."""
     done = Launched(exit_code=3, seconds=9.0, output=Path("job.log"), last_lines=())
     assert not done.told_its_end
-    assert not replace(done, record={**RECORD, "reason": done.fate}).told_its_end
-    assert replace(done, record={**RECORD, "reason": "the loss is not finite"}).told_its_end
+    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.fate})).told_its_end
+    assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).told_its_end

@@ -19,6 +19,7 @@ from drill_register import drill
 from drills_kills import FLIGHT, keep_something, state_lost
 
 from agent.jobs.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
+from contracts.run_record import record_of
 
 DAY_SECONDS = 86400
 
@@ -66,7 +67,9 @@ def _no_room(ground: Ground, *, full: bool) -> list[str]:
         with ground.agent() as agent:
             lost += [] if agent.ready() else [f"the agent is not ready: {agent.words()[-300:]}"]
             status, told = agent.ask("/flights")
-            lost += [] if status == 200 and FLIGHT in told else [f"/flights: {status} {told}"]
+            lost += (
+                [] if status == 200 and record_of(FLIGHT) in map(record_of, told) else [f"/flights: {status} {told}"]
+            )
         lost += state_lost(ground.state)
         lost += [f"left on the disk: {name}" for name in _files(ground.state) - before]
     return [*lost, *ground.after()]

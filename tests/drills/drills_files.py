@@ -18,6 +18,7 @@ from agent.gate import baseline
 from agent.gate.verdict import GateError
 from agent.http.state import State
 from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from contracts.run_record import record_of
 from probes.api import Failed, Probe
 from probes.host.recording import RecordingError, RecordingHost, load
 from probes.registry import ALL
@@ -127,7 +128,7 @@ def state_corrupt(ground: Ground) -> list[str]:
         with _log() as lines:
             view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
         told = "\n".join(lines)
-        lost += [] if FLIGHT in view.flights else ["the good flight is gone"]
+        lost += [] if record_of(FLIGHT) in view.flights else ["the good flight is gone"]
         lost += [] if view.bench is not None or BENCH_FILE in told else [f"{BENCH_FILE} is not named: {told}"]
         lost += [] if len(view.flights) > 1 or bad.name in told else [f"{bad.name} is not named: {told}"]
     return lost
@@ -147,7 +148,7 @@ def state_corrupt_at_start(ground: Ground) -> list[str]:
         served = agent.ask("/flights")
         page = agent.ask("/", Accept="text/html")[0]
         words = agent.words()
-    lost += [] if served[0] == 200 and FLIGHT in served[1] else [f"/flights: {served}"]
+    lost += [] if served[0] == 200 and record_of(FLIGHT) in map(record_of, served[1]) else [f"/flights: {served}"]
     lost += [] if page == 200 else [f"the page: {page}"]
     lost += [f"{name} is not named" for name in (BENCH_FILE, "20260102T000000-1.json") if name not in words]
     return [*lost, *ground.orphans()]

@@ -18,6 +18,7 @@ from agent.cli.exits import EXIT_STOPPED
 from agent.http.state import State
 from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from collectives.bench.results import BenchResult, result_to_json
+from contracts.run_record import record_of
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -49,7 +50,7 @@ def state_lost(folder: Path) -> list[str]:
     snapshot = scan(load(MACHINES / "hgx-h100-8xH100-8hca.json"))
     view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
     lost = [] if view.bench is not None else ["the last benchmark's result is gone"]
-    return lost if FLIGHT in view.flights else [*lost, "the record of an earlier flight is gone"]
+    return lost if record_of(FLIGHT) in view.flights else [*lost, "the record of an earlier flight is gone"]
 
 
 def _stage(ground: Ground) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
 
 from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import Layout
+from contracts.run_record import Bounds, Measured, NamedValue, RunForecast, RunPart, RunRecord
 from finetune.data import collate, pack, prepare
 from finetune.model import build_model, causal_lm, cut
 from finetune.optim import clip_gradients, learning_rate
@@ -181,7 +183,7 @@ FSDP = Layout(world_size=2, dp_shard=2, precision="fp32")
 
 def by_part(found):
     """Measured seconds by part."""
-    return {one["part"]: one["measured_seconds"] for one in found["parts"]}
+    return {one.part: one.measured_seconds for one in found.parts}
 
 
 def test_communication_that_work_hides_is_not_exposed():
@@ -197,16 +199,16 @@ def test_communication_that_work_hides_is_not_exposed():
         Event("aten::mul", 7, 8),
     ]
     found = divide(events, 10.0, 2, FSDP)
-    assert found["communication"]["share"] == pytest.approx(0.4)
-    assert found["communication"]["exposed_share"] == pytest.approx(0.1)
-    assert found["communication"]["seconds_by_kind"] == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
+    assert found.communication.share == pytest.approx(0.4)
+    assert found.communication.exposed_share == pytest.approx(0.1)
+    assert found.communication.seconds_by_kind == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
     assert by_part(found) == pytest.approx(
         {"compute": 1.5, "gather": 0.0, "reduce": 0.5, "optimizer": 1.0, "idle": 2.0}
     )
-    gather = next(one for one in found["parts"] if one["part"] == "gather")
-    assert gather["hidden_seconds"] == pytest.approx(1.5)
+    gather = next(one for one in found.parts if one.part == "gather")
+    assert gather.hidden_seconds == pytest.approx(1.5)
     alone = divide([Event("aten::mm", 0, 1)], 1.0, 1, FSDP)
-    assert alone["communication"] is None
+    assert alone.communication is None
     assert by_part(alone) == {"compute": 1.0, "optimizer": 0.0, "idle": 0.0}
 
 
@@ -247,16 +249,16 @@ def test_a_collective_belongs_to_the_parallelism_that_sends_it(members, kind, sh
 
 def test_a_forecast_without_an_interval_is_not_compared():
     """What was not forecast, or not measured, has no line; the worst communication is named."""
-    now = {"step_seconds": 2.0, "memory_bytes": None, "tokens_per_second": 5.0}
-    said = {"step_seconds": {"low": 1.6, "mid": 1.9, "high": 2.3}, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}
+    measured = Measured(step_seconds=2.0, tokens_per_second=5.0)
+    due = RunForecast(step_seconds=Bounds(low=1.6, mid=1.9, high=2.3), memory_bytes=Bounds(low=1, mid=2, high=3))
     parts = [
-        {"part": "compute", "share": 0.6, "measured_seconds": 1.2},
-        {"part": "gather", "share": 0.31, "measured_seconds": 0.62},
-        {"part": "reduce", "share": 0.02, "measured_seconds": 0.04},
+        RunPart(part="compute", share=0.6, measured_seconds=1.2),
+        RunPart(part="gather", share=0.31, measured_seconds=0.62),
+        RunPart(part="reduce", share=0.02, measured_seconds=0.04),
     ]
-    (line,) = hold_against({**said, "tokens_per_second": 7.0}, now, parts)
-    assert line["line"] == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, all-gather 31 % exposed"
-    assert line["within"]
-    said["time_parts"] = [{"name": "gemm", "value": 1.0}, {"name": "attention", "value": 0.1}]
-    assert [one["forecast_seconds"] for one in beside_forecast(parts, said)] == pytest.approx([1.1, 0.0, 0.0])
-    assert [one["forecast_seconds"] for one in beside_forecast(parts, {})] == [None, None, None]
+    (line,) = hold_against(due, measured, RunRecord(parts=parts).worst)
+    assert line.line == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, all-gather 31 % exposed"
+    assert line.within
+    named = replace(due, time_parts=[NamedValue(name="gemm", value=1.0), NamedValue(name="attention", value=0.1)])
+    assert [one.forecast_seconds for one in beside_forecast(parts, named)] == pytest.approx([1.1, 0.0, 0.0])
+    assert [one.forecast_seconds for one in beside_forecast(parts, RunForecast())] == [None, None, None]
