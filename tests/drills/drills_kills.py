@@ -217,7 +217,7 @@ def _slow_reader(port: int, path: str) -> Iterator[socket.socket]:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.settimeout(120)
         reader.connect(("127.0.0.1", port))
-        reader.sendall(f"GET {path} HTTP/1.1\r\nHost: drill\r\n\r\n".encode())
+        reader.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         yield reader
 
 

@@ -406,7 +406,7 @@ class _Handler(BaseHTTPRequestHandler):
             part = {
                 k: v for k, v in body.items() if (k == "status") == (sub == "status") or k in ("apiVersion", "kind")
             }
-            old = json.loads(json.dumps(old))
+            status, old = 200 if old else 201, json.loads(json.dumps(old))
             if applying and sub == "status":  # fields that the manager no longer applies go, atomic ones are replaced
                 owned = self.api.applied.get((key, query["fieldManager"]), set())
                 replaced = ATOMIC_STATUS if collection.endswith("/nodetopologies") else set()
@@ -416,9 +416,7 @@ class _Handler(BaseHTTPRequestHandler):
             made = merged(old, part)
             made.setdefault("metadata", {}).update(name=name, **({"namespace": namespace} if namespace else {}))
             validate(self.api.kinds[collection], made)
-            self._answer(
-                200 if old else 201, made if query.get("dryRun") else self.api.put(collection, namespace, made)
-            )
+            self._answer(status, made if query.get("dryRun") else self.api.put(collection, namespace, made))
 
 
 def merged(old: Any, new: Any) -> Any:
