@@ -1,6 +1,6 @@
 """Runs probes on a host: in this process for recordings, in a child that may hang or crash for a live machine.
 
-Exceptions are caught here and nowhere else in this room: UnavailableError becomes `Absent`, any other `Failed`.
+Exceptions are caught here and nowhere else in this package: UnavailableError becomes `Absent`, any other `Failed`.
 """
 
 from __future__ import annotations

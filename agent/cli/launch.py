@@ -97,7 +97,7 @@ OF_THIS_HOST = {"folder", "timeout"}
 def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
     """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
 
-    Exit code 0 flown or created, 3 a check or the flight failed, or the job's pods are refused, 5 a required check is
+    Exit code 0 run or created, 3 a check or the run failed, or the job's pods are refused, 5 a required check is
     unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
     """
     from agent.advise import RequestError, advise, with_fsdp

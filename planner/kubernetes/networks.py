@@ -53,11 +53,11 @@ def ranges(given: str, gateway: str | None, count: int) -> list[tuple[str, str |
             f"range={given!r}: {count} interfaces need {count} networks of its size, one after the other, and these "
             f"{f'leave {home}' if home else 'are not private'}; all of them must lie within one of {blocks}"
         )
-    door = ipaddress.ip_address(gateway) if gateway else None
-    if door and door not in first:
+    first_hop = ipaddress.ip_address(gateway) if gateway else None
+    if first_hop and first_hop not in first:
         raise JobError(f"gateway={gateway!r}: must be within range={given!r}: each of {count} interfaces has its own")
     steps = [index * first.num_addresses for index in range(count)]
-    return [(f"{first[0] + step}/{first.prefixlen}", str(door + step) if door else None) for step in steps]
+    return [(f"{first[0] + step}/{first.prefixlen}", str(first_hop + step) if first_hop else None) for step in steps]
 
 
 def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
