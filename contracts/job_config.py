@@ -271,32 +271,45 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     """The value in the type of its field; YAML writes 2e-4 as text, and lists for tuples."""
     options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     for option in options:
-        origin = typing.get_origin(option)
-        if option is type(None) and value is None:
-            return None
-        if origin is Literal and value in typing.get_args(option):
-            return value
-        if origin is Literal and value is False and "no" in typing.get_args(option):
-            return "no"  # YAML 1.1 reads a bare no as false
-        if origin is tuple and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-        if origin is tuple and isinstance(value, str):
-            return (value,)
-        if origin is dict and isinstance(value, dict | None):
-            return dict(value or {})
-        if option is bool and isinstance(value, bool):
-            return value
-        if option is str and isinstance(value, str):
-            return value
-        if option is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if option is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except (ValueError, OverflowError):
-                continue
+        if (found := _as(option, value)) is not _MISFIT:
+            return found
     allowed = " or ".join(_spell(option) for option in options)
     raise ConfigError(f"{name}={value!r}: must be {allowed}")
+
+
+_MISFIT = object()
+
+
+def _as(option: Any, value: Any) -> Any:
+    """The value as one of the types of a field; _MISFIT where it is not of it."""
+    origin = typing.get_origin(option)
+    if origin is Literal:
+        choices = typing.get_args(option)
+        if value is False and "no" in choices:
+            return "no"  # YAML 1.1 reads a bare no as false
+        return value if value in choices else _MISFIT
+    if origin is tuple:
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        return (value,) if isinstance(value, str) else _MISFIT
+    if origin is dict:
+        return dict(value or {}) if isinstance(value, dict | None) else _MISFIT
+    if option is type(None):
+        return None if value is None else _MISFIT
+    return _plain(option, value)
+
+
+def _plain(option: Any, value: Any) -> Any:
+    if isinstance(value, bool):
+        return value if option is bool else _MISFIT
+    if option in (str, int) and isinstance(value, option):
+        return value
+    if option is float and isinstance(value, int | float | str):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            return _MISFIT
+    return _MISFIT
 
 
 def _spell(option: Any) -> str:

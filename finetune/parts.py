@@ -106,15 +106,6 @@ def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layou
         "optimizer": union(optimizer) / steps,
         "idle": max(0.0, wall_seconds - union([*busy, *talking])) / steps,
     }
-    communication = None
-    if talking and wall_seconds > 0:
-        alone = union([*busy, *talking]) - union(busy)
-        share = min(1.0, union(talking) / wall_seconds)
-        communication = Communication(
-            # where nothing hides it, rounding must not make more of the exposed than of the whole
-            share=share, exposed_share=min(share, max(0.0, alone) / wall_seconds),
-            seconds_by_kind=kinds, profiled_seconds=wall_seconds,
-        )  # fmt: skip
     parts = [
         RunPart(
             part=name, measured_seconds=taken[name], share=taken[name] * steps / wall_seconds,
@@ -122,7 +113,21 @@ def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layou
         )
         for name in PARTS if name in taken
     ]  # fmt: skip
-    return Profiled(communication, parts)
+    return Profiled(_communication(busy, talking, kinds, wall_seconds), parts)
+
+
+def _communication(
+    busy: Sequence[Span], talking: Sequence[Span], kinds: dict[str, float], wall_seconds: float
+) -> Communication | None:
+    if not talking or wall_seconds <= 0:
+        return None
+    alone = union([*busy, *talking]) - union(busy)
+    share = min(1.0, union(talking) / wall_seconds)
+    # where nothing hides it, rounding must not make more of the exposed than of the whole
+    return Communication(
+        share=share, exposed_share=min(share, max(0.0, alone) / wall_seconds), seconds_by_kind=kinds,
+        profiled_seconds=wall_seconds,
+    )  # fmt: skip
 
 
 def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:

@@ -138,7 +138,6 @@ def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu
 def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     why = []
-    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, shape.num_hidden_layers
     if layout.cp > 1:
         why.append(f"cp={layout.cp}: context parallelism is not implemented")
     if layout.ep > 1:
@@ -151,37 +150,47 @@ def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> l
         why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")
     if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
         why.append("offload='all': needs dp_shard > 1")
-    if layout.tp > 1 and (heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp):
+    if layout.tp > 1:
+        why += _tensor_parallel(layout, shape, lora, packing)
+    if layout.pp > 1:
+        why += _pipeline(layout, shape)
+    return why
+
+
+def _tensor_parallel(layout: Layout, shape: Any, lora: bool, packing: bool) -> list[str]:
+    why = []
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp:
         why.append(
             f"tp={layout.tp}: must divide {heads} heads, {kv_heads} key/value heads and "
             f"intermediate size {shape.intermediate_size}"
         )
-    if layout.tp > 1 and getattr(shape, "quantization_config", None) is not None:
+    if getattr(shape, "quantization_config", None) is not None:
         why.append(f"tp={layout.tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split")
-    if layout.sequence_parallel and layout.tp > 1 and lora:
+    if layout.sequence_parallel and lora:
         why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
-    if layout.sequence_parallel and layout.tp > 1 and packing:
+    if layout.sequence_parallel and packing:
         why.append("sequence_parallel with packing: ranks would see a part of the row boundaries only")
-    if layout.sequence_parallel and layout.tp > 1 and (mask := _mask_of(shape)):
+    if layout.sequence_parallel and (mask := _mask_of(shape)):
         why.append(f"sequence_parallel with {mask}: its mask would be built for one rank's part of the sequence")
-    stages = layout.pp * layout.virtual_stages
-    if layout.pp > 1:
-        if layout.stage_layers and sum(layout.stage_layers) != layers:
-            why.append(
-                f"stage_layers={layout.stage_layers}: add up to {sum(layout.stage_layers)}, the model has {layers}"
-            )
-        if stages > layers or 0 in layout.stage_layers:
-            why.append(f"{stages} pipeline stages: the model has {layers} layers, each stage needs one")
-        if layout.gradient_accumulation < layout.pp:
-            why.append(
-                f"gradient_accumulation={layout.gradient_accumulation}: a pipeline needs at least pp={layout.pp}"
-            )
-        if layout.schedule == "interleaved" and layout.gradient_accumulation % layout.pp:
-            why.append(
-                f"gradient_accumulation={layout.gradient_accumulation}: interleaved needs a multiple of pp={layout.pp}"
-            )
-        if getattr(shape, "tie_word_embeddings", False):
-            why.append("pp with tied embeddings: first and last stage would each train their own copy")
+    return why
+
+
+def _pipeline(layout: Layout, shape: Any) -> list[str]:
+    why = []
+    stages, layers = layout.pp * layout.virtual_stages, shape.num_hidden_layers
+    if layout.stage_layers and sum(layout.stage_layers) != layers:
+        why.append(f"stage_layers={layout.stage_layers}: add up to {sum(layout.stage_layers)}, the model has {layers}")
+    if stages > layers or 0 in layout.stage_layers:
+        why.append(f"{stages} pipeline stages: the model has {layers} layers, each stage needs one")
+    if layout.gradient_accumulation < layout.pp:
+        why.append(f"gradient_accumulation={layout.gradient_accumulation}: a pipeline needs at least pp={layout.pp}")
+    if layout.schedule == "interleaved" and layout.gradient_accumulation % layout.pp:
+        why.append(
+            f"gradient_accumulation={layout.gradient_accumulation}: interleaved needs a multiple of pp={layout.pp}"
+        )
+    if getattr(shape, "tie_word_embeddings", False):
+        why.append("pp with tied embeddings: first and last stage would each train their own copy")
     return why
 
 

@@ -75,20 +75,29 @@ def _on_hub(config: JobConfig, split: str) -> list[Path]:
 
 def choose_files(paths: Sequence[str], card: Path | None, part: str | None, split: str, where: str) -> list[str]:
     """The files of one split, of the named part of the data set (dataset_config) where it has several."""
-    parts = _parts(card, where) if card else {}
-    if parts:
-        if part is None and len(parts) > 1 and "default" not in parts:
-            raise ConfigError(f"{where}: dataset_config must be one of {', '.join(sorted(parts))}")
-        part = part or ("default" if "default" in parts else next(iter(parts)))
-        if part not in parts:
-            raise ConfigError(f"{where}: dataset_config={part!r}: must be one of {', '.join(sorted(parts))}")
-        if split not in parts[part]:
-            raise ConfigError(f"{where}: no split {split!r}: {part} has {', '.join(sorted(parts[part]))}")
-        wanted = parts[part][split]
-        found = sorted(p for p in paths if any(fnmatch.fnmatchcase(p, w.removeprefix("./")) for w in wanted))
-        if not found:
-            raise ConfigError(f"{where}: no {', '.join(FORMATS)} file matches {', '.join(wanted)} (README.md)")
-        return found
+    if card and (parts := _parts(card, where)):
+        return _of_card(parts, paths, part, split, where)
+    return _by_name(paths, part, split, where)
+
+
+def _of_card(
+    parts: dict[str, dict[str, list[str]]], paths: Sequence[str], part: str | None, split: str, where: str
+) -> list[str]:
+    if part is None and len(parts) > 1 and "default" not in parts:
+        raise ConfigError(f"{where}: dataset_config must be one of {', '.join(sorted(parts))}")
+    part = part or ("default" if "default" in parts else next(iter(parts)))
+    if part not in parts:
+        raise ConfigError(f"{where}: dataset_config={part!r}: must be one of {', '.join(sorted(parts))}")
+    if split not in parts[part]:
+        raise ConfigError(f"{where}: no split {split!r}: {part} has {', '.join(sorted(parts[part]))}")
+    wanted = parts[part][split]
+    found = sorted(p for p in paths if any(fnmatch.fnmatchcase(p, w.removeprefix("./")) for w in wanted))
+    if not found:
+        raise ConfigError(f"{where}: no {', '.join(FORMATS)} file matches {', '.join(wanted)} (README.md)")
+    return found
+
+
+def _by_name(paths: Sequence[str], part: str | None, split: str, where: str) -> list[str]:
     if part is not None and any(part in path.split("/")[:-1] for path in paths):
         paths = [path for path in paths if part in path.split("/")[:-1]]
     named = [p for p in paths if Path(p).stem.split("-")[0] == split or split in p.split("/")[:-1]]

@@ -57,8 +57,6 @@ def observe(engine: Engine) -> EffectiveLayout:
     for module in engine.modules:
         if isinstance(module, DistributedDataParallel):
             degrees["dp_replicate"] = dist.get_world_size(module.process_group)
-    wrapper = {"FSDP" if isinstance(m, FSDPModule) else "DDP" if isinstance(m, DistributedDataParallel) else "none"
-               for m in engine.modules}  # fmt: skip
     stages = engine.schedule
     return EffectiveLayout(
         dp_replicate=degrees["dp_replicate"],
@@ -68,7 +66,7 @@ def observe(engine: Engine) -> EffectiveLayout:
         pp=dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
         schedule=type(stages).__name__ if stages is not None else None,
         stage_layers=[len(chunk.layers) for chunk in engine.chunks],
-        wrapper="+".join(sorted(wrapper)),
+        wrapper="+".join(sorted({_wrapper(module) for module in engine.modules})),
         backend=backend_of(engine.device),
         precision=_precision(engine),
         reshard_after_forward=_reshards(engine),
@@ -81,6 +79,12 @@ def observe(engine: Engine) -> EffectiveLayout:
         local_parameter_bytes=local_bytes,
         device=str(engine.device),
     )
+
+
+def _wrapper(module: torch.nn.Module) -> str:
+    if isinstance(module, FSDPModule):
+        return "FSDP"
+    return "DDP" if isinstance(module, DistributedDataParallel) else "none"
 
 
 def backend_of(device: torch.device) -> str:
@@ -121,29 +125,13 @@ def compare(asked: Layout, got: EffectiveLayout, environment: Mapping[str, str])
         for name in ("world_size", "dp_replicate", "dp_shard", "tp", "pp", "precision")
         if getattr(asked, name) != getattr(got, name)
     ]
-    if asked.dp_shard > 1 and got.wrapper != "FSDP":
-        wrong.append(f"asked {asked.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}")
-    if asked.dp_shard > 1 and got.unsharded_parameters:
-        wrong.append(f"{got.unsharded_parameters} parameters are not sharded over dp_shard")
-    if asked.dp_shard > 1 and asked.tp == 1:
-        allowed = (got.parameter_bytes or 0) / asked.dp_shard * PADDING + 65536
-        if (got.local_parameter_bytes or 0) > allowed:
-            wrong.append(
-                f"this rank holds {got.local_parameter_bytes} of {got.parameter_bytes} parameter bytes, "
-                f"a share of 1/{asked.dp_shard} was asked for"
-            )
-    reshards = asked.reshard_after_forward and asked.sharding == "zero3"
-    if asked.dp_shard > 1 and got.reshard_after_forward != reshards:
-        wrong.append(f"reshard_after_forward: asked {reshards}, got {got.reshard_after_forward}")
+    if asked.dp_shard > 1:
+        wrong += _sharding(asked, got)
     split, projections = got.split_projections
     if asked.tp > 1 and split != projections:
         wrong.append(f"tp={asked.tp}: {split} of {projections} projections are split")
     if asked.pp > 1:
-        names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-        if got.schedule != names[asked.schedule]:
-            wrong.append(f"schedule: asked {asked.schedule}, got {got.schedule}")
-        if asked.stage_layers and not set(got.stage_layers) <= set(asked.stage_layers):
-            wrong.append(f"stage_layers: asked {asked.stage_layers}, this rank holds {got.stage_layers}")
+        wrong += _pipeline(asked, got)
     checkpointed = got.checkpointed_layers == sum(got.stage_layers)
     if checkpointed != (asked.checkpointing != "none"):
         wrong.append(f"checkpointing: asked {asked.checkpointing}, {got.checkpointed_layers} layers do it")
@@ -155,6 +143,35 @@ def compare(asked: Layout, got: EffectiveLayout, environment: Mapping[str, str])
     for name, value in environment.items():
         if os.environ.get(name) != value:
             wrong.append(f"environment: the plan sets {name}={value}, this process has {os.environ.get(name)!r}")
+    return wrong
+
+
+def _sharding(asked: Layout, got: EffectiveLayout) -> list[str]:
+    wrong = []
+    if got.wrapper != "FSDP":
+        wrong.append(f"asked {asked.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}")
+    if got.unsharded_parameters:
+        wrong.append(f"{got.unsharded_parameters} parameters are not sharded over dp_shard")
+    if asked.tp == 1:
+        allowed = (got.parameter_bytes or 0) / asked.dp_shard * PADDING + 65536
+        if (got.local_parameter_bytes or 0) > allowed:
+            wrong.append(
+                f"this rank holds {got.local_parameter_bytes} of {got.parameter_bytes} parameter bytes, "
+                f"a share of 1/{asked.dp_shard} was asked for"
+            )
+    reshards = asked.reshard_after_forward and asked.sharding == "zero3"
+    if got.reshard_after_forward != reshards:
+        wrong.append(f"reshard_after_forward: asked {reshards}, got {got.reshard_after_forward}")
+    return wrong
+
+
+def _pipeline(asked: Layout, got: EffectiveLayout) -> list[str]:
+    wrong = []
+    names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+    if got.schedule != names[asked.schedule]:
+        wrong.append(f"schedule: asked {asked.schedule}, got {got.schedule}")
+    if asked.stage_layers and not set(got.stage_layers) <= set(asked.stage_layers):
+        wrong.append(f"stage_layers: asked {asked.stage_layers}, this rank holds {got.stage_layers}")
     return wrong
 
 

@@ -133,10 +133,7 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
     between GPUs of one NUMA node, is such an answer; NODE everywhere is what one real socket looks like.
     """
     known = Pairs(pairs)
-    names = [gpu.name for gpu in gpus]
-    across = [known.label(gpu, nic.name) for gpu in names for nic in nics]
-    among = [known.label(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    seen = {level(label) for label in across + [label for label in among if not nvlinks(label)]} - {UNKNOWN}
+    seen = _pcie_levels(gpus, nics, known)
     if len(seen) != 1 or len(gpus) < 2:
         return None
     (label,) = seen
@@ -154,6 +151,13 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
     return f"{shared} share a NUMA node and yet are SYS apart: the PCIe tree is hidden" if shared else None
+
+
+def _pcie_levels(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs) -> set[str]:
+    names = [gpu.name for gpu in gpus]
+    across = [known.label(gpu, nic.name) for gpu in names for nic in nics]
+    among = [known.label(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    return {level(label) for label in across + [label for label in among if not nvlinks(label)]} - {UNKNOWN}
 
 
 def _span(affinities: set[str]) -> str:

@@ -25,7 +25,7 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts
-from probes.rdma.facts import RdmaFacts
+from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.check import by_gdr, farthest_gdr
 from topology.graph import NodeTopology, nvlinks
 
@@ -220,19 +220,16 @@ def seen(snapshot: Snapshot, node: NodeTopology) -> Seen:
     limits, found = snapshot.facts(LimitsFacts), snapshot.facts(InterfacesFacts)
     answering = [gpu for gpu in gpus.gpus if gpu.error is None] if gpus else []
     why = {name: _why(snapshot, name) for name in ("gpu", "rdma", "limits", "interfaces", "pci")}
-    able = [d for d in rdma.devices if d.kind in ("hca", "efa")] if rdma else []
-    active = [d for d in able if any(port.state == "ACTIVE" for port in d.ports)]
+    active = _active(rdma)
     none = _absent(snapshot, "gpu")
     return Seen(
         gpus=len(answering) if gpus and not gpus.driver_error else 0 if none else None,
         models=tuple(gpu.name for gpu in answering),
         links=_pairs(node) if node.nvlink_known or not node.gpus else None,
         hcas=len(active) if rdma and not _unread_ports(rdma) else 0 if _absent(snapshot, "rdma") else None,
-        rates=tuple((d.name, sum(p.rate_bytes_per_second or 0.0 for p in d.ports if p.state == "ACTIVE") or None)
-                    for d in active),
+        rates=tuple((d.name, _active_rate(d)) for d in active),
         gdr=_gdr(snapshot, node),
-        memlock=None if limits is None or not limits.memlock_known
-        else UNLIMITED if limits.memlock_soft_bytes is None else limits.memlock_soft_bytes,
+        memlock=_memlock(limits),
         shm=limits.shm_size_bytes if limits and not limits.of_agent else None,
         interfaces=None if found is None else {
             i.name: _lacks(up=i.up, running=i.running, addresses=i.addresses) for i in found.interfaces},
@@ -244,6 +241,21 @@ def seen(snapshot: Snapshot, node: NodeTopology) -> Seen:
             "gdr": why["pci"] or why["rdma"],
         },
     )  # fmt: skip
+
+
+def _active(rdma: RdmaFacts | None) -> list[RdmaDevice]:
+    able = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
+    return [device for device in able if any(port.state == "ACTIVE" for port in device.ports)]
+
+
+def _active_rate(device: RdmaDevice) -> float | None:
+    return sum(port.rate_bytes_per_second or 0.0 for port in device.ports if port.state == "ACTIVE") or None
+
+
+def _memlock(limits: LimitsFacts | None) -> int | str | None:
+    if limits is None or not limits.memlock_known:
+        return None
+    return UNLIMITED if limits.memlock_soft_bytes is None else limits.memlock_soft_bytes
 
 
 def _unread_ports(rdma: RdmaFacts) -> bool:
@@ -305,11 +317,7 @@ def checks_of(wanted: Expectation, found: Seen, node: str) -> tuple[Check, ...]:
     if wanted.gpus is not None:
         judged.append((f"gpus={wanted.gpus}", _least(found.gpus, wanted.gpus), f"{_number(found.gpus)} GPUs answer"))
     if wanted.gpu is not None:
-        odd = [model for model in found.models if wanted.gpu.lower() not in (model or "").lower()]
-        named = all(found.models)
-        met = None if found.gpus is None or (not named and not any(odd)) else bool(found.models) and not odd
-        what = ", ".join(dict.fromkeys(model or "unknown model" for model in found.models)) or "no GPU"
-        judged.append((f"gpu={wanted.gpu}", met, what))
+        judged.append((f"gpu={wanted.gpu}", *_model(wanted.gpu, found)))
     if wanted.nvlink is not None:
         judged.append((f"nvlink=NV{wanted.nvlink}", *_nvlink(wanted.nvlink, found)))
     if wanted.hcas is not None:
@@ -328,14 +336,23 @@ def checks_of(wanted: Expectation, found: Seen, node: str) -> tuple[Check, ...]:
         have = f"shared memory is {_amount(found.shm)}"
         judged.append((f"shm={_typed(wanted.shm)}", _least(found.shm, wanted.shm), have))
     if wanted.driver is not None:
-        met = None if found.driver is None else _parts(found.driver) >= _parts(wanted.driver)
-        if found.driver is None and found.gpus == 0:
-            met = False
-        judged.append((f"driver={wanted.driver}", met, f"the driver is {found.driver or 'unknown'}"))
+        judged.append((f"driver={wanted.driver}", *_driver(wanted.driver, found)))
     judged += [(f"interface={name}", *_interface(name, found)) for name in wanted.interface]
     why = found.why or {}
     return tuple(_check(node, subject, met, have, why.get(subject.partition("=")[0], ""))
                  for subject, met, have in judged)  # fmt: skip
+
+
+def _model(wanted: str, found: Seen) -> tuple[bool | None, str]:
+    odd = [model for model in found.models if wanted.lower() not in (model or "").lower()]
+    met = None if found.gpus is None or (not all(found.models) and not any(odd)) else bool(found.models) and not odd
+    return met, ", ".join(dict.fromkeys(model or "unknown model" for model in found.models)) or "no GPU"
+
+
+def _driver(wanted: str, found: Seen) -> tuple[bool | None, str]:
+    if found.driver is None:
+        return False if found.gpus == 0 else None, "the driver is unknown"
+    return _parts(found.driver) >= _parts(wanted), f"the driver is {found.driver}"
 
 
 def _check(node: str, subject: str, met: bool | None, have: str, why: str) -> Check:

@@ -89,7 +89,6 @@ def _per_probe(
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     index = {gpu.name: str(gpu.index) for gpu in node.gpus}
-    nics = {nic.name for nic in node.nics}
     between = [(index[p.a], index[p.b], p) for p in node.pairs if p.a in index and p.b in index]
     both = [*between, *((b, a, p) for a, b, p in between)]
     yield "gpu_link_info", [((a, b, p.label), 1.0) for a, b, p in both]
@@ -97,13 +96,7 @@ def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     yield "gpu_link_nvlinks", [((a, b), float(p.nvlinks)) for a, b, p in both if node.nvlink_known]
     expected: Values = [((a, b), p.bytes_per_second) for a, b, p in both if p.bytes_per_second]
     yield "gpu_link_expected_bytes_per_second", expected
-    nearest = {near.gpu: set(near.nics) for near in node.nearest_nic}
-    to_nics: list[tuple[str, str, str, Pair]] = []
-    for pair in node.pairs:
-        gpu, nic = (pair.a, pair.b) if pair.a in index else (pair.b, pair.a)
-        if gpu in index and nic in nics:
-            near = "true" if nic in nearest.get(gpu, ()) else "false"
-            to_nics.append((index[gpu], nic, near, pair))
+    to_nics = _to_nics(node, index)
     yield "gpu_nic_info", [((gpu, nic, p.label, near), 1.0) for gpu, nic, near, p in to_nics]
     yield "gpu_nic_distance", [((gpu, nic), float(p.path)) for gpu, nic, _, p in to_nics if p.path is not None]
     closest: Values = [
@@ -116,6 +109,18 @@ def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
             key = (each.op, each.scope)
             derived[key] = min(derived.get(key, each.busbw_bytes_per_second), each.busbw_bytes_per_second)
     yield "expected_busbw_bytes_per_second", list(derived.items())
+
+
+def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, str, Pair]]:
+    """GPU, NIC, whether it is one of its nearest, and what joins them."""
+    nics = {nic.name for nic in node.nics}
+    nearest = {near.gpu: set(near.nics) for near in node.nearest_nic}
+    found: list[tuple[str, str, str, Pair]] = []
+    for pair in node.pairs:
+        gpu, nic = (pair.a, pair.b) if pair.a in index else (pair.b, pair.a)
+        if gpu in index and nic in nics:
+            found.append((index[gpu], nic, "true" if nic in nearest.get(gpu, ()) else "false", pair))
+    return found
 
 
 def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:

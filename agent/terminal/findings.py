@@ -64,18 +64,23 @@ def finding(out: Console, group: Group, *, named: bool = False) -> None:
         else:
             indented(out, "" if one else escape(some(group.subjects, "on ")))
     else:
-        for check in group.checks[:SHOWN]:
-            told = check.subject and not one and not check.message.startswith(check.subject)
-            where = f"{check.node}: " if nodes else ""
-            indented(out, escape(f"{where}{check.subject}: {check.message}" if told else f"{where}{check.message}"))
-        if group.size > SHOWN:
-            indented(out, f"and {group.size - SHOWN} more")
+        _each(out, group, named=bool(nodes), subjects=not one)
     indented(out, escape(some(nodes, "nodes " if len(nodes) > 1 else "node ")))
     if group.status in ("fail", "warn"):
         for check in group.checks[: len(group.codes) if group.trouble else 1]:  # those of the first device
             for line in check.evidence[:4]:
                 indented(out, f"[dim]{escape(line)}[/dim]")
         indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
+
+
+def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
+    """A line per check of a group whose messages differ."""
+    for check in group.checks[:SHOWN]:
+        told = check.subject and subjects and not check.message.startswith(check.subject)
+        where = f"{check.node}: " if named else ""
+        indented(out, escape(f"{where}{check.subject}: {check.message}" if told else f"{where}{check.message}"))
+    if group.size > SHOWN:
+        indented(out, f"and {group.size - SHOWN} more")
 
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:

@@ -66,25 +66,9 @@ def facts_lines(facts: object) -> list[str]:
         text = f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}"
         return [text + (f"; not answering: {lost}" if lost else "")]
     if isinstance(facts, RdmaFacts):
-        lines = []
-        for device in facts.devices:
-            for port in device.ports:
-                lines.append(
-                    f"{device.name}:{port.port} {device.kind} {port.state or 'state unknown'} "
-                    f"{port.rate_text or units.bits(port.rate_bytes_per_second)} {port.link_layer or ''}"
-                    f"{f' netdev {port.netdev}' if port.netdev else ''}"
-                )
-            if not device.ports:
-                lines.append(f"{device.name} {device.kind}, no port")
-        return lines or ["no device"]
+        return _rdma_lines(facts)
     if isinstance(facts, InterfacesFacts):
-        return [
-            f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} "
-            f"{units.bits(i.speed_bytes_per_second) if i.speed_bytes_per_second else 'speed unknown'} "
-            f"{' '.join(i.addresses[:2])}"
-            f"{' ← NCCL takes this one' if i.name == facts.nccl_choice else ''}"
-            for i in facts.interfaces
-        ]
+        return _interface_lines(facts)
     if isinstance(facts, LimitsFacts):
         soft = (
             "unlimited"
@@ -94,6 +78,30 @@ def facts_lines(facts: object) -> list[str]:
         return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     devices = getattr(facts, "devices", None)
     return [units.count(len(devices), "PCI device") if devices is not None else type(facts).__name__]
+
+
+def _rdma_lines(facts: RdmaFacts) -> list[str]:
+    lines = []
+    for device in facts.devices:
+        for port in device.ports:
+            lines.append(
+                f"{device.name}:{port.port} {device.kind} {port.state or 'state unknown'} "
+                f"{port.rate_text or units.bits(port.rate_bytes_per_second)} {port.link_layer or ''}"
+                f"{f' netdev {port.netdev}' if port.netdev else ''}"
+            )
+        if not device.ports:
+            lines.append(f"{device.name} {device.kind}, no port")
+    return lines or ["no device"]
+
+
+def _interface_lines(facts: InterfacesFacts) -> list[str]:
+    return [
+        f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} "
+        f"{units.bits(i.speed_bytes_per_second) if i.speed_bytes_per_second else 'speed unknown'} "
+        f"{' '.join(i.addresses[:2])}"
+        f"{' ← NCCL takes this one' if i.name == facts.nccl_choice else ''}"
+        for i in facts.interfaces
+    ]
 
 
 def _counted(number: int | None, one: str) -> str:

@@ -48,17 +48,7 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     chosen = next((i for i in facts.interfaces if i.name == name), None)
     if chosen is None:
         if facts.source == "netlink":
-            yield Finding(
-                code="interfaces.choice.none",
-                severity=Severity.FAIL,
-                subject="",
-                message="No interface is up, running and has an address: NCCL and gloo cannot start.",
-                evidence=tuple(
-                    f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses"
-                    for i in facts.interfaces[:16]
-                ),
-                remedy="Bring one interface up with an address that the other nodes reach.",
-            )
+            yield _nothing_usable(facts)
         return
     if chosen.role == "loopback" and (finding := _only_loopback(facts, chosen)):
         yield finding
@@ -86,6 +76,19 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         ),
         evidence=tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
         remedy=_named(chosen, better, others),
+    )
+
+
+def _nothing_usable(facts: InterfacesFacts) -> Finding:
+    return Finding(
+        code="interfaces.choice.none",
+        severity=Severity.FAIL,
+        subject="",
+        message="No interface is up, running and has an address: NCCL and gloo cannot start.",
+        evidence=tuple(
+            f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in facts.interfaces[:16]
+        ),
+        remedy="Bring one interface up with an address that the other nodes reach.",
     )
 
 
@@ -238,6 +241,10 @@ def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
             evidence=tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in members[:16]),
             remedy="Set one MTU on all of them, and on the switches between the hosts.",
         )
+    yield from _slower_than_siblings(facts, members)
+
+
+def _slower_than_siblings(facts: InterfacesFacts, members: list[Interface]) -> Iterator[Finding]:
     drivers: dict[str, list[Interface]] = {}
     wired = [i for i in facts.interfaces if i.running and i.speed_bytes_per_second and i.kind not in ON_A_WIRE]
     for interface in wired:
