@@ -155,7 +155,7 @@ def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
     names = Counter(gpu.name for gpu in gpus if gpu.name)
     if len(names) > 1:
         what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
-        # Between generations dense rates differ by two and more, within one by little (planner/forecast/hardware.py).
+        # Between generations dense rates differ by two and more, within one by little (hardware/gpus.toml).
         generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
         yield finding(
             "gpu.device.mixed", Severity.FAIL if len(generations) > 1 else Severity.WARN, "",
