@@ -67,9 +67,11 @@ class Steady:
     looks: tuple[resident.Memory, ...]
 
     def grown(self) -> tuple[float, int]:
-        """(MiB, descriptors) from the first look to the last."""
-        first, last = self.looks[0], self.looks[-1]
-        return last.resident + last.children - first.resident - first.children, last.descriptors - first.descriptors
+        """(MiB, descriptors) from the first third, in which caches fill, to the end; connections come and go."""
+        third = len(self.looks) // 3
+        first, last = self.looks[third], self.looks[-1]
+        open_at_end = min(look.descriptors for look in self.looks[-third:])
+        return last.resident + last.children - first.resident - first.children, open_at_end - first.descriptors
 
 
 def help_seconds(times: int = 9) -> tuple[tuple[float, float], tuple[float, float]]:
