@@ -32,7 +32,7 @@ from agent.http.server import create
 from agent.http.state import State
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler, result_to_json
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
-from contracts.run_record import RunRecord, record_of
+from contracts.run_record import RunRecord, dumps, record_of
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -167,7 +167,7 @@ def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactor
             state = folder / machine
             (state / "flights").mkdir(parents=True)
             (state / "bench.json").write_text(json.dumps(result_to_json(bench(machine))))
-            (state / "flights" / "1.json").write_text(json.dumps(flight(machine)))
+            (state / "flights" / "1.json").write_text(dumps(flight(machine)))
         command = [str(Path(sys.executable).with_name("topoflight")), "serve", "--port", "0"]
         command += ["--host", str(MACHINES / f"{HEALTHY}.json"), "--interval", "3600", "--state", str(folder / HEALTHY)]
         running[HEALTHY] = start(command, folder / f"{HEALTHY}.log")
