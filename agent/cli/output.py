@@ -52,6 +52,8 @@ def waiting(text: str) -> Iterator[None]:
         _waiting[-1].update(text)
         yield
     elif sys.stderr.isatty():
+        from rich.console import Console
+
         with Console(stderr=True, highlight=False, emoji=False).status(text) as shown:
             _waiting.append(shown)
             try:
@@ -68,6 +70,8 @@ class Progress:
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._live = sys.stderr.isatty() and not quiet
+        from rich.console import Console
+
         self._console = Console(stderr=True, highlight=False, emoji=False)
         self._status: Any = None
 
