@@ -64,7 +64,7 @@ def test_the_fine_tune_learnt(report: dict[str, Any]) -> None:
     """The loss at the end is below half of that at the start, and adapter and checkpoint are there."""
     flight = report["flight"]
     assert flight["status"] == "complete"
-    assert flight["loss_last"] < LOSS_RATIO * flight["loss_first"]
+    assert flight["loss"]["last"] < LOSS_RATIO * flight["loss"]["first"]
     assert (Path(flight["adapter"]) / "adapter_config.json").exists()
     assert Path(flight["checkpoint"]).is_dir()
 
@@ -72,7 +72,7 @@ def test_the_fine_tune_learnt(report: dict[str, Any]) -> None:
 def test_asked_is_got(report: dict[str, Any]) -> None:
     """FSDP over two ranks, sharded as DTensors: neither DDP nor a single process."""
     asked = report["recommendation"]["chosen"]["layout"]
-    effective = report["flight"]["effective"]
+    effective = report["flight"]["layout"]["effective"]
     assert asked["dp_shard"] == 2
     assert effective["world_size"] == 2
     assert effective["wrapper"] == "FSDP"
