@@ -24,19 +24,23 @@ class Weights:
     dense_mlp_per_layer: int  # of a layer without experts, where a mixture has some
     dense_layers: int  # 0 where all layers are alike
     small_per_layer: int  # norms and biases
+    linear_per_layer: int  # attention, norms and biases of a layer with linear attention
+    linear_layers: int
     embedding: int  # with position table
     head: int  # 0 where tied
     layers: int
 
     @property
     def layer(self) -> int:
-        """Weights of one layer; of a mixture with dense layers, of one with experts."""
+        """Weights of one layer with full attention; of a mixture with dense layers, of one with experts."""
         return self.attention_per_layer + self.mlp_per_layer + self.small_per_layer
 
     @property
     def all_layers(self) -> int:
         """Weights of all layers."""
-        return self.layers * self.layer - self.dense_layers * (self.mlp_per_layer - self.dense_mlp_per_layer)
+        linear = self.linear_layers * (self.attention_per_layer + self.small_per_layer - self.linear_per_layer)
+        dense = self.dense_layers * (self.mlp_per_layer - self.dense_mlp_per_layer)
+        return self.layers * self.layer - linear - dense
 
     @property
     def total(self) -> int:
@@ -44,32 +48,82 @@ class Weights:
         return self.all_layers + self.embedding + self.head
 
 
-@lru_cache(maxsize=256)
-def weights(model: ModelSpec) -> Weights:
-    """Count the weights."""
+def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
+    """Columns in and out of attention's projections on one of `tp` ranks, queries, keys and values as one.
+
+    Keys and values have at least a head each on every rank. Multi-head latent attention (arXiv 2405.04434) goes through
+    low ranks that no rank splits; its value heads may be narrower than `head_dim`.
+    """
+    h, heads = float(model.hidden), model.heads / tp
+    q, values = heads * model.head_dim, heads * (model.value_dim or model.head_dim)
+    if model.kv_rank:
+        into_q = ((h, float(model.q_rank)), (float(model.q_rank), q)) if model.q_rank else ((h, q),)
+        plain = heads * (model.head_dim - model.rope_dim)
+        return (
+            *into_q,
+            (h, float(model.kv_rank + model.rope_dim)),
+            (float(model.kv_rank), plain + values),
+            (values, h),
+        )
+    kv = model.kv_heads * model.head_dim / min(tp, model.kv_heads)
+    # Qwen 3 Next's queries come with a gate as wide.
+    return (h, q * (2 if model.family == "qwen3_next" else 1) + 2.0 * kv), (q, h)
+
+
+def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
+    """The same of linear attention: queries, keys, values and their gate, two numbers per head; the output."""
+    h = float(model.hidden)
+    keys, values = model.linear_key_width / tp, model.linear_value_width / tp
+    return (float(model.hidden), 2.0 * keys + 2.0 * values + 2.0 * model.linear_heads / tp), (
+        values,
+        float(model.hidden),
+    )
+
+
+def _small(model: ModelSpec) -> tuple[int, int]:
+    """Norms and biases of a layer with full attention, and of one with linear attention."""
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = h * q + 2 * h * kv + q * h
-    matrices = 3 if model.gated_mlp else 2
-    mlp = active = dense = matrices * h * model.ffn
-    routed = 0
-    if model.experts:
-        one = matrices * h * model.expert_ffn
-        # A shared expert comes with a gate of one column.
-        every = h * model.experts + (matrices * h * model.shared_expert_ffn + h if model.shared_expert_ffn else 0)
-        routed = model.experts * one
-        mlp, active = routed + every, model.experts_per_token * one + every
-    small = 2 * h * (2 if model.family == "gemma2" else 1)
-    if model.family in ("qwen3", "qwen3_moe"):  # q_norm and k_norm
+    norms = 2 * h * (2 if model.family in ("gemma2", "gemma3") else 1)
+    small = norms + model.q_rank + model.kv_rank
+    if model.qk_norm or model.family in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3"):
         small += 2 * model.head_dim
+    if model.family == "gpt_oss":  # attention sinks
+        small += model.heads
     if model.attention_bias:
-        small += q + 2 * kv + (0 if model.family in ("gpt2", "qwen2", "qwen2_moe") else h)  # Qwen 2's o_proj has none
+        small += q + 2 * kv + (0 if model.family in ("gpt2", "qwen2", "qwen2_moe", "glm4_moe") else h)
     if model.mlp_bias:
         small += 2 * model.ffn + h
     if model.family == "gpt2":
         small += 2 * h + h + model.ffn + h  # norm biases, projection and MLP biases
+    # Beside the norms: a filter of four tokens, decay and step of each head, the norm of a head.
+    linear = norms + 4 * (2 * model.linear_key_width + model.linear_value_width) + 2 * model.linear_heads
+    linear += model.linear_value_width // model.linear_heads if model.linear_heads else 0
+    return small, linear if model.linear_layers else 0
+
+
+@lru_cache(maxsize=256)
+def weights(model: ModelSpec) -> Weights:
+    """Count the weights."""
+    h = model.hidden
+    matrices = 3 if model.gated_mlp else 2
+    mlp = active = dense = matrices * h * model.ffn
+    routed = 0
+    if model.experts:
+        one, every = matrices * h * model.expert_ffn, h * model.experts
+        if model.family == "gpt_oss":  # biases of the experts and of their router
+            one, every = one + (matrices - 1) * model.expert_ffn + h, every + model.experts
+        if model.shared_expert_ffn:  # Qwen's comes with a gate of one column
+            gate = h if model.family in ("qwen2_moe", "qwen3_next") else 0
+            every += matrices * h * model.shared_expert_ffn + gate
+        routed = model.experts * one
+        mlp, active = routed + every, model.experts_per_token * one + every
+    small, linear_small = _small(model)
+    linear = sum(into * out for into, out in linear_products(model)) + linear_small
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
     return Weights(
-        attention_per_layer=attention,
+        attention_per_layer=round(sum(into * out for into, out in attention_products(model))),
+        linear_per_layer=round(linear) if model.linear_layers else 0,
+        linear_layers=model.linear_layers,
         mlp_per_layer=mlp,
         active_mlp_per_layer=active,
         routed_per_layer=routed,
@@ -183,7 +237,16 @@ class ModelSpec:
     vocab: int
     tied_embeddings: bool = False
     gated_mlp: bool = True  # SwiGLU: three matrices
-    attention_bias: bool = False
+    attention_bias: bool = False  # of queries, keys and values
+    qk_norm: bool = False  # norms of a head's queries and keys, where the family leaves it open
+    q_rank: int = 0  # multi-head latent attention: rank of the queries, 0 where they are full
+    kv_rank: int = 0  # of keys and values together; 0: no latent attention
+    rope_dim: int = 0  # columns of a head with positions, of head_dim; keys have them once for all heads
+    value_dim: int = 0  # of a value head; 0: head_dim
+    linear_layers: int = 0  # layers whose attention is linear (gated delta rule) in place of full
+    linear_heads: int = 0  # value heads of such a layer
+    linear_key_width: int = 0  # columns of all its keys
+    linear_value_width: int = 0  # and of all its values
     mlp_bias: bool = False  # of Llama's three MLP matrices
     experts: int = 0  # MoE; 0 dense
     experts_per_token: int = 0
