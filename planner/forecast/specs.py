@@ -72,12 +72,8 @@ def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, floa
 
 def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
     """The same of linear attention: queries, keys, values and their gate, two numbers per head; the output."""
-    h = float(model.hidden)
-    keys, values = model.linear_key_width / tp, model.linear_value_width / tp
-    return (float(model.hidden), 2.0 * keys + 2.0 * values + 2.0 * model.linear_heads / tp), (
-        values,
-        float(model.hidden),
-    )
+    h, keys, values = float(model.hidden), model.linear_key_width / tp, model.linear_value_width / tp
+    return (h, 2.0 * (keys + values + model.linear_heads / tp)), (values, h)
 
 
 def _small(model: ModelSpec) -> tuple[int, int]:
