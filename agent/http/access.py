@@ -44,6 +44,7 @@ MOST_REMEMBERED = 1024
 LONGEST_TOKEN = 16384
 _MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
 REVIEWS_PER_SECOND = 10.0  # of one source
+POSTS_PER_MINUTE = 12.0  # of each endpoint that takes POST, from all
 MOST_SOURCES = 1024
 MOST_WAITING = 32  # tokens to be judged, of all sources
 READS = ("GET", "HEAD")

@@ -24,7 +24,7 @@ _WORDS = {
     400: "A word that is not known here; says what is.", 401: "No token, or none that is known.",
     403: "Not allowed; says who may allow it.", 404: "Not here.", 409: "One is running, or another is kept.",
     413: "Larger than is read.", 422: "A parameter out of its bounds.", 429: "Too many of these.",
-    500: "An error of the agent; its log says which.", 501: "Not in this image.",
+    500: "An error of the agent; its log says which.",
     503: "Not yet; Retry-After says when.", 507: "No room to keep it.",
 }  # fmt: skip
 _TEXT = {"schema": {"type": "string"}}

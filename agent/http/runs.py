@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from agent.http.access import Bucket
-from agent.http.load import POSTS_PER_MINUTE
+from agent.http.access import POSTS_PER_MINUTE, Bucket
 from agent.http.models import TOKEN, Kept, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi import Body, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import gzip_accepted
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
@@ -20,13 +22,14 @@ from starlette.routing import Route
 from agent import advise
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
+from agent.documents import document as plain_document
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
-from agent.http import load, models, pages, problem, runs
-from agent.http.access import Guard, ReadHosts, Tokens
+from agent.http import models, pages, problem, runs
+from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
 from agent.http.answers import Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
-from agent.http.models import YAML, Gate, Version, problems, texts
+from agent.http.models import TOKEN, YAML, Gate, Version, problems, texts
 from agent.http.problem import ProblemError
 from agent.http.state import State, age_seconds
 from agent.http.worker import Worker
@@ -38,6 +41,9 @@ from collectives.bench.results import BenchResult
 from planner.advice import Recommendation
 from topology.render import json_document
 
+log = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 65536
 MOST_WAIT_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 WORTH_BYTES = 1024  # below it gzip saves less than a packet
@@ -65,7 +71,6 @@ def create(
         if publisher is not None:
             publisher.start()
         yield
-        await run_in_threadpool(bencher.stop)
         await run_in_threadpool(worker.stop)
         cluster.stop()
         if publisher is not None:
@@ -74,7 +79,7 @@ def create(
 
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
-        max_body_size=load.MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
+        max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; agent.http.pages has a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
@@ -90,8 +95,8 @@ def create(
     pages.install(app, state, _current, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)
+    _gate(app, state, worker, rendered)
     runs.install(app, state)
-    bencher = load.install(app, state, tokens)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 
@@ -279,6 +284,27 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             rendered.put(view, key, answer)
         return respond(answer)
 
+
+class Preflight(BaseModel):
+    """What POST /preflight takes: the gate's options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    require: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
+    skip: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
+    fail_on: FailOn = "fail"
+
+
+def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
+    posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
+
+    def gate(checks: Iterable[Check], require: Sequence[str], skip: Sequence[str], fail_on: FailOn) -> dict[str, Any]:
+        try:
+            found = select(checks, require=require, skip=skip, known=ALL_CODES)
+        except GateError as error:
+            raise ProblemError(400, str(error)) from None
+        return {"verdict": judge(found, fail_on=fail_on), "checks": worst_first(found)}
+
     @app.get("/preflight", tags=["gate"], operation_id="preflight", response_model=Gate,
              responses={**problems(), **YAML})  # fmt: skip
     async def preflight(
@@ -292,15 +318,25 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         view, form = _current(state), form_of(request, form)
         checked: FailOn = fail_on  # type: ignore[assignment]
         required, skipped = tuple(require or ()), tuple(skip or ())
+        key = "/preflight", required, skipped, fail_on
+        return await rendered.of(
+            request, view, key, lambda: gate(view.checks, required, skipped, checked), form, worker
+        )
 
-        def judged() -> dict[str, Any]:
-            try:
-                checks = select(view.checks, require=required, skip=skipped, known=ALL_CODES)
-            except GateError as error:
-                raise ProblemError(400, str(error)) from None
-            return {"verdict": judge(checks, fail_on=checked), "checks": worst_first(checks)}
-
-        return await rendered.of(request, view, ("/preflight", required, skipped, fail_on), judged, form, worker)
+    @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
+              responses=problems(413))  # fmt: skip
+    def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
+        """The gate over a scan made now. Needs a token."""
+        if not posts.take():
+            raise ProblemError(429, f"more than {POSTS_PER_MINUTE:.0f} such requests a minute",
+                               headers={"Retry-After": "5"})  # fmt: skip
+        log.info("POST %s by %s", request.url.path, request.state.user)
+        wanted = requested or Preflight()
+        options = wanted.require, wanted.skip, wanted.fail_on
+        gate((), *options)  # a wrong word costs no scan
+        return JSONResponse(
+            plain_document(gate(state.refresh().checks, *options)), headers={"Cache-Control": "no-store"}
+        )
 
 
 def _one_or_all(values: Any) -> Any:

@@ -122,17 +122,15 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 class Tree:
     """A command and every process that it starts, which all end with it, with this process, or by `end`."""
 
-    def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes], *, errors_only: bool = False
-    ) -> None:
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
         """Start it, in a session of its own; what it prints goes to `output`."""
         self._mark = os.urandom(16).hex()
         self.process = subprocess.Popen(
             tethered(argv),
             env={**environment, RUN_VARIABLE: self._mark, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if errors_only else output,
-            stderr=output if errors_only else subprocess.STDOUT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 

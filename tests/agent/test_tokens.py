@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from api_server import ApiServer, configuration
 
 from agent.cluster.client import Client
 from agent.http.access import Tokens, grant
-from agent.http.load import MOST_BENCH_BYTES, MOST_BENCH_SECONDS, MOST_BODY_BYTES
 from agent.http.problem import ProblemError
-from agent.http.server import create
+from agent.http.server import MOST_BODY_BYTES, create
 from agent.http.state import State
-from probes.gpu.facts import GpuFacts, GpuProcess
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -115,12 +112,12 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     assert "--non-resource-url=/preflight" in refused.json()["grant"]
     api.allowed.add((USER, "post", "/preflight"))
     assert reviewing(api).post("/preflight", headers=bearer()).status_code == 200
-    assert reviewing(api).post("/benchmarks", headers=bearer()).status_code == 403, "each endpoint by itself"
+    assert reviewing(api).post("/flights", headers=bearer()).status_code == 403, "each endpoint by itself"
 
 
 def test_no_two_hints_make_an_object_of_one_name() -> None:
     """A second user, or a second path, would else end in AlreadyExists; so would the name that the docs use."""
-    users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/benchmarks", "/flights")
+    users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/flights")
     made = [grant(user, "post", path) for user in users for path in paths]
     names = [re.findall(r"create clusterrole(?:binding)? (\S+)", text) for text in made]
     assert all(role == binding for role, binding in names)
@@ -183,7 +180,7 @@ def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
 
 def test_the_token_is_judged_before_the_body_is_read(token_file: Path) -> None:
     """A body that is announced and never comes keeps nobody busy."""
-    for method, path in (("POST", "/preflight"), ("POST", "/benchmarks"), ("POST", "/flights")):
+    for method, path in (("POST", "/preflight"), ("POST", "/flights")):
         app = agent(Tokens(token_file=token_file)).app
         statuses: list[int] = []
 
@@ -239,26 +236,19 @@ def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.DEBUG)
     http = reviewing(api)
     http.post("/preflight", headers=bearer())
-    api.allowed.add((USER, "post", "/benchmarks"))
-    http.post("/benchmarks", headers=bearer(), json={"ops": ["none"]})
+    api.allowed.add((USER, "post", "/flights"))
+    http.post("/flights", headers=bearer(), json={"ops": ["none"]})
     api.down()
     reviewing(api).post("/preflight", headers=bearer())
     assert caplog.text
     assert TOKEN not in caplog.text and "agent-token" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"max_bytes": MOST_BENCH_BYTES + 1}, {"budget_seconds": MOST_BENCH_SECONDS + 1}, {"ranks": 100_000},
-        {"ops": []}, {"ops": ["; rm -rf /"]}, {"ops": ["--force"]}, {"command": "x"}, {"ranks": "2; id"},
-    ],
-)  # fmt: skip
-def test_sizes_and_durations_are_capped(token_file: Path, body: dict[str, Any]) -> None:
-    """A wrong or hostile request starts nothing."""
+def test_nothing_makes_load_from_afar(token_file: Path) -> None:
+    """The gate over HTTP scans; it takes no word that would measure, and no endpoint starts a benchmark."""
     http = agent(Tokens(token_file=token_file))
-    assert http.post("/benchmarks", headers=bearer(), json=body).status_code in (400, 422)
-    assert http.get("/benchmarks").json() == {"status": "none"}
+    assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 422
+    assert http.post("/benchmarks", headers=bearer()).status_code == 404
 
 
 def test_a_large_body_is_refused(token_file: Path) -> None:
@@ -276,72 +266,3 @@ def test_the_rate_is_capped(token_file: Path) -> None:
         answers.append(http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]}))
     assert len(answers) > 12 and answers[-1].status_code == 429
     assert answers[-1].headers["retry-after"]
-
-
-def test_gpus_in_use_are_left_alone(token_file: Path) -> None:
-    """409: a benchmark would disturb the work and measure it."""
-    snapshot = scan(load(MACHINE))
-    gpus = snapshot.facts(GpuFacts)
-    assert gpus is not None
-    busy = replace(gpus, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))
-    outcomes = {name: replace(o, facts=busy) if name == "gpu" else o for name, o in snapshot.outcomes.items()}
-    state = State(lambda: (replace(snapshot, outcomes=outcomes),), interval_seconds=3600)
-    state.refresh()
-    http = TestClient(create(state, tokens=Tokens(token_file=token_file)))
-    refused = http.post("/benchmarks", headers=bearer())
-    assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 409
-    assert refused.status_code == 409 and "4711" in refused.json()["detail"] and refused.headers["retry-after"]
-
-
-@pytest.mark.ranks
-@pytest.mark.timeout(900)
-def test_a_benchmark_runs_in_a_child_and_only_one_at_a_time(token_file: Path, tmp_path: Path) -> None:
-    """202, 409 with Retry-After while it runs, then the result, kept for the next scan."""
-    had_torch = "torch" in sys.modules  # other test files may have imported it
-    snapshot = scan(load(MACHINE))
-    state = State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path)
-    state.refresh()
-    http = TestClient(create(state, tokens=Tokens(token_file=token_file)))
-    asked = {"ops": ["all_gather"], "ranks": 2, "max_bytes": 65536, "budget_seconds": 5}
-    started = http.post("/benchmarks", headers=bearer(), json=asked)
-    assert started.status_code == 202 and started.headers["location"] == "/benchmarks"
-    second = http.post("/benchmarks", headers=bearer(), json=asked)
-    assert second.status_code == 409 and int(second.headers["retry-after"]) >= 1
-    until = time.monotonic() + 600
-    while http.get("/benchmarks").json()["status"] == "running":
-        assert time.monotonic() < until
-        time.sleep(0.2)
-    done = http.get("/benchmarks").json()
-    assert done["status"] == "done", done
-    assert done["result"]["measurements"][0]["verified"] is True
-    assert http.get("/measurements").status_code == 200
-    assert ("torch" in sys.modules) == had_torch
-
-
-def test_whoever_may_scan_may_not_therefore_measure(api: ApiServer) -> None:
-    """`measure` asks the other endpoint too; sizes are capped as there."""
-    api.allowed.add((USER, "post", "/preflight"))
-    http = reviewing(api)
-    assert http.post("/preflight", headers=bearer()).status_code == 200
-    refused = http.post("/preflight", headers=bearer(), json={"measure": True})
-    assert refused.status_code == 403 and "/benchmarks" in refused.json()["grant"]
-    for body in ({"measure": True, "ranks": 65}, {"measure": True, "budget_seconds": 301}, {"measures": True}):
-        assert http.post("/preflight", headers=bearer(), json=body).status_code in (400, 422)
-
-
-@pytest.mark.ranks
-@pytest.mark.timeout(900)
-def test_the_gate_measures_first_where_it_is_asked_to(token_file: Path) -> None:
-    """As `preflight --measure`: checks that rest on a benchmark are judged by this one, which nothing keeps."""
-    snapshot = scan(load(MACHINE))
-    state = State(lambda: (snapshot,), interval_seconds=3600)
-    state.refresh()
-    http = TestClient(create(state, tokens=Tokens(token_file=token_file)))
-    asked = {"require": ["bench.result.unverified"]}
-    without = http.post("/preflight", headers=bearer(), json=asked).json()
-    assert without["verdict"]["exit_code"] in (3, 5)
-    done = http.post("/preflight", headers=bearer(),
-                     json={**asked, "measure": True, "ranks": 2, "budget_seconds": 5})  # fmt: skip
-    assert done.status_code == 200, done.text
-    (check,) = [c for c in done.json()["checks"] if c["id"] == "bench.result.unverified"]
-    assert check["status"] == "pass" and "verified element by element" in check["message"]

@@ -22,7 +22,6 @@ from contracts.run_record import record_of
 from probes.host.recording import load
 from probes.scan import scan
 
-OWNER = "drill-token-of-the-owner"
 KEPT = BenchResult(
     measurements=(), world_size=2, backend="gloo", hosts=("kept",), environment={}, versions={},
     started_at_seconds=1.0, seconds=1.0,
@@ -34,7 +33,7 @@ SMALL_JOB = (
 )  # fmt: skip
 # Seconds that a run takes, corrected by each that ended before its kill came: kills fall on the whole life.
 SHORT_SECONDS = 16.0  # of a life, where the test suite kills; what comes later is drilled in the long form
-_life = {"bench": 7.0, "launch": 16.0, "preflight": 45.0, "serve": 8.0}
+_life = {"bench": 7.0, "launch": 16.0, "preflight": 45.0}
 
 
 def keep_something(ground: Ground) -> None:
@@ -93,7 +92,7 @@ def _share(part: float) -> int:
     return max(1, round(part * LONG_KILLS))
 
 
-@drill("SIGKILL of the agent during a benchmark", short=2, long=_share(0.45), marks=("ranks",))
+@drill("SIGKILL of the agent during a benchmark", short=2, long=_share(0.6), marks=("ranks",))
 def kill_during_a_benchmark(ground: Ground) -> list[str]:
     """The verb bench, two ranks."""
     keep_something(ground)
@@ -145,29 +144,6 @@ def sigterm_of_a_preflight(ground: Ground) -> list[str]:
     flown = {check["status"] for check in found["checks"] if check["id"].startswith(("flight.", "forecast."))}
     lost += [] if flown == {"unknown"} else [f"the flight that was none is {flown}"]
     return [*lost, *ground.after(reports), *state_lost(ground.state)]
-
-
-@drill("SIGKILL of the serving agent while its benchmark runs", short=1, long=_share(0.15), marks=("ranks",))
-def kill_of_the_server(ground: Ground) -> list[str]:
-    """A benchmark that came in by HTTP; the next agent serves what was kept."""
-    keep_something(ground)
-    with _measuring(ground) as agent:
-        agent.process.send_signal(signal.SIGKILL)
-        agent.process.wait()
-    lost = [*ground.after(), *state_lost(ground.state)]
-    with ground.agent() as agent:
-        if not eventually(lambda: agent.ask("/measurements")[0] == 200 or None):
-            lost.append(f"the next agent does not serve what was kept: {agent.ask('/measurements')}")
-    return [*lost, *ground.orphans()]
-
-
-@drill("SIGTERM of the serving agent while its benchmark runs", long=20, marks=("ranks",))
-def sigterm_of_the_server(ground: Ground) -> list[str]:
-    """It ends well within a kubelet's 30 seconds, and its benchmark with it."""
-    keep_something(ground)
-    with _measuring(ground) as agent:
-        lost = _ended(agent)
-    return [*lost, *ground.after(), *state_lost(ground.state)]
 
 
 @drill("SIGTERM of the serving agent in the middle of a scan", long=20)
@@ -227,20 +203,3 @@ def _rest(reader: socket.socket, begun: bytes) -> bytes:
         while piece := reader.recv(65536):
             begun += piece
     return begun
-
-
-@contextlib.contextmanager
-def _measuring(ground: Ground) -> Iterator[Agent]:
-    """An agent whose benchmark is somewhere on its way."""
-    tokens = ground.folder / "tokens"
-    tokens.write_text(f"{OWNER}\n")
-    tokens.chmod(0o600)
-    asked = {"ranks": 2, "ops": ["all_gather"], "min_bytes": 1024, "max_bytes": 1024, "budget_seconds": 1}
-    with ground.agent(f"--token-file={tokens}") as agent:
-        agent.ready()
-        status, told = agent.ask("/benchmarks", "POST", asked, Authorization=f"Bearer {OWNER}")
-        if status != 202:
-            raise RuntimeError(f"POST /benchmarks: {status} {told}")
-        time.sleep(ground.moment(_life["serve"]))
-        ground.notes.append(f"at: {_stage(ground)}")
-        yield agent

@@ -255,8 +255,8 @@ def test_a_token_is_refused_then_granted(agent_client: Client, caller: str) -> N
 
     eventually(granted, "the grant takes effect")
     with pytest.raises(ProblemError) as elsewhere:
-        Tokens(client=agent_client).check(f"Bearer {good}", path="/benchmarks", verb="post")
-    assert elsewhere.value.status == 403, "one door is not the other"
+        Tokens(client=agent_client).check(f"Bearer {good}", path="/flights", verb="post")
+    assert elsewhere.value.status == 403, "one endpoint is not the other"
     kubectl("delete", "serviceaccount", caller, "-n", RUN)
 
     def gone() -> bool:
@@ -292,8 +292,7 @@ def test_the_shipped_role_lets_a_job_leave_its_record_and_open_nothing_else(
     record = {"schema_version": 1, "status": "complete", "host": "sft-0", "started_at": "2026-11-01T10:00:00Z"}
     assert http.post("/flights", headers=bearer, json=record).status_code == 201
     assert http.get("/flights").json() == [{**record, "posted_by": f"system:serviceaccount:{RUN}:{caller}"}]
-    for door in ("/preflight", "/benchmarks"):
-        assert http.post(door, headers=bearer).status_code == 403
+    assert http.post("/preflight", headers=bearer).status_code == 403
 
 
 def free_port() -> int:

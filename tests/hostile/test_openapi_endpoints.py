@@ -18,9 +18,8 @@ import pytest
 import schemathesis
 import urllib3
 import uvicorn
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -31,7 +30,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from agent.http.access import Tokens
-from agent.http.load import Preflight
 from agent.http.server import create
 from agent.http.state import State
 from probes.host.recording import load
@@ -103,19 +101,11 @@ def ask(
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(case=anything)
     def every(case: schemathesis.Case) -> None:
-        assume(not measures(case))
         answer = case.call(headers=headers)
         case.validate_response(answer, checks=CHECKS)
         judge(case, answer)
 
     every()
-
-
-def measures(case: schemathesis.Case) -> bool:
-    """Whether the gate would run a benchmark first: minutes on every core. test_tokens.py asks that."""
-    with contextlib.suppress(ValidationError):
-        return case.path == "/preflight" and Preflight.model_validate(case.body).measure
-    return False
 
 
 @pytest.mark.parametrize("endpoint", endpoints())
@@ -128,9 +118,9 @@ def test_an_endpoint_with_open_reads(open_agent: str, endpoint: str) -> None:
     ask(open_agent, endpoint, {}, judge)
 
 
-@pytest.mark.parametrize("endpoint", [e for e in endpoints() if e != "benchmark_start"])
+@pytest.mark.parametrize("endpoint", endpoints())
 def test_an_endpoint_with_a_token(closed_agent: str, endpoint: str) -> None:
-    """Everything is behind a token, and this one opens it. (It would start benchmarks: test_tokens.py does.)"""
+    """Everything is behind a token, and this one opens it."""
 
     def judge(case: schemathesis.Case, answer: schemathesis.Response) -> None:
         sent = answer.request.headers.get("Authorization")  # a question may be to leave it out
