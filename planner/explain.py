@@ -20,7 +20,7 @@ from planner.forecast.step_time import (
     step_parts,
     strides,
 )
-from planner.search import Candidate
+from planner.search import SIGMA_LINK_ASSUMED, Candidate, difference_sigma
 
 # Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
 # (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
@@ -28,7 +28,6 @@ SIGMA_DERIVED = 0.18
 SIGMA_CALIBRATED = 0.08
 SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
-SIGMA_LINK_ASSUMED = 0.5
 SIGMA_MEMORY = 0.06
 Z80 = 1.2816
 
@@ -184,14 +183,18 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
 
 
 def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
-    """What the runner-up loses against the winner."""
+    """What the runner-up loses against the winner, or what it would gain and why that is not enough."""
     slower = other.seconds / winner.seconds - 1.0
+    more = other.memory.total - winner.memory.total
+    if slower < 0:
+        adds = [name for name in other.complications if name not in winner.complications] or [f"{more / GIB:+.2f} GiB"]
+        error = math.expm1(difference_sigma(job, other, winner))
+        return (
+            f"{-slower:.1%} faster by forecast, where two forecasts differ by {error:.0%} in error; {', '.join(adds)}"
+        )
     deltas = {n: getattr(other.parts, n) - getattr(winner.parts, n) for n in other.parts._fields}
     worst = max(deltas, key=lambda n: deltas[n])
     if deltas[worst] <= 0.005 * winner.seconds:
-        more = other.memory.total - winner.memory.total
-        if slower < 0:
-            return f"as fast within the forecast's error; {more / GIB:+.2f} GiB per rank"
         return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
     link = link_of(job.links, other.layout, worst) if worst in COMMUNICATION else None
     over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""

@@ -17,9 +17,10 @@ from planner.advice import Note, RankedLayout, Recommendation, Rejected
 from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
+from planner.forecast.engine import Engine
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
-from planner.forecast.specs import ModelSpec, TrainSpec, check_histogram
+from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.rules import first_broken
@@ -40,9 +41,12 @@ OPTIMIZERS = (
     "adafactor",
 )  # whose states planner.forecast.memory counts
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "fp8")
-# A fine-tune's customary global batch, and a pre-training run's tokens per step, where the user named none.
-_DEFAULT_FINETUNE_BATCH = 64
-_DEFAULT_TOKENS_PER_STEP = 1 << 20
+# Where the user named no batch: a fine-tune's customary one, and what pre-training takes per step by the weights that a
+# token passes through (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M,
+# 2407.21783).
+_FINETUNE_BATCH = 64
+_FINETUNE_RANKS = 32  # full training on more than these is taken for pre-training
+_TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +137,22 @@ def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknow
     return sizes
 
 
-def _batch(train: TrainSpec, world: int, unknowns: list[str]) -> int:
+def _batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int, unknowns: list[str]) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
             raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
         return train.global_batch
-    wanted = _DEFAULT_FINETUNE_BATCH
-    if train.method == "full" and world > _DEFAULT_FINETUNE_BATCH // 2:
-        wanted = max(1, _DEFAULT_TOKENS_PER_STEP // train.sequence_length)
-    batch = max(1, math.ceil(wanted / world)) * world
-    unknowns.append(f"global batch not given: {batch} sequences assumed (a multiple of the {world} ranks)")
+    wanted, multiple = _FINETUNE_BATCH, world
+    if train.method == "full" and world > _FINETUNE_RANKS:
+        each = active_weights(model)
+        tokens = next(tokens for most, tokens in _TOKENS_PER_STEP if each <= most)
+        wanted = max(1, tokens // train.sequence_length)
+        if engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
+            multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
+    batch = math.ceil(wanted / multiple) * multiple
+    unknowns.append(
+        f"global batch not given: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
+    )
     return batch
 
 
@@ -212,7 +222,7 @@ def plan(
             host_adam_bytes_per_second=adam,
         ),
         world=world,
-        global_batch=_batch(train, world, unknowns),
+        global_batch=_batch(model, train, engine, world, unknowns),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),

@@ -61,8 +61,8 @@ def enough_layers(q: Question, at: Layout) -> str | None:
 
 
 def chunks_divide(q: Question, at: Layout) -> str | None:
-    """Interleaving needs equal chunks, and micro-batches in multiples of the stages."""
-    if at.virtual_stages > 1 and q.model.layers % (at.pp * at.virtual_stages):
+    """Interleaving needs equal chunks, or their layers named, and micro-batches in multiples of the stages."""
+    if at.virtual_stages > 1 and not at.stage_layers and q.model.layers % (at.pp * at.virtual_stages):
         return f"{q.model.layers} layers do not divide into {at.pp} x {at.virtual_stages} chunks"
     if at.virtual_stages > 1 and at.gradient_accumulation % at.pp:
         return f"{at.gradient_accumulation} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
@@ -216,19 +216,21 @@ def host_memory_holds(q: Question, at: Layout) -> str | None:
     return None
 
 
-RULES: tuple[tuple[str, Rule], ...] = tuple(
-    (rule.__name__.replace("_", "-"), rule)
-    for rule in (
-        heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide,
-        enough_micro_batches, stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach,
-        precision_exists, engine_runs, method_runs, host_memory_holds,
-    )
+_OF_BATCH = (enough_micro_batches, batch_divides)  # of a whole layout; the others already forbid a degree
+_RULES = (
+    heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide, enough_micro_batches,
+    stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach, precision_exists, engine_runs,
+    method_runs, host_memory_holds,
 )  # fmt: skip
+RULES: tuple[tuple[str, Rule], ...] = tuple((rule.__name__.replace("_", "-"), rule) for rule in _RULES)
+RULES_OF_DEGREES = tuple((name, rule) for name, rule in RULES if rule not in _OF_BATCH)
 
 
-def first_broken(question: Question, layout: Layout) -> tuple[str, str] | None:
+def first_broken(
+    question: Question, layout: Layout, rules: tuple[tuple[str, Rule], ...] = RULES
+) -> tuple[str, str] | None:
     """Name and reason of the first rule a layout breaks."""
-    for name, rule in RULES:
+    for name, rule in rules:
         reason = rule(question, layout)
         if reason is not None:
             return name, reason

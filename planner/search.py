@@ -6,7 +6,8 @@ time, and of the checkpointing choices only the lightest that fits is timed (mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from contracts.layout import Checkpointing, Layout, Precision, Sharding
@@ -15,14 +16,27 @@ from planner.advice import Rejected
 from planner.forecast.engine import Question
 from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.rules import first_broken
+from planner.rules import RULES_OF_DEGREES, first_broken
 
 _FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
+_LEAST_TOKENS = 1024  # of a sequence, on a context-parallel rank: with fewer no published run splits one
 # Two forecasts nearer than a ninth of their standard deviation (2 % where the GPU is known) are equal: the one that
 # leaves more memory free is taken.
 TIE_SHARE = 0.11
+# Standard deviation of the error in the difference of two forecasts (log) of one job, whose common errors cancel:
+# `python bench/search.py --pairs ROWS.csv...`, from the median over pairs of published runs that differ only so.
+SIGMA_PAIR = 0.11  # in their degrees
+SIGMA_PAIR_SAME = 0.06  # in micro-batch, chunks or recomputation only
+SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link whose speed nobody knows
+TIGHT_SHARE = 0.85  # of the card: fuller than that, what allocator and libraries add may not fit
+
+
+def degrees_of(layout: Layout) -> tuple[object, ...]:
+    """Where two layouts of one job agree in it, their forecasts err nearly alike."""
+    at = layout
+    return at.tp, at.pp, at.cp, at.ep, at.dp_shard, at.dp_replicate, at.sharding, at.offload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,13 +47,25 @@ class Candidate:
     parts: StepParts
     memory: MemoryParts
     seconds: float  # of the step
+    tight: bool = False  # fills more of the card than TIGHT_SHARE
+
+    @property
+    def complications(self) -> tuple[str, ...]:
+        """What makes a run harder to keep running than data parallelism alone."""
+        at = self.layout
+        kinds = (
+            ("TP", at.tp > 1), ("PP", at.pp > 1), ("CP", at.cp > 1), ("EP", at.ep > 1),
+            ("HSDP", at.dp_shard > 1 and at.dp_replicate > 1 and at.sharding == "zero3"),
+            ("offloading", at.offload != "none"), (f"over {TIGHT_SHARE:.0%} of the memory", self.tight),
+        )  # fmt: skip
+        return tuple(name for name, there in kinds if there)
 
 
 @dataclass(slots=True, kw_only=True)
 class Found:
     """All that the search saw."""
 
-    best: list[Candidate] = field(default_factory=list)  # best of each family, fastest first
+    best: list[Candidate] = field(default_factory=list)  # of each family; the chosen one, then fastest first
     rejected: list[Rejected] = field(default_factory=list)
     tried: int = 0
 
@@ -88,25 +114,33 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
 
 def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
     yield 1
-    if pp == 1 or not question.engine.interleaved or question.model.layers % pp or micro_batches % pp:
+    if pp == 1 or not question.engine.interleaved or micro_batches % pp:
         return
-    chunks = question.model.layers // pp
-    for v in _divisors(chunks):
-        if 1 < v <= 16:
+    for v in range(16, 1, -1):
+        stages = pp * v
+        # The embedding and the head count as a layer each: the ends may go one short.
+        if stages <= question.model.layers and -question.model.layers % stages <= 2:
             yield v
 
 
-def _stages(layers: int, pp: int) -> tuple[int, ...]:
+def _stages(layers: int, stages: int) -> tuple[int, ...]:
     """Uneven stages: the last, with the head, and the first, with the embedding, go short of layers if they can."""
-    if layers % pp == 0:
+    if layers % stages == 0:
         return ()
-    most = -(-layers // pp)
-    missing = most * pp - layers
+    most = -(-layers // stages)
+    missing = most * stages - layers
     first, last = most - missing // 2, most - (missing + 1) // 2
     if min(first, last) >= 1:
-        return (first, *(most,) * (pp - 2), last)
-    low, extra = divmod(layers, pp)
-    return tuple(low + (1 if i < extra else 0) for i in range(pp))
+        return (first, *(most,) * (stages - 2), last)
+    low, extra = divmod(layers, stages)
+    return tuple(low + (1 if i < extra else 0) for i in range(stages))
+
+
+def _context_degrees(question: Question, ranks: int) -> list[int]:
+    """How many ranks may share a sequence: as many as keep enough of it each."""
+    length = question.train.sequence_length
+    most = min(max(8, length // 4096), length // _LEAST_TOKENS)
+    return [cp for cp in _powers(min(ranks, max(1, most))) if ranks % cp == 0]
 
 
 def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
@@ -114,9 +148,8 @@ def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int
     seen: set[str] = set()
 
     def refuse(what: str, layout: Layout) -> bool:
-        broken = first_broken(question, layout)
-        # Batch and micro-batch questions are asked later, with real numbers.
-        if broken is None or broken[0] in ("batch-divides", "enough-micro-batches"):
+        broken = first_broken(question, layout, RULES_OF_DEGREES)
+        if broken is None:
             return False
         if what not in seen:
             seen.add(what)
@@ -132,19 +165,15 @@ def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int
         for pp in _divisors(world // tp):
             if pp > min(_MAX_PP, model.layers):
                 break
-            if pp > 1 and refuse("PP", Layout(world_size=pp, pp=pp, gradient_accumulation=pp)):
+            if pp > 1 and refuse("PP", Layout(world_size=pp, pp=pp)):
                 break
-            long = question.train.sequence_length >= 16384
-            for cp in _powers(world // (tp * pp)) if long else (1, 2):
-                if (world // (tp * pp)) % cp or cp > max(8, question.train.sequence_length // 4096):
-                    continue
+            for cp in _context_degrees(question, world // (tp * pp)):
                 if cp > 1 and refuse("CP", Layout(world_size=cp, cp=cp)):
                     break
-                if cp > 1 and not long:
-                    break  # the traffic of keys and values pays off on long sequences only
                 dp = world // (tp * pp * cp)
                 for ep in _expert_degrees(min(model.experts or 1, dp * cp), question.links.island_size):
-                    if ep > 1 and refuse("EP", Layout(world_size=dp * cp, dp_shard=dp, cp=cp, ep=ep)):
+                    # replicas stand for any sharding: whether the engine has that one is asked later
+                    if ep > 1 and refuse("EP", Layout(world_size=dp * cp, dp_replicate=dp, cp=cp, ep=ep)):
                         break
                     yield tp, pp, cp, ep
 
@@ -175,8 +204,8 @@ def search(
         budget=capacity * DEFAULT_MEMORY.safe_share if capacity else None, scale=scale, tie=1.0 + TIE_SHARE * sigma,
         named=named or {},
     )  # fmt: skip
-    for base in run.layouts():
-        run.attempt(base)
+    for split in run.splits():
+        run.attempt_batches(split)
     run.note_what_was_left_out()
     run.rank()
     return run.found
@@ -195,16 +224,19 @@ class _Search:
     tie: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
-    best: dict[str, Candidate] = field(default_factory=dict)
-    fastest: dict[str, float] = field(default_factory=dict)
+    best: dict[tuple[str, bool], Candidate] = field(default_factory=dict)  # of each family, with room and tight
+    fastest: dict[tuple[str, bool], float] = field(default_factory=dict)
     over: dict[str, float] = field(default_factory=dict)  # bytes by which the lightest of a family misses the memory
     uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, as met
     forbidden: dict[str, Rejected] = field(default_factory=dict)
 
-    def layouts(self) -> Iterator[Layout]:
-        """Every layout to try, without checkpointing and offloading: these follow from what fits."""
+    def splits(self) -> Iterator[Layout]:
+        """Every degree and sharding to try."""
         for tp, pp, cp, ep in _degrees(self.job, self.world, self.found):
-            if any(self.named.get(name, degree) != degree for name, degree in (("tp", tp), ("pp", pp), ("cp", cp))):
+            if any(
+                self.named.get(name, degree) != degree
+                for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))
+            ):
                 continue
             dp = self.world // (tp * pp * cp)
             if self.global_batch % dp:
@@ -216,53 +248,74 @@ class _Search:
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
-                yield from self._batched(split)
+                yield split
 
-    def _batched(self, split: Layout) -> Iterator[Layout]:
-        """The same degrees with every micro-batch and number of chunks."""
-        train, engine, pp = self.job.train, self.job.engine, split.pp
+    def attempt_batches(self, split: Layout) -> None:
+        """Forecast one split with every micro-batch, until one fits with no number of chunks."""
+        train, engine = self.job.train, self.job.engine
         fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
+        split = replace(
+            split, sequence_parallel=split.tp > 1 and engine.splits_sequence(train), precision=self.precision,
+            fused_cross_entropy=fused, compile=engine.compile,
+        )  # fmt: skip
         per_rank = self.global_batch // split.data_parallel
         for micro in _MICRO_BATCHES:
             if micro > per_rank or per_rank % micro:
                 continue
             accumulation = per_rank // micro
-            if pp > 1 and accumulation < pp:
+            if split.pp > 1 and accumulation < split.pp:
                 break
-            for virtual in _virtuals(self.job, pp, accumulation):
-                base = replace(
-                    split, sequence_parallel=split.tp > 1 and engine.splits_sequence(train),
-                    schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
-                    stage_layers=_stages(self.job.model.layers, pp), micro_batch=micro,
-                    gradient_accumulation=accumulation, precision=self.precision, fused_cross_entropy=fused,
-                    compile=engine.compile,
-                )  # fmt: skip
-                if all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
-                    yield base
+            if not self._attempt_chunks(replace(split, micro_batch=micro, gradient_accumulation=accumulation)):
+                break
 
-    def attempt(self, base: Layout) -> None:
-        """Forecast one layout, and keep it if it is the best of its family."""
+    def _attempt_chunks(self, split: Layout) -> bool:
+        """Forecast it plain, then interleaved from the most chunks down, until fewer are slower; False: none fits.
+
+        Between a bubble that shrinks with 1/v and sends that grow with v the time has one lowest point.
+        """
+        fits, last = False, math.inf
+        for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
+            base = replace(
+                split, schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
+                stage_layers=_stages(self.job.model.layers, split.pp * virtual),
+            )  # fmt: skip
+            if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
+                fits = True  # it was not tried
+                continue
+            seconds = self.attempt(base)
+            fits = fits or seconds is not None
+            if virtual > 1 and seconds is not None:
+                if seconds > last:
+                    break
+                last = seconds
+        return fits
+
+    def attempt(self, base: Layout) -> float | None:
+        """Forecast one layout, and keep it if it is the best of its family; its seconds, None where it does not run."""
         key = _key(base)
         broken = first_broken(self.job, base)
         if broken is not None:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
-            return
+            return None
         self.found.tried += 1
         picked = fitting(self.job, base, self.budget, on_cpu=not self.job.has_gpu, named=self.named)
         if isinstance(picked, float):
             self.over[key] = min(self.over.get(key, picked), picked)
-            return
+            return None
         layout, memory = picked
         parts = step_parts(self.job, layout)
         seconds = parts.total * self.scale
-        self.fastest[key] = min(seconds, self.fastest.get(key, seconds))
-        held = self.best.get(key)
+        tight = self.budget is not None and memory.total > TIGHT_SHARE / DEFAULT_MEMORY.safe_share * self.budget
+        slot = key, tight
+        self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
+        held = self.best.get(slot)
         if (
             held is None
             or seconds < held.seconds / self.tie
-            or (seconds <= self.tie * self.fastest[key] and memory.total < held.memory.total)
+            or (seconds <= self.tie * self.fastest[slot] and memory.total < held.memory.total)
         ):
-            self.best[key] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds)
+            self.best[slot] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight)
+        return seconds
 
     def note_what_was_left_out(self) -> None:
         """One reason for each rule, degree and family that gave no layout."""
@@ -278,17 +331,44 @@ class _Search:
         rejected += [
             Rejected(what=key, rule="memory-fits", reason=f"{excess / GIB:.1f} GiB over")
             for key, excess in self.over.items()
-            if key not in self.best
+            if not {(key, False), (key, True)} & self.best.keys()
         ]
 
     def rank(self) -> None:
-        """Fastest first; of those that are equal to it within the forecast's error, the one that fills least."""
-        best = self.found.best = sorted(self.best.values(), key=lambda c: c.seconds)
+        """The simplest that no other beats by more than the error of their difference, then fastest first."""
+        families: dict[str, list[Candidate]] = {}
+        for (key, _), candidate in self.best.items():
+            families.setdefault(key, []).append(candidate)
+        best = sorted(
+            (simplest(self.job, members, tie=self.tie) for members in families.values()), key=lambda c: c.seconds
+        )
         if best:
-            near = [c for c in best if c.seconds <= self.tie * best[0].seconds]
-            winner = min(near, key=lambda c: c.memory.total)
+            winner = simplest(self.job, best, tie=self.tie)
             best.remove(winner)
             best.insert(0, winner)
+        self.found.best = best
+
+
+def simplest(job: Job, candidates: Sequence[Candidate], *, tie: float) -> Candidate:
+    """Of those that are as fast as the fastest within the error of the difference, the one with least to go wrong.
+
+    Of equally simple ones the fastest; of equally fast ones, nearer than `tie`, the one that fills least.
+    """
+    first = min(candidates, key=lambda c: c.seconds)
+    near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
+    least = min(len(c.complications) for c in near)
+    simple = [c for c in near if len(c.complications) == least]
+    fastest = min(c.seconds for c in simple)
+    return min((c for c in simple if c.seconds <= tie * fastest), key=lambda c: c.memory.total)
+
+
+def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
+    """Standard deviation of the error in log(seconds of one / seconds of the other)."""
+    if degrees_of(one.layout) == degrees_of(other.layout):
+        return SIGMA_PAIR_SAME
+    assumed = job.links.network is not None and job.links.network.how == "assumed"
+    shares = [c.parts.communication / c.parts.total for c in (one, other)]
+    return math.hypot(SIGMA_PAIR, SIGMA_LINK_ASSUMED * abs(shares[0] - shares[1]) if assumed else 0.0)
 
 
 def fitting(

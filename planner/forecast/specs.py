@@ -132,6 +132,13 @@ def weights(model: ModelSpec) -> Weights:
     )
 
 
+def active_weights(model: ModelSpec) -> int:
+    """Weights that one token passes through: of a mixture, the experts that it is sent to."""
+    count = weights(model)
+    idle = count.mlp_per_layer - count.active_mlp_per_layer
+    return count.total - idle * (count.layers - count.dense_layers)
+
+
 def mlp_width(model: ModelSpec) -> float:
     """Columns of the MLPs that one token passes through in a layer; the mean, where some layers are dense."""
     if not model.experts:

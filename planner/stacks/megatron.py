@@ -5,6 +5,7 @@ Surface: megatron/training/arguments.py.
 
 from __future__ import annotations
 
+from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Engine, StateBytes
 
@@ -85,13 +86,8 @@ def megatron_arguments(request: ExportRequest) -> str:
         words.append("--untie-embeddings-and-output-weights")
     if layout.sequence_parallel:
         words.append("--sequence-parallel")
-    if layout.pp > 1 and layout.virtual_stages > 1:
-        words.append(f"--num-layers-per-virtual-pipeline-stage {model.layers // (layout.pp * layout.virtual_stages)}")
-    if layout.stage_layers and layout.pp > 1:
-        words += [
-            f"--decoder-first-pipeline-num-layers {layout.stage_layers[0]}",
-            f"--decoder-last-pipeline-num-layers {layout.stage_layers[-1]}",
-        ]
+    if layout.pp > 1:
+        words += _stage_words(layout, model.layers)
     if layout.sharding == "zero1" and layout.data_parallel > 1:
         words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
                   "--grad-reduce-in-bf16"]  # fmt: skip
@@ -114,6 +110,23 @@ def megatron_arguments(request: ExportRequest) -> str:
     if layout.offload == "optimizer":
         words.append("--optimizer-cpu-offload")
     return "\n".join(words) + "\n"
+
+
+def _stage_words(layout: Layout, layers: int) -> list[str]:
+    """How layers are cut: of equal chunks the first and the last may give a layer to the embedding and to the loss."""
+    words, stages = [], layout.pp * layout.virtual_stages
+    if layout.virtual_stages > 1:
+        words.append(f"--num-layers-per-virtual-pipeline-stage {-(-layers // stages)}")
+        if layout.stage_layers:
+            words.append("--account-for-loss-in-pipeline-split")
+        if layout.stage_layers and layout.stage_layers[0] < max(layout.stage_layers):
+            words.append("--account-for-embedding-in-pipeline-split")
+    elif layout.stage_layers:
+        words += [
+            f"--decoder-first-pipeline-num-layers {layout.stage_layers[0]}",
+            f"--decoder-last-pipeline-num-layers {layout.stage_layers[-1]}",
+        ]
+    return words
 
 
 FORMATS: Formats = {"megatron": ("Megatron-LM arguments", megatron_arguments)}

@@ -80,9 +80,13 @@ def torchtitan_toml(request: ExportRequest) -> str:
             "pipeline_parallel_schedule": _SCHEDULES[layout.schedule],
             "pipeline_parallel_microbatch_size": layout.micro_batch,
         }
-        if layout.virtual_stages > 1:
-            chunks = layout.pp * layout.virtual_stages
-            sections["parallelism"]["pipeline_parallel_layers_per_stage"] = -(-model.layers // chunks)
+        chunks = layout.stage_layers or (model.layers // (layout.pp * layout.virtual_stages),)
+        most = max(chunks)
+        sections["parallelism"] |= {
+            "pipeline_parallel_layers_per_stage": most,
+            "pipeline_parallel_first_stage_less_layers": most - chunks[0],
+            "pipeline_parallel_last_stage_less_layers": most - chunks[-1],
+        }
     if layout.ep > 1:
         sections["parallelism"]["expert_parallel_degree"] = layout.ep
     if layout.checkpointing == "selective":
