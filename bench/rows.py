@@ -1,30 +1,51 @@
 """Rows of published training runs: from the corpus's columns to what the planner is asked.
 
-Surface: the columns of published.csv (one training run per row; empty means not published). Every rule that fills a
-column is here and named, so that one sees what was given and what was filled.
+Surface: the columns of published.csv (one training run per row; empty means not published). What a column does not
+say is looked for in the row's other words: the note, the names of framework and system. Every rule that fills a gap is
+here and named, and what was filled with no word of the row to go by is listed in `Row.assumed`. A row that cannot be
+placed is an `Unread` with its reason: a failure of this reader, and counted as one.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shapes import ShapeError, shape_of
 from stacks import Stack, stack_matching
 
 from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from hardware.gpus import Gpu, gpu_named
+from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from planner.forecast.links import NETWORK_SHARE, Links, Speed
-from planner.forecast.models import ModelError, model_named
+from planner.forecast.links import (
+    ASSUMED_PCIE_BYTES_PER_SECOND,
+    ASSUMED_TCP_BYTES_PER_SECOND,
+    NETWORK_SHARE,
+    Links,
+    Speed,
+)
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
+from topology.reach import FACTORS
 
 Raw = dict[str, str]
 
 
-class SkipRowError(Exception):
-    """A row that cannot be asked: the message says what is missing."""
+class UnreadError(Exception):
+    """A row that the reader cannot place: the message says what is missing or not understood."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """A row that was not placed."""
+
+    row_id: str
+    source: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +56,44 @@ class Row:
     source: str
     framework: str
     gpu: Gpu
-    precision: Precision
+    precisions: tuple[Precision, ...]  # several where the row does not say which
     model: ModelSpec
     train: TrainSpec
     layout: Layout
     links: Links
     stack: Stack
+    checkpointing: Checkpointing | None  # None: not published
+    assumed: tuple[str, ...]  # what was filled in: "precision", "layout", "model", "network"
     recompute_share: float | None  # share of the forward pass run again, where MFU and HFU were both published
     seconds: float | None  # of one step with `layout`
     exact_seconds: bool  # False: from published FLOP/s
     memory_bytes: float | None
-    memory_kind: str
+    memory_kind: str  # "tensors", "reserved", "device"
+    first_stage: bool  # the memory is a log line of rank 0
     out_of_memory: bool
-    doubtful: bool  # its time is not scored
+    set_aside: str  # why its time is not scored; empty: it is
     raw: Raw
+
+    @property
+    def precision(self) -> Precision:
+        """The likeliest."""
+        return self.precisions[0]
+
+    @property
+    def assumed_much(self) -> bool:
+        """Whether what was filled in decides its time: such a row is scored, and nothing is fitted on it."""
+        return bool({"model", "precision", "layout"} & set(self.assumed))
 
 
 def number(raw: Raw, name: str) -> float | None:
-    """A column as a number; None where it is empty or words."""
-    try:
-        return float(raw.get(name) or "")
-    except ValueError:
+    """A column as a number, "8,192", "16k" and "~3.5" too; None where it is empty or words."""
+    match = re.fullmatch(r"[~≈<>]?\s*(\d[\d,]*\.?\d*(?:e[+-]?\d+)?)\s*([km])?", (raw.get(name) or "").strip().lower())
+    if not match:
         return None
+    value = float(match[1].replace(",", ""))
+    if match[2]:
+        value *= 1024.0 if name == "seq" and match[2] == "k" else {"k": 1e3, "m": 1e6}[match[2]]
+    return value
 
 
 def whole(raw: Raw, name: str, default: int | None = None) -> int:
@@ -64,189 +101,312 @@ def whole(raw: Raw, name: str, default: int | None = None) -> int:
     value = number(raw, name)
     if value is None or value < 1 or value != int(value):
         if default is None:
-            raise SkipRowError(f"{name} is not given")
+            raise UnreadError(f"{name} is not given")
         return default
     return int(value)
 
 
-_GATED = re.compile(r"llama|mistral|mixtral|qwen|gemma|yi-|internlm|phi-3|deepseek|olmo|granite|baichuan|smollm", re.I)
+def words(raw: Raw, *names: str) -> str:
+    """Columns in lower case, one text."""
+    return " ; ".join(raw.get(name) or "" for name in names).lower()
 
 
-def read_model(raw: Raw) -> ModelSpec:
-    """The shape of the row's model."""
-    layers, hidden, heads = whole(raw, "layers"), whole(raw, "hidden"), whole(raw, "heads")
-    kv_heads = whole(raw, "kv_heads", heads)
-    name = raw.get("model", "")
-    try:
-        known = model_named(name)
-    except ModelError:
-        known = None
-    if known and (known.layers, known.hidden, known.heads) == (layers, hidden, heads):
-        return known
-    if "moe" in (raw.get("arch") or "").lower() and not re.search(r"8x\d+b", name, re.I):
-        raise SkipRowError("a mixture of experts whose experts no column gives")
-    gated = bool(_GATED.search(name))
-    ffn = whole(raw, "ffn", 4 * hidden)
-    head_dim = 128 if re.search(r"qwen3|nemo-12b|gemma-?2-27b", name, re.I) else hidden // heads
-    if re.search(r"gemma", name, re.I) and "27b" not in name.lower():
-        head_dim = 256
-    experts = 8 if re.search(r"mixtral|8x\d+b", name, re.I) else 0
-    return ModelSpec(
-        name=name, family="llama" if gated else "gpt", layers=layers, hidden=hidden, heads=heads,
-        kv_heads=kv_heads if heads % kv_heads == 0 else heads, head_dim=head_dim, ffn=ffn,
-        vocab=whole(raw, "vocab", 32000), tied_embeddings=not gated, gated_mlp=gated,
-        experts=experts, experts_per_token=2 if experts else 0, expert_ffn=ffn if experts else 0,
-    )  # fmt: skip
+# --- What a note says of numbers that have a column of their own: "TP=4, PP=8, VP=12, MBS=1, GA=64", "EP8".
+
+_SAID = {
+    "tp": r"(?:tp|tensor[- ]parallel\w*)(?: size)?", "pp": r"(?:pp|pipeline[- ]parallel\w*)(?: size)?",
+    "cp": r"(?:cp|context[- ]parallel\w*)(?: size)?", "dp": r"(?:dp|data[- ]parallel\w*)(?: size)?",
+    "ep": r"(?:ep|expert[- ]parallel\w*)(?: size)?", "vpp": r"(?:vpp?|virtual[- ]pipeline\w*)(?: size)?",
+    "mbs": r"(?:mbs|micro[- ]?batch(?:[- ]size)?)", "gbs": r"(?:gbs|global[- ]batch(?:[- ]size)?)",
+    "grad_accum": r"(?:ga|grad(?:ient)?[- ]accum\w*(?: steps)?)", "seq": r"(?:seq(?:uence)?(?:[_ ]?len(?:gth)?)?)",
+    "lora_rank": r"(?:lora[_ ]r(?:ank)?|rank|r)",
+}  # fmt: skip
 
 
-def read_precision(raw: Raw) -> Precision:
-    """bf16 where the column is empty: what every row of such a GPU ran."""
-    text = (raw.get("precision") or "").lower()
-    if "fp4" in text:
-        raise SkipRowError("fp4 multiplications are not modelled")
-    if "fp8" in text or "mxfp8" in text or "float8" in text:
-        return "fp8"
-    if "fp16" in text or ("float16" in text and "bfloat16" not in text):
-        return "fp16"
-    if "32" in text and "bf16" not in text:
-        return "fp32"
-    return "bf16"
+def with_words_of_note(raw: Raw) -> Raw:
+    """The row with empty columns filled from what its note says by name."""
+    note = words(raw, "note")
+    filled = dict(raw)
+    for name, word in _SAID.items():
+        if not raw.get(name):
+            match = re.search(rf"(?<![a-z0-9]){word}\s*[=:]?\s*(\d+k?)\b", note)
+            if match:
+                filled[name] = match[1]
+    return filled
 
 
-def read_sharding(raw: Raw, stack: Stack, dp: int) -> tuple[Sharding, int]:
+# --- The parts of a question.
+
+
+def read_gpu(raw: Raw) -> Gpu:
+    """By the GPU's name, else by the machine's: "8x H100-SXM5-80GB", "DGX A100", "GB200 NVL72", "p5.48xlarge"."""
+    for name in ("gpu", "system", "gpus"):
+        text = raw.get(name) or ""
+        gpu = gpu_named(text) or gpu_named(text.replace("_", " "))
+        known = _machine(text)
+        if gpu or known:
+            return gpu or gpu_named(known.gpu if known else None) or _no_gpu(text)
+    return _no_gpu(raw.get("gpu") or raw.get("system") or "")
+
+
+def _no_gpu(text: str) -> Gpu:
+    raise UnreadError(f"GPU {text!r} is in no table")
+
+
+def _machine(text: str) -> Known | None:
+    """A machine of the catalogue whose name stands in the text; GPU names that are aliases do not count."""
+    lower = text.lower().replace(" ", "-").replace("_", "-")
+    for row in catalogue():
+        names = [row.name.lower().replace("_", "-"), *(a for a in row.aliases if "-" in a or not gpu_named(a))]
+        if any(re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", lower) for name in names):
+            return row
+    return None
+
+
+def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
+    """GPUs of one host: the column, "8x" before a name, the machine's, or what such GPUs usually come in."""
+    given = number(raw, "gpus_per_node")
+    if given:
+        return min(world, int(given))
+    text = words(raw, "gpu", "system")
+    match = re.search(r"(?<![a-z0-9.])(\d{1,2})\s?x\s?(?=[a-z])", text)
+    if match:
+        return min(world, int(match[1]))
+    machine = _machine(raw.get("system") or "")
+    return min(world, machine.gpus if machine else 4 if gpu.of_a_rack else 8)
+
+
+def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, ...], bool]:
+    """What is multiplied in, likeliest first, and whether the row says so.
+
+    A row that does not say is not bf16: where GPU and stack have FP8, it may be either.
+    """
+    for text in (words(raw, "precision"), words(raw, "note", "model")):
+        if re.search(r"fp4|mxfp4|nvfp4", text) and "nf4" not in text.replace("nvfp4", ""):
+            # Multiplications in four bits are in no table: as in eight, and said to be assumed.
+            return (("fp8",) if gpu.matmul_fp8 else ("bf16",)), False
+        if re.search(r"fp8|float8|e4m3|mxfp8", text):
+            return ("fp8",), True
+        if re.search(r"bf16|bfloat16|nf4|int4|int8|4[- ]?bit|8[- ]?bit(?! ?(?:adam|optim|paged))|gptq|awq", text):
+            return ("bf16",) if gpu.bf16 else ("fp16",), True
+        if re.search(r"fp16|float16|\b16-mixed|\bhalf\b|\bamp\b", text):
+            return ("fp16",), True
+        if re.search(r"fp32|float32|tf32|\b32-true", text):
+            return ("fp32",), True
+    if not gpu.bf16:
+        return ("fp16",), False
+    return ("bf16", "fp8") if gpu.matmul_fp8 and (stack.engine.fp8 or not stack.known) else ("bf16",), False
+
+
+def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool) -> tuple[Sharding, int]:
     """What is sharded, and over how many ranks."""
-    text = (raw.get("sharding") or "").lower()
-    group = whole(raw, "shard_group", dp)
-    if dp % group:
-        group = dp
-    if "hsdp" in text or "hybrid" in text:
-        return "zero3", group if group < dp else min(dp, whole(raw, "gpus_per_node", 8))
-    if "zero-3" in text or "zero3" in text or "full" in text or "fsdp" in text:
-        return "zero3", group
-    if "zero-2" in text or "shard_grad_op" in text or "zero2" in text:
-        return "zero2", dp
-    if "zero-1" in text or "distributed optimizer" in text or "zero1" in text:
-        return "zero1", dp
-    if "none" in text or "ddp" in text or "zero-0" in text:
-        return "ddp", 1
-    if stack.default_sharding == "zero3":
-        return "zero3", dp
+    if dp == 1:
+        return (stack.default_sharding if stack.default_sharding in ("zero1", "zero3") else "ddp"), 1
+    given = number(raw, "shard_group")
+    group = int(given) if given and dp % int(given) == 0 else dp
+    for text in (words(raw, "sharding"), words(raw, "framework", "note", "system")):
+        if "hsdp" in text or "hybrid" in text:
+            return "zero3", group if group < dp else math.gcd(dp, per_node)
+        if re.search(r"zero[-_ ]?(stage[-_ ]?)?2\s*(/|or)\s*3", text):
+            return ("zero3" if full else "zero2"), dp
+        if re.search(r"zero[-_ ]?(stage[-_ ]?)?3|full[_ ]?shard|fsdp|fully", text):
+            return "zero3", group
+        if re.search(r"zero[-_ ]?(stage[-_ ]?)?2|shard_grad_op", text):
+            return "zero2", dp
+        if re.search(r"zero[-_ ]?(stage[-_ ]?)?1|distributed[- ]?optimizer", text):
+            return "zero1", dp
+        if re.search(r"^none|^no\b|\bddp\b|zero[-_ ]?(stage[-_ ]?)?0|no_shard", text):
+            return "ddp", 1
     return (stack.default_sharding, dp) if stack.default_sharding != "ddp" else ("ddp", 1)
 
 
+_CHECKPOINTING = r"(?:re-?comput\w*|(?:gradient|grad|activation|act)[-_ ]?checkpoint\w*|\bcheckpointing|\bac\b)"
+
+
 def read_checkpointing(raw: Raw) -> Checkpointing | None:
-    """None where the column is empty: the lightest that fits is then taken."""
-    text = (raw.get("act_recompute") or "").lower()
-    if not text:
+    """None where neither column nor note says."""
+    text = words(raw, "act_recompute").strip()
+    if text:
+        if re.match(r"none|no\b|off|false|0\b|without|disabled", text):
+            return "none"
+        return "selective" if re.search(r"sel|\bop\b|core|partial|mlp|norm|moe", text) else "full"
+    note = words(raw, "note", "framework")
+    said = re.search(_CHECKPOINTING, note)
+    if not said:
         return None
-    if text.startswith(("full", "yes", "true")):
-        return "full"
-    if text.startswith(("sel", "op")):
-        return "selective"
-    return "none"
+    around = note[max(0, said.start() - 24) : said.end() + 24]
+    if re.search(rf"\b(no|without|w/o|non?e?|disabl\w*)\s+(\w+\s+)?{_CHECKPOINTING}", around) or re.search(
+        rf"{_CHECKPOINTING}\s*[:=]?\s*(is\s+|was\s+)?(off|false|none|disabled)\b", around
+    ):
+        return "none"
+    return "selective" if "selective" in around else "full"
 
 
 def read_offload(raw: Raw) -> Offload:
     """What lives in host memory."""
-    text = (raw.get("offload") or "").lower()
-    if not text or text in ("none", "no"):
+    text = words(raw, "offload")
+    if not text:
+        said = re.search(r"([\w+/ ]{0,30})\boffload\w*([\w+/ ]{0,20})", words(raw, "note", "sharding"))
+        text = said[0] if said and not re.search(r"activation|\bno\b|without|w/o", said[0]) else ""
+    if not text or re.match(r"(none|no|false|off)\b", text):
         return "none"
-    return "all" if "param" in text else "optimizer"
+    return (
+        "optimizer" if re.search(r"optim|adam", text) and not re.search(r"param|weight|full|\ball\b", text) else "all"
+    )
 
 
 def fused_loss(raw: Raw, stack: Stack) -> bool:
     """Whether the logits of all tokens never exist at once."""
-    note = (raw.get("note") or "").lower()
-    if "without liger" in (raw.get("mem_kind") or "").lower():
+    note = words(raw, "note")
+    if re.search(r"(without|no|w/o) liger", words(raw, "mem_kind", "note")):
         return False
     if note.startswith("+") and "chunked" not in note:  # a table that adds one technique per row, this one not yet
         return False
-    return (
-        "liger" in note
-        or "chunked" in note
-        or (stack.engine.fused_cross_entropy and stack.engine.name not in ("deepspeed", "trl"))
+    return bool(re.search(r"liger|chunked|fused (linear )?cross|cut cross|unsloth", note)) or (
+        stack.engine.fused_cross_entropy and stack.engine.name not in ("deepspeed", "trl")
     )
 
 
 def read_optimizer(raw: Raw, method: str) -> str:
     """AdamW, or what the row or its note names for a single GPU."""
-    text = f"{raw.get('optimizer') or ''} {raw.get('note') or ''}".lower()
+    text = words(raw, "optimizer", "note")
     if method == "full" and whole(raw, "world", 1) == 1:
         if "paged" in text:
             return "paged_adamw8bit"
-        if "8bit" in text or "8-bit" in text:
+        if re.search(r"8[- ]?bit", text):
             return "adamw8bit"
     return "adamw"
 
 
-def read_memory(raw: Raw) -> tuple[float | None, str]:
-    """Bytes, and what they count: "tensors" (allocated), "reserved", "device"."""
-    value, kind = number(raw, "mem_gib"), (raw.get("mem_kind") or "").lower()
-    if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in (raw.get("note") or ""):
+def read_memory(raw: Raw, gpu: Gpu, world: int) -> tuple[float | None, str]:
+    """Bytes on one GPU, and what they count: "tensors" (allocated), "reserved", "device"."""
+    value, kind = number(raw, "mem_gib"), words(raw, "mem_kind")
+    if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in words(raw, "note"):
         return None, ""  # without the tokens of a micro-batch there is nothing to compare
-    unit = 1e9 if kind.startswith("gb ") else 1024.0**3
-    if "torchtune" in (raw.get("framework") or ""):  # logs torch.cuda.max_memory_allocated
-        return value * unit, "tensors"
-    if "model:" in kind or "active" in kind or "alloc" in kind or "max over run" in kind:
-        return value * unit, "tensors"
-    if "smi" in kind or ("printed" in kind and "deepspeed" in (raw.get("framework") or "").lower()):
-        return value * unit, "device"  # Megatron-DeepSpeed prints no peak: such tables are read off nvidia-smi
-    return value * unit, "reserved"
+    value *= 1e9 if re.match(r"gb\b", kind) else 1024.0**3
+    if world > 1 and (
+        re.search(r"total|sum (over|of)|all gpus", kind) or value > 1.05 * gpu.memory_bytes >= value / world
+    ):
+        value /= world
+    framework = words(raw, "framework")
+    if "torchtune" in framework:  # logs torch.cuda.max_memory_allocated
+        return value, "tensors"
+    if "reserved" not in kind and re.search(r"model:|active|alloc|max over run", kind):
+        return value, "tensors"
+    if re.search(r"smi|nvml|device", kind) or ("printed" in kind and "deepspeed" in framework):
+        return value, "device"  # DeepSpeed prints no peak: such tables are read off nvidia-smi
+    return value, "reserved"
 
 
-def read_links(raw: Raw, gpu: Gpu, world: int) -> Links:
-    """Bandwidths: the table's for the GPU, the row's for the network; a fast fabric where the row is silent."""
-    per_node = min(world, whole(raw, "gpus_per_node", 8))
-    nodes = max(1, -(-world // per_node))
-    nvlink = gpu.interconnect != "PCIe"
-    busbw = gpu.busbw_of(per_node)
-    inside = Speed(bytes_per_second=busbw or 10 * GIGA, how="derived" if busbw else "assumed", link=gpu.interconnect)
-    rate = number(raw, "inter_gbps_per_node")
+_RATE = re.compile(
+    r"(?:(\d{1,2})\s?x\s?)?((?:[a-z][\w-]*\s+){0,3}?)(\d{2,4})\s?(g(?:b|bit)(?:/s(?:ec)?|ps|it/s|e)?|gbe|g)\b"
+)
+_INFINIBAND = {"hdr": 200, "ndr": 400, "xdr": 800, "edr": 100, "fdr": 56}
+
+
+def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
+    """One direction of one node, and whether the row says how fast: TCP is TCP, the rest RDMA.
+
+    Only the compute fabric counts where a row lists several, and no network of management or storage.
+    """
+    in_bits = {name: re.sub(r"\d+\s*GB(/s|ps)?\b", "", raw.get(name) or "") for name in ("inter_link", "intra_link")}
+    said = words(in_bits, "inter_link")
+    if re.search(r"\d+\s?x?\s?\d*g\w*\s*ethernet|roce|infiniband", words(in_bits, "intra_link")) and (
+        "nvl" not in words(raw, "intra_link")
+    ):
+        said = words(in_bits, "intra_link")  # a fabric in the neighbour's column
+    parts = [p for p in re.split(r"[,;]| and ", said) if not re.search(r"manage|storage|\bns\b|host net|oob", p)]
+    named = [p for p in parts if re.search(r"compute|\bew\b|east|fabric|\bgpu net", p)]
+    text = " ; ".join(named or parts)
+    rdma = re.search(
+        r"roce|rdma|infiniband|\bib\b|efa|connectx|cx-?\d|bf-?3|bluefield|omni|slingshot|mlx|[xnhe]dr\b", text
+    )
+    tcp = bool(re.search(r"\btcp\b|socket|ipoib|virtio|\bovn?\b|vxlan", f"{text} ; {words(raw, 'note', 'row_kind')}"))
+    rate = number(raw, "inter_gbps_per_node") or _rate(text)
+    slow = rate is not None and "ethernet" in text and rate < 100
+    machine = _machine(raw.get("system") or "")
+    if rate is None and machine:
+        rate = machine.nics * machine.nic_gbps
+        tcp = tcp or (machine.nic_kind == "ethernet" and not rdma)
+    if (tcp and not re.search(r"tcpx", text)) or (slow and not rdma):
+        if rate is None:
+            return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link="TCP"), False
+        share, streams = FACTORS.sockets[1]
+        carried = 1.0 / (1.0 / (share * rate / 8.0 * GIGA) + 1.0 / streams)
+        return Speed(bytes_per_second=carried, how="derived", link="TCP"), True
     # Built for training: one 200 Gb/s (Ampere) or 400 Gb/s (Hopper and later) port per GPU.
     port = 50.0 if (gpu.compute_capability or (0, 0)) >= (9, 0) else 25.0
-    network = None
-    if nodes > 1:
-        gbytes = rate / 8.0 if rate else port * per_node
-        network = Speed(
-            bytes_per_second=gbytes * GIGA * NETWORK_SHARE, how="derived" if rate else "assumed",
-            link=raw.get("inter_link") or "network",
-        )  # fmt: skip
+    gbytes = rate / 8.0 if rate else port * per_node
+    speed = Speed(bytes_per_second=gbytes * GIGA * NETWORK_SHARE, how="derived" if rate else "assumed",
+                  link=raw.get("inter_link") or "network")  # fmt: skip
+    return speed, rate is not None
+
+
+def _rate(text: str) -> float | None:
+    """Gb/s of all ports that a text counts: "8x ConnectX-7 IB NDR 400Gb/s", "Omni-Path 4x100Gb", "4x HDR"."""
+    best = None
+    for match in _RATE.finditer(text):
+        best = max(best or 0.0, float(match[1] or 1) * float(match[3]))
+    if best is None:
+        found = re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)
+        best = float(found[1] or 1) * _INFINIBAND[found[2]] if found else None
+    return best
+
+
+def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
+    """Bandwidths: the table's for the GPU, the row's for the network; whether nothing had to be assumed."""
+    per_node = read_per_node(raw, gpu, world)
+    nodes = max(1, -(-world // per_node))
+    intra = words(raw, "intra_link")
+    nvlink = gpu.interconnect != "PCIe" and not ("pcie" in intra and "nvl" not in intra)
+    busbw = gpu.busbw_of(per_node)
+    if not nvlink and gpu.interconnect != "PCIe":
+        busbw = None
+    inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how="derived" if busbw else "assumed",
+                   link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
+    network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
-    if "domain of 72" in (raw.get("intra_link") or "") or gpu.of_a_rack:
+    if re.search(r"domain of 72|nvl-?72", f"{intra} ; {words(raw, 'gpu', 'system')}") or gpu.of_a_rack:
         island = min(world, 64)  # NVL72; 64 is the largest power of two in it
-    return Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
-                 network=network)  # fmt: skip
+    links = Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
+                  network=network)  # fmt: skip
+    return links, known
 
 
-def _train(raw: Raw, sequence: int, precision: Precision) -> TrainSpec:
-    kind = (raw.get("kind") or "pretrain").lower()
-    method = (
-        "qlora" if "qlora" in kind or "nf4" in (raw.get("precision") or "") else "lora" if "lora" in kind else "full"
-    )
-    rank = whole(raw, "lora_rank", 16)
-    note = (raw.get("note") or "").lower() if whole(raw, "world", 1) == 1 else ""
+def read_method(raw: Raw) -> str:
+    """Full, LoRA, or LoRA over a base of four bits."""
+    kind, precision = words(raw, "kind"), words(raw, "precision")
+    if re.search(r"q-?lora", kind) or ("lora" in kind and re.search(r"nf4|int4|4[- ]?bit|gptq", precision)):
+        return "qlora"
+    return "lora" if re.search(r"lora|peft|adapter", kind) else "full"
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> TrainSpec:
+    """Method, lengths and optimizer."""
+    method, note = read_method(raw), words(raw, "note")
+    named = tuple(p for p in _PROJECTIONS if re.search(rf"\b{p}\b", note))
+    if re.search(r"all[- ]linear|attention and mlp|attn ?\+ ?mlp|all modules", note):
+        named = _PROJECTIONS
+    alone = note if whole(raw, "world", 1) == 1 else ""
     return TrainSpec(
         optimizer=read_optimizer(raw, method),
         # torchtune's recipe for one GPU with paged states steps each weight in the backward pass.
-        optimizer_in_backward=method == "full" and ("optimizer in backward" in note or "paged" in note),
-        method=method, sequence_length=sequence, precision=precision, lora_rank=rank,  # type: ignore[arg-type]
-        lora_targets=("q_proj", "k_proj", "v_proj"),
+        optimizer_in_backward=method == "full" and ("optimizer in backward" in alone or "paged" in alone),
+        method=method, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
+        lora_rank=whole(raw, "lora_rank", 16), lora_targets=named or stack.lora_targets,
+        saved_modules=("embed_tokens", "lm_head") if method != "full" and re.search(r"\(emb\w*\)", note) else (),
     )  # fmt: skip
-
-
-def _tokens_of_note(raw: Raw) -> float | None:
-    match = re.search(r"batch size per DP (\d+)", raw.get("note") or "")
-    return float(match.group(1)) if match else None
 
 
 def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: int) -> tuple[float | None, bool]:
     """Seconds of one step of `batch` sequences, and whether they were published as time or throughput."""
     given = number(raw, "step_time_s") or number(raw, "step_time_s_derived")
     published = number(raw, "gbs")
-    if given and published:
-        return given * batch / published, True
     if given:
-        return given, True
+        return (given * batch / published if published else given), True
     tokens = number(raw, "tokens_s_gpu") or number(raw, "tokens_s_gpu_derived")
     if tokens:
         return batch * sequence / (tokens * world), True
@@ -268,14 +428,18 @@ def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: i
     return per_token * batch * sequence / (flops * 1e12 * world), False
 
 
-_DOUBT = re.compile(r"unclear|unpadded|mislabel|impossible|not speed|columns swapped|typo|unpacked", re.I)
+_DOUBT = re.compile(
+    r"unclear|unpadded|mislabel|impossible|not speed|columns swapped|unpacked|suspect|inconsistent|disagree", re.I
+)
 
 
-def doubtful(raw: Raw) -> bool:
-    """The row's own note or columns say that its time does not belong to its settings."""
+def doubt(raw: Raw) -> str:
+    """Why the row's own words or columns say that its time does not belong to its settings; empty: they do not."""
     if _DOUBT.search(raw.get("note") or "") or "(sic)" in (raw.get("sharding") or ""):
-        return True
-    return not raw.get("mbs") and not raw.get("gbs") and bool(raw.get("samples_s"))
+        return "its own note doubts the time or the settings"
+    if not raw.get("mbs") and not raw.get("gbs") and raw.get("samples_s"):
+        return "samples per second of an unknown batch"
+    return ""
 
 
 def too_fast(
@@ -299,21 +463,35 @@ def read_sequence(raw: Raw, batch: int | None) -> int:
     tokens, seconds = number(raw, "tokens_s_gpu"), number(raw, "step_time_s")
     if tokens and seconds and batch:
         return max(1, round(tokens * whole(raw, "world", 1) * seconds / batch))
-    raise SkipRowError("seq is not given")
+    raise UnreadError("seq is not given")
 
 
-def read_row(raw: Raw) -> Row:
-    """Build the question; `SkipRowError` says why it cannot be asked."""
-    gpu = gpu_named(raw.get("gpu"))
-    if gpu is None:
-        raise SkipRowError(f"GPU {raw.get('gpu')!r} is in no table")
-    stack = stack_matching(raw.get("framework") or "", gpu)
-    model = read_model(raw)
-    world = whole(raw, "world", whole(raw, "nodes", 1) * whole(raw, "gpus_per_node", 1))
-    sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
+def read_world(raw: Raw) -> int:
+    """GPUs of the job."""
+    given = number(raw, "world")
+    if given:
+        return int(given)
+    nodes, per_node = number(raw, "nodes"), number(raw, "gpus_per_node")
+    if nodes and per_node:
+        return int(nodes * per_node)
+    degrees = [number(raw, name) for name in ("tp", "pp", "cp", "dp")]
+    if degrees[-1]:
+        return int(math.prod(d or 1 for d in degrees))
+    text = words(raw, "gpu", "system")
+    match = re.match(r"(\d+)\s?x\s?[a-z]", text)
+    machine = _machine(raw.get("system") or "")
+    if match:
+        return int(match[1]) * int(nodes or 1)
+    if machine and nodes:
+        return machine.gpus * int(nodes)
+    raise UnreadError("world is not given")
+
+
+def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: int, precision: Precision) -> Layout:
+    """Degrees and batches; gaps by what the stack does by itself."""
     tp, pp, cp = whole(raw, "tp", 1), whole(raw, "pp", 1), whole(raw, "cp", 1)
     if world % (tp * pp * cp):
-        raise SkipRowError(f"tp {tp} x pp {pp} x cp {cp} does not divide {world} GPUs")
+        raise UnreadError(f"tp {tp} x pp {pp} x cp {cp} does not divide {world} GPUs")
     dp = world // (tp * pp * cp)
     micro = whole(raw, "mbs", 1)
     batch = whole(raw, "gbs", micro * dp * whole(raw, "grad_accum", 1))
@@ -321,55 +499,89 @@ def read_row(raw: Raw) -> Row:
         per_rank = max(1, batch // dp)
         micro = per_rank // whole(raw, "grad_accum", per_rank) or 1
     accumulation = max(1, round(batch / (micro * dp)))
-    precision = read_precision(raw)
-    sharding, shard = read_sharding(raw, stack, dp)
-    ep = whole(raw, "ep", 1)
-    ep = ep if model.experts and model.experts % ep == 0 and (dp * cp) % ep == 0 else 1
+    sharding, shard = read_sharding(raw, stack, dp, per_node, full=read_method(raw) == "full")
+    ep = math.gcd(whole(raw, "ep", 1), tp * cp * dp)
+    ep = ep if model.experts and model.experts % ep == 0 else 1
     virtual = whole(raw, "vpp", 1) if pp > 1 else 1
-    sp = (raw.get("seq_parallel") or "").lower()
+    sp, compiled = words(raw, "seq_parallel"), words(raw, "compile")
+    try:
+        return Layout(
+            world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
+            sharding=sharding,
+            sequence_parallel=tp > 1 and (sp in ("yes", "true", "1") or (sp not in ("no", "false", "0")
+                                                                         and stack.sequence_parallel)),
+            schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
+            gradient_accumulation=accumulation, checkpointing=read_checkpointing(raw) or "none", precision=precision,
+            offload=read_offload(raw),
+            compile=compiled in ("yes", "true", "1") or "torch.compile" in words(raw, "note")
+            or (stack.engine.compile and not compiled),
+            fused_cross_entropy=fused_loss(raw, stack),
+        )  # fmt: skip
+    except LayoutError as error:
+        raise UnreadError(str(error)) from error
+
+
+def layout_unknown(raw: Raw, stack: Stack, world: int) -> bool:
+    """No degree is published, of a stack that would not run one model on so many GPUs without any."""
+    if world == 1 or any(raw.get(name) for name in ("tp", "pp", "dp", "sharding")):
+        return False
+    return stack.default_sharding != "zero3"
+
+
+def read_row(given: Raw) -> Row:
+    """Build the question; `UnreadError` says why it cannot be asked."""
+    raw = with_words_of_note(given)
+    gpu = read_gpu(raw)
+    stack = stack_matching(raw, gpu)
+    try:
+        model, sure = shape_of(raw, number)
+    except ShapeError as error:
+        raise UnreadError(str(error)) from error
+    world = read_world(raw)
+    sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
+    precisions, said = read_precisions(raw, gpu, stack)
+    links, known = read_links(raw, gpu, world)
+    layout = read_layout(raw, stack, model, world, links.ranks_per_node, precisions[0])
+    unknown = layout_unknown(raw, stack, world)
+    gaps = {"model": not sure, "precision": not said, "network": not known, "layout": unknown}
     checkpointing = read_checkpointing(raw)
     mfu, hfu = number(raw, "mfu_pct"), number(raw, "hfu_pct")
     share = None
     if checkpointing == "selective" and mfu and hfu and hfu >= mfu and "megatron" not in stack.engine.name:
         share = min(1.0, 3.0 * (hfu / mfu - 1.0))
-    try:
-        layout = Layout(
-            world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
-            sharding=sharding,
-            sequence_parallel=tp > 1 and (sp == "yes" or (sp != "no" and stack.sequence_parallel)),
-            schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
-            gradient_accumulation=accumulation, checkpointing=checkpointing or "none", precision=precision,
-            offload=read_offload(raw),
-            compile=(raw.get("compile") or "").lower() == "yes" or (stack.engine.compile and not raw.get("compile")),
-            fused_cross_entropy=fused_loss(raw, stack),
-        )  # fmt: skip
-    except LayoutError as error:
-        raise SkipRowError(str(error)) from error
     seconds, exact = read_seconds(raw, model, world, sequence, layout.global_batch)
-    memory, memory_kind = read_memory(raw)
+    memory, memory_kind = read_memory(raw, gpu, world)
+    aside = doubt(raw)
+    if not aside and too_fast(gpu, model, precisions[-1], seconds, layout, sequence):
+        aside = "more FLOP/s than the GPU reaches"
+    printed = words(raw, "mem_kind")
     return Row(
         row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?",
-        gpu=gpu,
-        precision=precision, model=model, train=_train(raw, sequence, precision), layout=layout,
-        links=read_links(raw, gpu, world), stack=stack, recompute_share=share, seconds=seconds, exact_seconds=exact,
-        memory_bytes=memory, memory_kind=memory_kind, out_of_memory=(raw.get("mem_gib") or "") == "OOM", raw=raw,
-        doubtful=doubtful(raw) or too_fast(gpu, model, precision, seconds, layout, sequence),
+        gpu=gpu, precisions=precisions, model=model, train=read_train(raw, stack, sequence, precisions[0]),
+        layout=layout, links=links, stack=stack, checkpointing=checkpointing,
+        assumed=tuple(name for name, gap in gaps.items() if gap),
+        recompute_share=share, seconds=seconds, exact_seconds=exact, memory_bytes=memory, memory_kind=memory_kind,
+        first_stage="as printed" in printed and not re.search(r"max|last|total|worst|peak", printed),
+        out_of_memory=bool(re.search(r"\boom\b|out of memory", words(raw, "mem_gib"))
+                           or (not seconds and re.search(r"\boom\b|out of memory", words(raw, "note")))),
+        set_aside=aside, raw=raw,
     )  # fmt: skip
 
 
-def read_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
-    """Rows that can be asked, and how many could not, by reason."""
+def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
+    """Rows that can be asked, and those that could not, with the reason."""
     rows: list[Row] = []
-    skipped: dict[str, int] = {}
-    added = ""  # in a table that adds one technique per row, what the rows above have added
-    with path.open(newline="", encoding="utf-8") as file:
-        for raw in csv.DictReader(file):
-            try:
+    unread: list[Unread] = []
+    for path in paths:
+        added = ""  # in a table that adds one technique per row, what the rows above have added
+        with path.open(newline="", encoding="utf-8") as file:
+            for raw in csv.DictReader(file):
                 given = {k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}
                 added = f"{added} {given.get('note', '')}".strip() if given.get("note", "").startswith("+") else ""
                 given["note"] = added or given.get("note", "")
-                rows.append(read_row(given))
-            except SkipRowError as why:
-                reason = re.sub(r"\b\d+\b", "N", str(why))
-                skipped[reason] = skipped.get(reason, 0) + 1
-    return rows, skipped
+                try:
+                    rows.append(read_row(given))
+                except UnreadError as error:
+                    unread.append(Unread(row_id=given.get("row_id") or "?", source=given.get("source") or "?",
+                                         why=str(error)))  # fmt: skip
+    return rows, unread

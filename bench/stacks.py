@@ -1,13 +1,19 @@
-"""Training stacks by their names in published tables: their engines, and what they do where a row is silent."""
+"""Training stacks by their names in published tables: their engines, and what they do where a row is silent.
+
+The engines made here are traits read off the code and documents of stacks that no planner asks for. Where only one
+source has rows of a stack, its traits are tied to that source: left out, its rows are those of `unknown_stack`.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from contracts.layout import Checkpointing, Sharding
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
+from planner.forecast.specs import TrainSpec
 from planner.stacks import ENGINES
 
 _DEEPSPEED_STATES = ENGINES["deepspeed"].states
@@ -30,9 +36,15 @@ class Stack:
     default_sharding: Sharding = "zero3"
     default_checkpointing: Checkpointing = "none"
     sequence_parallel: bool = True  # used with TP where nothing else is said
+    known: bool = True  # False: no pattern matched its name
+    lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # by default
 
 
-_MEGATRON = Stack(engine=ENGINES["megatron"], pattern=r"megatron|nemo|mcore", default_sharding="zero1")
+# "PyTorch NVIDIA Release 24.04" and "NGC PyTorch 24.09" are the containers that NeMo and Megatron come in.
+_MEGATRON = Stack(
+    engine=ENGINES["megatron"], default_sharding="zero1",
+    pattern=r"megatron|nemo\b|nemo[_ ]|nemo/|mcore|nvidia release|nvidia pytorch|ngc pytorch|transformer.?engine",
+)  # fmt: skip
 
 # First match wins: those that no planner asks for before the engines that it knows.
 STACKS: tuple[Stack, ...] = (
@@ -42,7 +54,7 @@ STACKS: tuple[Stack, ...] = (
             selective_attention=True, dp_overlap=False, fused_cross_entropy=False,
             bucket_bytes=2e9,  # two buckets of 5e8 half-precision values
         ),
-        pattern=r"megatron.?deepspeed", default_sharding="ddp", sequence_parallel=False,
+        pattern=r"megatron.?deepspeed|gpt-?neox", default_sharding="ddp", sequence_parallel=False,
     ),
     Stack(
         engine=Engine(
@@ -54,7 +66,7 @@ STACKS: tuple[Stack, ...] = (
     ),
     Stack(
         engine=Fsdp(name="llm-foundry", attention="flash1", reduce_every_micro_batch=True, fused_cross_entropy=False),
-        pattern=r"llm.?foundry|composer",
+        pattern=r"llm.?foundry|composer|mosaic",
     ),
     Stack(
         engine=Engine(
@@ -63,7 +75,10 @@ STACKS: tuple[Stack, ...] = (
         ),
         pattern=r"nanotron", default_sharding="zero1",
     ),
-    Stack(engine=Fsdp(name="maxtext", fused=True), pattern=r"maxtext|jax", default_checkpointing="full"),
+    Stack(
+        engine=Fsdp(name="maxtext", fused=True), pattern=r"maxtext|\bjax|levanter|easylm|paxml",
+        default_checkpointing="full",
+    ),
     Stack(
         engine=Fsdp(name="automodel", attention="flash3", fused=True, fused_cross_entropy=False), pattern=r"automodel"
     ),
@@ -71,9 +86,13 @@ STACKS: tuple[Stack, ...] = (
         engine=Engine(name="torchtune", adapter_bytes=2.0, logits_bytes=10.0, ends_apart=True), pattern=r"torchtune",
         default_checkpointing="full",
     ),
-    Stack(engine=LitGpt(name="litgpt", adapter_bytes=2.0, fused_cross_entropy=False), pattern=r"litgpt|lit-gpt"),
     Stack(
-        engine=Engine(name="peft", adapter_bytes=2.0, fused_cross_entropy=False, logits_bytes=20.0), pattern=r"peft"
+        engine=LitGpt(name="litgpt", adapter_bytes=2.0, fused_cross_entropy=False), pattern=r"lit-?gpt",
+        lora_targets=("q_proj", "v_proj"),
+    ),
+    Stack(
+        engine=Engine(name="peft", adapter_bytes=2.0, fused_cross_entropy=False, logits_bytes=20.0),
+        pattern=r"^(?!.*deepspeed).*peft", lora_targets=("q_proj", "v_proj"),
     ),
     Stack(
         engine=Engine(
@@ -88,24 +107,47 @@ STACKS: tuple[Stack, ...] = (
         ),
         pattern=r"coloss", default_sharding="zero1",
     ),
-    Stack(engine=Fsdp(name="fsdp", fused_cross_entropy=False), pattern=r"fsdp"),
-    Stack(engine=ENGINES["trl"], pattern=r"trl|accelerate|hf peft|transformers|axolotl|llama.?factory|swift"),
+    Stack(
+        engine=Fsdp(name="fsdp", fused_cross_entropy=False),
+        pattern=r"^(?!.*torchtitan).*(fsdp|llama.?(recipes|cookbook)|olmo)",
+    ),
+    Stack(
+        engine=ENGINES["trl"],
+        pattern=r"^(?!.*deepspeed).*(\btrl|accelerate|transformers|hf trainer|hugging ?face|axolotl|swift|unsloth)",
+    ),
     Stack(engine=ENGINES["deepspeed"], pattern=r"deepspeed"),
     Stack(engine=ENGINES["torchtitan"], pattern=r"torchtitan"),
     _MEGATRON,
 )  # fmt: skip
 
 
-def stack_matching(framework: str, gpu: Gpu | None = None) -> Stack:
-    """The stack of a framework by the name a published table gives it; an unknown one is plain PyTorch."""
-    text = framework.lower()
-    if (
-        gpu is not None
-        and (gpu.compute_capability or (0, 0)) >= (9, 0)
-        and re.search(r"megatron.?(core|lm|bridge)", text)
-    ):
-        return _MEGATRON  # the Hopper years of Megatron are Transformer Engine's
-    for stack in STACKS:
-        if re.search(stack.pattern, text):
-            return stack
-    return Stack(engine=Fsdp(name="pytorch"), pattern="")
+_UNKNOWN = Stack(engine=Fsdp(name="unknown"), pattern="", known=False)
+# What no FSDP stack does: model-parallel ranks, experts spread out. It is Megatron's way under whatever name.
+_UNKNOWN_PARALLEL = replace(_MEGATRON, engine=replace(_MEGATRON.engine, name="unknown, model-parallel"), known=False)
+
+
+def _degree(raw: Mapping[str, str], name: str) -> int:
+    text = raw.get(name) or ""
+    return int(text) if text.isdecimal() else 1
+
+
+def unknown_stack(raw: Mapping[str, str]) -> Stack:
+    """The stack of a row whose framework nobody knows: FSDP, or where the degrees say so Megatron's way."""
+    parallel = any(_degree(raw, name) > 1 for name in ("tp", "pp", "cp", "ep", "vpp"))
+    sharded = re.search(r"fsdp|zero[-_ ]?3|full_shard", (raw.get("sharding") or "").lower())
+    return _UNKNOWN_PARALLEL if parallel and not sharded else _UNKNOWN
+
+
+def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:
+    """The stack of a row, by the names of its framework and else of its system."""
+    for text in ((raw.get("framework") or "").lower(), (raw.get("system") or "").lower()):
+        if (
+            gpu is not None
+            and (gpu.compute_capability or (0, 0)) >= (9, 0)
+            and re.search(r"megatron.?(core|lm|bridge)", text)
+        ):
+            return _MEGATRON  # the Hopper years of Megatron are Transformer Engine's
+        for stack in STACKS:
+            if re.search(stack.pattern, text):
+                return stack
+    return unknown_stack(raw)

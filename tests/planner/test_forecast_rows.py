@@ -7,7 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from planner.forecast.specs import weights
+
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))  # scripts, not a package
+from rows import Row, read_row  # noqa: E402
+
 BASE = {
     "row_id": "1", "source": "a table", "framework": "torchtitan", "model": "Llama-3.1-8B", "layers": "32",
     "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256", "seq": "8192",
@@ -28,34 +35,43 @@ def score(tmp_path: Path, rows: list[dict[str, str]]) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
+def cells(done: subprocess.CompletedProcess[str], title: str, source: str) -> list[str]:
+    """The cells after a source's name in the table of this title."""
+    table = done.stdout.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
+    line = next(line for line in table.splitlines() if line.startswith(f"| {source}"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def read(row: dict[str, str]) -> Row:
+    """One row through the reader."""
+    return read_row({**BASE, **row})
+
+
 def test_one_row_is_scored(tmp_path: Path) -> None:
     """A row with a throughput gets an error, its interval is judged."""
     done = score(tmp_path, [BASE])
     assert done.returncode == 0, done.stderr
-    assert "1 with a time to score" in done.stdout
-    assert "| a table" in done.stdout
+    assert cells(done, "Rows", "a table")[:3] == ["1", "0", "1"]
+    assert cells(done, "Step time", "a table")[0] == "1"
 
 
-def test_empty_wrong_and_unknown_columns_are_counted_not_fatal(tmp_path: Path) -> None:
-    """Each row that cannot be asked is counted under its reason; the others are scored."""
+def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path) -> None:
+    """Never skipped in silence: a column of its own, and the reason of each."""
     rows = [
         BASE,
-        {**BASE, "layers": ""},
         {**BASE, "gpu": "Cerebras WSE-3"},
         {**BASE, "pp": "41"},
         {**BASE, "tp": "sixteen", "mbs": "-3", "vpp": "2.5"},
         {**BASE, "seq": ""},
-        {**BASE, "precision": "nvfp4"},
         {**BASE, "arch": "moe", "model": "Secret-MoE"},
+        {**BASE, "model": "Secret", "layers": ""},
         {"row_id": "9"},
     ]
     done = score(tmp_path, rows)
     assert done.returncode == 0, done.stderr
-    assert "skipped 2: layers is not given" in done.stdout or "skipped 1: layers is not given" in done.stdout
-    assert "in no table" in done.stdout
-    assert "does not divide" in done.stdout
-    assert "fp4" in done.stdout
-    assert "experts" in done.stdout
+    assert cells(done, "Rows", "all")[:2] == ["8", "6"]
+    for word in ("in no table", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size"):
+        assert word in done.stdout, word
 
 
 def test_memory_and_out_of_memory_rows(tmp_path: Path) -> None:
@@ -64,17 +80,145 @@ def test_memory_and_out_of_memory_rows(tmp_path: Path) -> None:
         {**BASE, "mem_gib": "60", "mem_kind": "GiB max_memory_reserved", "act_recompute": "none"},
         {**BASE, "mem_gib": "OOM", "mbs": "64", "gbs": "512", "act_recompute": "none", "tokens_s_gpu": ""},
     ]
-    done = score(tmp_path, rows)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("| all") and line.count("|") == 7)
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[1] == "1"
-    assert cells[4:] == ["1", "0"]
+    method, held, *_, oom, safe = cells(score(tmp_path, rows), "Memory", "a table")
+    assert (method, held, oom, safe) == ("full", "1", "1", "0")
 
 
 def test_a_time_beyond_the_gpu_is_set_aside(tmp_path: Path) -> None:
     """60,000 tokens/s of an 8B model on one H100 would need four times its FLOP/s."""
     done = score(tmp_path, [{**BASE, "tokens_s_gpu": "60000"}])
-    assert "0 with a time to score, 1 set aside" in done.stdout
+    assert cells(done, "Rows", "a table")[2:4] == ["0", "1"]
+    assert "time set aside 1: more FLOP/s than the GPU reaches" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "per_node"),
+    [
+        ("8x H100-SXM5-80GB", "H100", 8),
+        ("DGX A100", "A100", 8),
+        ("GB200 NVL72", "GB200", 4),
+        ("Blackwell GPU (B200-SXM-180GB)", "B200", 8),
+        ("4x NVIDIA L40S", "L40S", 4),
+        ("A100-SXM4-40GB", "A100 40GB", 8),
+    ],
+)
+def test_gpus_by_what_tables_call_them(name: str, gpu: str, per_node: int) -> None:
+    """The count before the name and the machine's name count too."""
+    row = read({"gpu": name, "gpus_per_node": "", "world": "64", "nodes": "", "dp": "", "gbs": ""})
+    assert (row.gpu.name, row.links.ranks_per_node) == (gpu, per_node)
+
+
+def test_a_machine_names_its_gpu_and_its_network() -> None:
+    """An instance type in place of a GPU."""
+    row = read(
+        {"gpu": "", "system": "p5.48xlarge", "gpus_per_node": "", "nodes": "2", "world": "", "dp": "", "gbs": ""}
+    )
+    assert (row.gpu.name, row.layout.world_size) == ("H100", 16)
+    assert row.links.network is not None and row.links.network.how == "derived"
+
+
+@pytest.mark.parametrize(
+    ("row", "precisions", "said"),
+    [
+        ({"precision": "MXFP8"}, ("fp8",), True),
+        ({"precision": "FP8-CS (FP8-MX)"}, ("fp8",), True),
+        ({"precision": "bf16-mixed"}, ("bf16",), True),
+        ({"precision": "int4 base (GPTQ)", "kind": "lora"}, ("bf16",), True),
+        ({"precision": "16-mixed"}, ("fp16",), True),
+        ({"precision": "", "note": "Nemotron FP8 (TP=4)"}, ("fp8",), True),
+        ({"precision": ""}, ("bf16", "fp8"), False),  # unknown, and not bf16
+        ({"precision": "", "gpu": "A100"}, ("bf16",), False),
+        ({"precision": "NVFP4"}, ("fp8",), False),
+    ],
+)
+def test_precisions(row: dict[str, str], precisions: tuple[str, ...], said: bool) -> None:
+    """What a row leaves open stays open, and is said to be assumed."""
+    got = read(row)
+    assert (got.precisions, "precision" not in got.assumed) == (precisions, said)
+
+
+@pytest.mark.parametrize(
+    ("row", "checkpointing"),
+    [
+        ({"act_recompute": "full (uniform, 1 layer)"}, "full"),
+        ({"act_recompute": "selective(op)"}, "selective"),
+        ({"act_recompute": "No"}, "none"),
+        ({"note": "gradient checkpointing on by script default; FA2"}, "full"),
+        ({"note": "checkpointing on"}, "full"),
+        ({"note": "without activation checkpointing"}, "none"),
+        ({"note": "selective recompute, SP"}, "selective"),
+        ({"note": "26.04 container"}, None),
+    ],
+)
+def test_checkpointing_by_column_and_note(row: dict[str, str], checkpointing: str | None) -> None:
+    """A note counts where the column is empty."""
+    assert read(row).checkpointing == checkpointing
+
+
+def test_parallelism_by_the_words_of_a_note() -> None:
+    """Degrees and batches that have no column."""
+    empty = dict.fromkeys(("tp", "pp", "dp", "mbs", "gbs"), "")
+    row = read({**empty, "framework": "NeMo", "world": "256", "nodes": "32",
+                "note": "TP=4, PP=8, VP=4, MBS=2, GBS 512, CP1"})  # fmt: skip
+    at = row.layout
+    assert (at.tp, at.pp, at.virtual_stages, at.micro_batch, at.global_batch) == (4, 8, 4, 2, 512)
+
+
+@pytest.mark.parametrize(
+    ("framework", "row", "engine", "known"),
+    [
+        ("PyTorch NVIDIA Release 24.04", {}, "megatron", True),
+        ("NGC MXNet 24.04, NGC Pytorch 23.09, NGC H", {}, "megatron", True),
+        ("NVIDIA Nemo 24.09", {}, "megatron", True),
+        ("HF Trainer + DeepSpeed (finetune.py)", {}, "deepspeed", True),
+        ("axolotl 0.8", {}, "trl", True),
+        ("in-house", {"tp": "4", "dp": "2"}, "unknown, model-parallel", False),
+        ("in-house", {}, "unknown", False),
+    ],
+)
+def test_stacks_by_what_tables_call_them(framework: str, row: dict[str, str], engine: str, known: bool) -> None:
+    """NVIDIA's containers are Megatron and NeMo; a stack in no list is said to be unknown."""
+    stack = read({**row, "framework": framework}).stack
+    assert (stack.engine.name, stack.known) == (engine, known)
+
+
+@pytest.mark.parametrize(
+    ("row", "link", "gbytes"),
+    [
+        ({"inter_link": "TCP", "inter_gbps_per_node": "100"}, "TCP", 5.3),
+        ({"inter_link": "25GbE Ethernet"}, "TCP", 2.2),
+        ({"inter_link": "RoCE", "inter_gbps_per_node": "100"}, "RoCE", 10.6),
+        ({"inter_link": "Storage: 2x ConnectX-7 400Gb/s, Compute: 8x ConnectX-7 IB NDR 400Gb/s"}, None, 340.0),
+        ({"inter_link": "ROCE2; PCIe-NIC: 500 GB/s"}, None, 340.0),  # bytes of a slot are no network's rate
+        ({"inter_link": "4x HDR InfiniBand"}, None, 85.0),
+    ],
+)
+def test_networks(row: dict[str, str], link: str | None, gbytes: float) -> None:
+    """TCP is slower than its wire; of several networks the compute fabric counts."""
+    network = read({**row, "nodes": "2", "world": "16", "dp": "16", "gbs": "16"}).links.network
+    assert network is not None and network.bytes_per_second / 1e9 == pytest.approx(gbytes, rel=0.02)
+    assert link is None or network.link == link
+
+
+def test_memory_of_all_gpus_is_divided_among_them() -> None:
+    """In words, or because no card holds as much."""
+    total = {"mem_gib": "400", "mem_kind": "GB as printed; total over GPUs"}
+    assert read(total).memory_bytes == pytest.approx(50e9)
+    assert read({**total, "mem_kind": "GB"}).memory_bytes == pytest.approx(50e9)
+
+
+def test_a_model_of_which_only_the_size_is_known_is_assumed() -> None:
+    """So many weights, and said to be assumed."""
+    row = read({"model": "BLOOM-195B", "layers": "", "hidden": "", "heads": "", "kv_heads": "", "ffn": "", "vocab": ""})
+    assert "model" in row.assumed
+    assert weights(row.model).total == pytest.approx(195e9, rel=0.03)
+
+
+def test_no_layout_published_is_asked_of_the_planner() -> None:
+    """Degrees of a Megatron run that its row leaves out."""
+    empty = dict.fromkeys(("tp", "pp", "dp", "mbs"), "")
+    assert "layout" in read({**empty, "framework": "NVIDIA NeMo", "gbs": "64", "world": "64"}).assumed
+    assert "layout" not in read({**empty, "framework": "torchtitan", "gbs": "64", "world": "64"}).assumed
 
 
 def test_a_missing_file_is_a_usage_error() -> None:
