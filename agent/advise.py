@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from planner import stacks
 from planner.advice import ExportError, Interval, Note, Recommendation, request_of
 from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
+from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.recommend import recommend
-from probes.api import Snapshot
+from probes.api import Finding, Severity, Snapshot
 from topology.build import build
 from topology.cluster import join
 from topology.derive import with_gpus
@@ -153,32 +154,40 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
             measured = result_from_json(keep.read(request.bench_file)).measurements
         except (OSError, ValueError) as error:
             raise RequestError(f"--bench {request.bench_file}: {error}") from None
-    advice = answer(request, snapshots, measured=measured)
-    return with_faults(advice, look(snapshots).checks) if advice.chosen and snapshots else advice
+    return answer(request, snapshots, measured=measured)
 
 
 def for_view(view: View, request: Request) -> Recommendation:
     """Answer from what the agent knows."""
     snapshots = () if request.machine else view.snapshots
     measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
-    return with_faults(answer(request, snapshots, measured=measured), view.checks if snapshots else ())
+    return answer(request, snapshots, measured=measured, checks=view.checks)
 
 
 def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendation:
-    """The advice, which takes sound machines, with what is known to be wrong with these.
-
-    Failed checks, and warnings of GPUs: a clock that is held down slows every rank, and no forecast counts on it.
-    """
-    mended = "interfaces.choice.wrong" if any(s.name == "NCCL_SOCKET_IFNAME" for s in advice.settings) else ""
+    """The advice, with the failures that its forecast does not count: no figure bounds them, or they end the job."""
+    counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [
-        group
-        for group in grouped(check for check in checks if check.id != mended)
-        if group.status == "fail" or (group.status == "warn" and group.id.startswith("gpu."))
+        group for group in grouped(checks) if {check.id for check in group.checks if check.status == "fail"} - counted
     ]
-    said = tuple(f"the forecast takes sound machines: {_fault(group)}" for group in groups[:_FAULTS_SAID])
+    said = tuple(
+        f"{'as it is the job ends' if ENDS & set(group.codes) else 'not in the forecast'}: {_fault(group)}"
+        for group in groups[:_FAULTS_SAID]
+    )
     more = len(groups) - len(said)
-    rest = (f"{more} more findings of failed checks and GPUs: topoflight scan",) if more else ()
+    rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
     return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
+
+
+def findings_of(checks: Iterable[Check]) -> Findings:
+    """Failures and warnings by node, as the planner reads them."""
+    found: dict[str, list[Finding]] = {}
+    for check in checks:
+        if check.status in ("fail", "warn"):
+            found.setdefault(check.node, []).append(
+                Finding(code=check.id, severity=Severity(check.status), subject=check.subject, message=check.message)
+            )
+    return {node: tuple(of_node) for node, of_node in found.items()}
 
 
 def _fault(group: Group) -> str:
@@ -194,15 +203,25 @@ def answer(
     measured: Sequence[Measurement] = (),
     calibrated: Calibration | None = None,
     ranks: int | None = None,
+    checks: Sequence[Check] | None = None,
 ) -> Recommendation:
-    """Ask the planner; `ranks` and `calibrated` stand above what the request names."""
+    """Ask the planner; `ranks` and `calibrated` stand above what the request names.
+
+    `checks` are what is known of the snapshots' hosts; None: they are judged here.
+    """
+    if request.machine or request.model is None:
+        checks = ()
+    elif checks is None:
+        checks = look(snapshots).checks
     calibration = calibrated
     try:
         if calibration is None and request.calibration is not None:
             calibration = load_calibration(request.calibration)
         ranks = ranks or request.ranks_per_node
         cluster = cluster_of(request, snapshots, ranks)
-        return of_cluster(request, cluster, snapshots, measured=measured, calibration=calibration, ranks=ranks)
+        return of_cluster(
+            request, cluster, snapshots, measured=measured, calibration=calibration, ranks=ranks, checks=checks
+        )
     except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
         raise RequestError(str(error)) from None
 
@@ -210,17 +229,21 @@ def answer(
 def of_cluster(
     request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
     measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
+    checks: Sequence[Check] = (),
 ) -> Recommendation:  # fmt: skip
     """Ask the planner of these nodes. Raises RequestError, ValueError, LayoutError where the question does not fit."""
     model = model_of(request)
     if model is None:
         return environment_only(request, cluster, snapshots)
+    findings = findings_of(checks)
+    if len(snapshots) == 1 and len(findings) == 1:  # one host, perhaps several times over
+        findings = {node.hostname: found for node in cluster.nodes for found in findings.values()}
     advice = recommend(
         cluster, snapshots, model, train_of(request), measurements=measured, calibration=calibration,
         nccl_version=version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
-        multi_node=spans_nodes(request, cluster),
+        multi_node=spans_nodes(request, cluster), findings=findings,
     )  # fmt: skip
-    return with_budget(advice, request)
+    return with_faults(with_budget(advice, request), checks)
 
 
 def spans_nodes(request: Request, cluster: ClusterTopology) -> bool | None:

@@ -91,6 +91,18 @@ def ago(value: float) -> str:
     return f"{value / 86400:.3g} d"
 
 
+def duration(value: float) -> str:
+    """A long time as people say it: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
+    minutes = round(value / 60)
+    if minutes < 2:
+        return f"{value:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
 def hours(value: Interval) -> str:
     """A long interval: "2.5 h (2.1 to 3.0)"."""
     return f"{value.mid / 3600:.3g} h ({value.low / 3600:.3g} to {value.high / 3600:.3g})"

@@ -69,7 +69,7 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
             return links.crosses(layout.dp_replicate, replicate)
         return links.crosses(layout.data_parallel, shard)
     if part == "pipeline_send":
-        return links.crosses(2, pp)
+        return links.crosses(layout.pp, pp)
     return None
 
 
@@ -124,6 +124,20 @@ def interval(mid: float, sigma: float) -> Interval:
     return Interval(low=mid / factor, mid=mid, high=mid * factor)
 
 
+def _over_unknown_network(job: Job, candidate: Candidate, around: Interval, scale: float) -> Interval:
+    """The same interval, out to what the step takes over the slowest and the fastest that an unknown network may be."""
+    network = job.links.network
+    if network is None or network.within is None or candidate.parts.communication <= 0:
+        return around
+    slow, fast = (
+        step_parts(replace(job, links=replace(job.links, network=replace(network, bytes_per_second=rate))),
+                   candidate.layout).total * scale
+        for rate in network.within
+    )  # fmt: skip
+    low, high = (around.low / around.mid * fast, around.high / around.mid * slow)
+    return Interval(low=min(low, around.low), mid=around.mid, high=max(high, around.high))
+
+
 def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     """What the step's time goes to, in one sentence."""
     total = parts.total
@@ -171,7 +185,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
     if parts.offload > 0 and job.links.host.how != "assumed":
         used.add(str(job.links.host))
     return Forecast(
-        step_seconds=interval(candidate.seconds, sigma),
+        step_seconds=_over_unknown_network(job, candidate, interval(candidate.seconds, sigma), scale),
         memory_bytes=interval(memory.total, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,

@@ -18,6 +18,7 @@ from planner.explain import base_sigma, forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
+from planner.forecast.faults import Findings, as_is, counted, mended, mended_links, slowed
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram
@@ -61,6 +62,7 @@ class Planned:
     unknowns: tuple[str, ...]
     calibrated: bool
     scale: float
+    slowed: tuple[str, ...] = ()  # what findings cost, as counted here
 
 
 def _rates(
@@ -70,9 +72,10 @@ def _rates(
     node = cluster.nodes[0]
     engine = engine_named(train.engine)
     if node.gpus:
-        gpu = gpu_named(node.gpus[0].model)
-        if gpu is not None:
-            return gpu_rates(gpu, train, engine, precision)
+        models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
+        known = [gpu for name in models if (gpu := gpu_named(name))]
+        if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
+            return min((gpu_rates(gpu, train, engine, precision) for gpu in known), key=lambda rates: rates.gemm)
         other = stand_in()
         unknowns.append(
             f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an {other.name}'s; calibrate"
@@ -173,9 +176,13 @@ def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
 def plan(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None, *,
-    ranks_per_node: int | None = None, links: Links | None = None,
+    ranks_per_node: int | None = None, links: Links | None = None, findings: Findings | None = None,
+    interface: str | None = None,
 ) -> Planned:  # fmt: skip
-    """Gather the numbers; `links` overrides the bandwidths (what-if)."""
+    """Gather the numbers; `links` overrides the bandwidths (what-if), `findings` slow the nodes as they do a job.
+
+    `interface` is the job's NCCL_SOCKET_IFNAME.
+    """
     precision = _checked(cluster, train)
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
@@ -186,6 +193,9 @@ def plan(
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
         precision = "fp32"
     rates = _rates(cluster, snapshots, train, links.ranks_per_node, precision, unknowns)
+    now = as_is(links, findings or {}, snapshots, interface=interface)
+    links, gpu = now.links, gpu_named(rates.device)
+    rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     constants = DEFAULT if has_gpu else CPU
     scale, calibrated = 1.0, False
     if calibration is not None:
@@ -212,6 +222,11 @@ def plan(
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
         f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
+        + (
+            f"; unknown network: the interval is for {speed.within[0] / 1e9:.3g} to {speed.within[1] / 1e9:.3g} GB/s"
+            if speed.within
+            else ""
+        )
         for speed in (links.node, links.network)
         if speed is not None and speed.how == "assumed" and world > 1
     )
@@ -228,6 +243,7 @@ def plan(
         unknowns=tuple(dict.fromkeys(unknowns)),
         calibrated=calibrated,
         scale=scale,
+        slowed=tuple(now.words),
     )  # fmt: skip
 
 
@@ -312,8 +328,12 @@ def recommend(
     ranks_per_node: int | None = None,
     links: Links | None = None,
     multi_node: bool | None = None,
+    findings: Findings | None = None,
 ) -> Recommendation:
-    """Answer for one job on one cluster; `multi_node` None: one node may come to be several."""
+    """Answer for one job on one cluster as it is; `multi_node` None: one node may come to be several.
+
+    `findings` are what is known to be wrong with the nodes, by hostname; beside the answer stands that of sound ones.
+    """
     env = nccl_env.settings(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         evidence=evidence, ranks_per_node=ranks_per_node,
@@ -324,9 +344,22 @@ def recommend(
             settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train,
             rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,),
         )  # fmt: skip
+    set_to = {setting.name: setting.value for setting in env.settings}
+    against = counted(findings or {}, set_to)
     planned = plan(
-        cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links
-    )
+        cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
+        findings=against, interface=set_to.get("NCCL_SOCKET_IFNAME"),
+    )  # fmt: skip
+    sound = sound_here = None
+    if planned.slowed:
+        whole = mended(cluster, against)
+        links = mended_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
+        again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
+        if again.world == planned.world:
+            again = replace(again, global_batch=planned.global_batch)
+        sound = _best(again) if links else None
+        if sound is not None and again.world == planned.world:
+            sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
     chosen = None
     runners: list[RankedLayout] = []
@@ -361,4 +394,19 @@ def recommend(
         rejected=tuple(found.rejected),
         helps_most=helps,
         unknowns=tuple(unknowns),
+        slowed=planned.slowed,
+        sound=sound,
+        sound_here=sound_here,
     )
+
+
+def _best(planned: Planned) -> RankedLayout | None:
+    """The best layout alone."""
+    found = search_planned(planned).best[:1]
+    return next(
+        (
+            ranked(planned.job, one, forecast_of(planned.job, one, planned.capacity, calibrated=planned.calibrated,
+                                                 scale=planned.scale), None)
+            for one in found
+        ), None,
+    )  # fmt: skip

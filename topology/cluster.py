@@ -12,7 +12,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import TypeVar
 
-from topology.expect import for_cluster, gigabytes, node_plan, usable_rate
+from topology.expect import OPS, for_cluster, gigabytes, node_plan, usable_rate
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, rank
 from topology.reach_paths import with_cluster_reach
 
@@ -101,7 +101,13 @@ def _between(
 
 
 def _rate_of(node: NodeTopology, transport: str) -> float | None:
-    rates = [usable_rate(nic) for nic in _nics_of(node, transport)]
+    """Together; where each GPU has a rail, as many as there are at the pace of the slowest: channels share evenly."""
+    nics = _nics_of(node, transport)
+    plans = [each.busbw_bytes_per_second for each in node.expectations if each.scope == "rail" and each.op == OPS[0]]
+    if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:
+        known_plans = [plan for plan in plans if plan]
+        return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None
+    rates = [usable_rate(nic) for nic in nics]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
 

@@ -218,14 +218,14 @@ def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None =
     snapshots = tuple(fleet.snapshot(record) for record in kinds.values())
     cluster = join(_topologies(fleet, used, request.ranks_per_node))
     try:
-        advice = advise.of_cluster(request, cluster, snapshots, ranks=request.ranks_per_node)
+        checks = [check for record in used for check in published(record.name, record)]
+        advice = advise.of_cluster(request, cluster, snapshots, ranks=request.ranks_per_node, checks=checks)
     except (LayoutError, ValueError) as error:
         raise advise.RequestError(str(error)) from None
     notes = [Note(topic="cluster", text=f"planned for {units.count(len(used), 'node')}")]
     for why, names in sorted(left_out.items()):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         notes.append(Note(topic="cluster", text=f"left out as {why}: {', '.join(names[:5])}{more}"))
-    advice = advise.with_faults(advice, [check for record in used for check in published(record.name, record)])
     return replace(advice, notes=(*advice.notes, *notes)), len(used)
 
 

@@ -71,6 +71,8 @@ def layout(out: Console, advice: Recommendation) -> None:
             f"step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per {device_of(advice)}",
         )
         point(out, "   ", escape(ranked.forecast.dominant if ranked is chosen else ranked.why))
+    for line in as_it_is(advice):
+        point(out, "!", escape(line))
     if advice.total_seconds is not None:
         out.print(f"the whole run: {advice.total_steps} steps, {units.hours(advice.total_seconds)}")
     rejected(out, advice)
@@ -78,6 +80,34 @@ def layout(out: Console, advice: Recommendation) -> None:
         point(out, "→", escape(help_))
     for unknown in advice.unknowns:
         point(out, "?", escape(unknown))
+
+
+def as_it_is(advice: Recommendation) -> tuple[str, ...]:
+    """What these nodes lose against sound ones: "as it is 3.0 times slower: +3 h 20 min", and by which findings."""
+    chosen, sound = advice.chosen, advice.sound
+    if chosen is None or not advice.slowed:
+        return ()
+    if sound is None:
+        return ("as it is; what sound nodes do is not known: no rate of their RDMA can be read", *advice.slowed)
+    rate = sound.forecast.tokens_per_second
+    times = rate / chosen.forecast.tokens_per_second
+    words = f"as it is {slower(times)} than sound nodes"
+    if advice.total_seconds is not None and times >= _SAME:
+        words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
+    words += f"; mended {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
+    if advice.sound_here is not None and advice.sound_here.layout != chosen.layout:
+        words += f", here {slower(rate / advice.sound_here.forecast.tokens_per_second)}"
+    return (words, *advice.slowed)
+
+
+_SAME = 1.01
+
+
+def slower(times: float) -> str:
+    """ "3.0 times slower", "12% slower", "no slower"."""
+    if times < _SAME:
+        return "no slower"
+    return f"{times:.1f} times slower" if times >= 1.5 else f"{times - 1.0:.0%} slower"
 
 
 def layout_title(shape: Layout) -> str:

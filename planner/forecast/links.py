@@ -7,6 +7,7 @@ S (n - 1) / n per ring, however many GPUs stand behind it; groups that cross sid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,11 @@ ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
 GLOO_SCATTER_SHARE = 0.5
 GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (docs/decisions/0023)
 ASSUMED_GLOO_BYTES_PER_SECOND = 1 * GIGA  # of two local ranks over loopback: of the order of 1 GB/s
+# What TCP carries, however fast the interface: GKE A3 Mega falls back from 188 to about 4 GB/s (NVIDIA/aicr demos).
+TCP_CEILING_BYTES_PER_SECOND = 4 * GIGA
+# A network of which no rate is known: between what pod networks were measured at their slowest (60 Mb/s) and a 100 Gb/s
+# interface; the forecast takes a 10 Gb/s one, and its interval reaches over all of it.
+UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND = 0.006 * GIGA, 12.5 * GIGA
 ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
 
 
@@ -41,6 +47,7 @@ class Speed:
     how: str  # "measured", "derived", "assumed"
     link: str  # "NVLink", "PCIe", "EFA", "TCP"
     why: str = ""
+    within: tuple[float, float] | None = None  # least and most, where no probe knows the rate
 
     def __str__(self) -> str:
         return f"{self.link} {self.bytes_per_second / GIGA:.3g} GB/s: {self.how}" + (
@@ -48,6 +55,14 @@ class Speed:
         )
 
 
+def unknown_network(link: str) -> Speed:
+    """A network that nobody measured and whose rate no probe knows."""
+    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why="no NIC rate known",
+                 within=(UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND))  # fmt: skip
+
+
+# Of a PCIe link's plan what reaches host memory: two GPUs behind one uplink, or both directions at once.
+HOST_SHARE = 0.5
 HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memory",
              why="Gen4 x16, two GPUs behind one uplink")  # fmt: skip
 
@@ -111,13 +126,17 @@ class Links:
         alpha = self.alpha_intra_seconds if reach <= self.ranks_per_node else self.alpha_inter_seconds
         return whole + 2.0 * messages * steps * alpha
 
-    def send_seconds(self, size_bytes: float, stride: int) -> float:
-        """One rank to the rank `stride` further; all ranks of a node send at once."""
-        if stride < self.island_size:
+    def send_seconds(self, size_bytes: float, stride: int, stages: int = 2) -> float:
+        """One pipeline stage to the next, `stride` ranks further, over the slowest of their boundaries.
+
+        All ranks of a stage send at once; those of one node share its network.
+        """
+        reach = (stages - 1) * stride
+        if reach < self.island_size:
             return self.alpha_intra_seconds + size_bytes / self.island.bytes_per_second
-        if stride < self.ranks_per_node or self.network is None:
+        if reach < self.ranks_per_node or self.network is None:
             return self.alpha_intra_seconds + size_bytes / self.node.bytes_per_second
-        return self.alpha_inter_seconds + size_bytes * self.ranks_per_node / self.network.bytes_per_second
+        return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / self.network.bytes_per_second
 
     def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int) -> float:
         """Every rank sends (size-1)/size of its bytes away, evenly."""
@@ -230,6 +249,14 @@ def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
     return speed
 
 
+def _to_host(cluster: ClusterTopology) -> Speed:
+    """Of one rank to host memory: half of the narrowest probed link of a GPU."""
+    whole = _narrowed(replace(HOST, bytes_per_second=math.inf), cluster)
+    if math.isinf(whole.bytes_per_second):
+        return HOST
+    return replace(whole, bytes_per_second=whole.bytes_per_second * HOST_SHARE)
+
+
 def _carries(gpu: GpuNode) -> float | None:
     """One direction of a GPU's PCIe link, as it runs."""
     return gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second
@@ -240,8 +267,10 @@ def _network(cluster: ClusterTopology) -> Speed:
         cluster.inter_node_transport or "", "network"
     )
     if cluster.inter_node_bytes_per_second:
-        return Speed(bytes_per_second=cluster.inter_node_bytes_per_second * NETWORK_SHARE, how="derived", link=link,
-                     why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
+        rate, why = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
+        if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
+            rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
+        return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
     derived = _expected(cluster, "cluster")
     if derived:
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
@@ -252,9 +281,7 @@ def _network(cluster: ClusterTopology) -> Speed:
         kind = "EFA" if any(n.kind == "efa" for n in cluster.nodes[0].nics) else "RDMA"
         return Speed(bytes_per_second=min(rates) * NETWORK_SHARE, how="derived", link=kind,
                      why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
-    name = link if link != "network" else "TCP"
-    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=name,
-                 why="no NIC rate known")  # fmt: skip
+    return unknown_network(link if link != "network" else "TCP")
 
 
 def links_of(
@@ -296,5 +323,5 @@ def links_of(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_narrowed(HOST, cluster),
+        host=_to_host(cluster),
     )  # fmt: skip

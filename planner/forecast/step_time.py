@@ -382,7 +382,7 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
     compute = micro.forward + micro.backward
     bubble = (layout.pp - 1) / layout.virtual_stages * (compute - micro.head + gathered_micro)
     message = step.wide * step.tokens * step.job.model.hidden / layout.tp
-    one = step.job.links.send_seconds(message, strides(layout)[3])
+    one = step.job.links.send_seconds(message, strides(layout)[3], layout.pp)
     send = 2.0 * one * (layout.pp - 1) + 0.5 * one * layout.virtual_stages * layout.gradient_accumulation
     return bubble, send
 

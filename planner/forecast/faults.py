@@ -1,0 +1,385 @@
+"""From findings to the forecast: what a node with a finding does to the links and to the compute of a job.
+
+The forecast is of the nodes as they are, beside that of the same nodes mended. `RULES` has one rule for each code that
+changes what carries the data or how fast the slowest rank computes: what the scan's graph shows already (a dead HCA, a
+link with fewer lanes) is mended for the comparison, what it does not show (no GPUDirect, no locked memory, a low clock)
+slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other failure no figure bounds the
+cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hardware.nics import nics
+from hardware.units import GIGA
+from planner.forecast.compute import Rates
+from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, unknown_network
+from probes.api import Finding, Severity, Snapshot
+from probes.gpu.facts import Gpu, GpuFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
+from topology.cluster import join
+from topology.derive import complete
+from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair, nvlinks
+
+Findings = Mapping[str, Sequence[Finding]]  # by hostname
+
+# Two InfiniBand nodes without and with nvidia_peermem: 33 and 93 GB/s bus bandwidth (NVIDIA/nccl issue 1412).
+THROUGH_HOST_SHARE = 33 / 93
+# nvml.h: HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown reduce the core clocks by a factor of 2 or more.
+SLOWDOWN_SHARE = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class AsIs:
+    """A cluster as it is: what carries its data and at which share of its clock the slowest GPU runs."""
+
+    links: Links
+    hosts: Mapping[str, Snapshot]
+    interface: str | None = None  # NCCL_SOCKET_IFNAME of the job
+    clock: float = 1.0  # of the highest clock, the slowest GPU
+    power: float = 1.0  # of the sustained rate, by the power limit
+    words: list[str] = field(default_factory=list)
+
+    def say(self, words: str) -> None:
+        """Once each."""
+        if words not in self.words:
+            self.words.append(words)
+
+
+Slow = Callable[[AsIs, str, Finding], None]
+Mend = Callable[[NodeTopology, Finding], NodeTopology]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What one code does to the forecast: `slow` the nodes as they are, or what to `mend` in the graph to compare."""
+
+    slow: Slow | None = None
+    mend: Mend | None = None
+
+
+def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
+    """Whether a finding is about a device: "mlx5_3:1", "GPU2", "0000:a1:00.0"."""
+    subject = finding.subject.removeprefix("GPU ")
+    return subject in (name, bus_id) or subject.startswith(f"{name}:")
+
+
+# Transport -----------------------------------------------------------------------------------------------------------
+
+
+def socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
+    """What TCP carries over the interface that the job names, or that NCCL takes by itself; unknown without a rate."""
+    facts = snapshot.facts(InterfacesFacts) if snapshot else None
+    name = (wanted or "").removeprefix("=").split(",")[0] or (facts.nccl_choice if facts else None)
+    found = next((i for i in facts.interfaces if i.name == name), None) if facts else None
+    if found is None or not found.speed_bytes_per_second:
+        return unknown_network(f"TCP over {name}" if name else "TCP")
+    rate = min(found.speed_bytes_per_second * NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND)
+    wire = found.speed_bytes_per_second * 8 / GIGA
+    return Speed(bytes_per_second=rate, how="derived", link=f"TCP over {name}", why=f"an interface of {wire:.4g} Gb/s")
+
+
+def _sockets(now: AsIs, host: str, finding: Finding) -> None:
+    network = now.links.network
+    if network is None or network.how == "measured" or network.link == "NVLink":
+        return
+    slow = socket_speed(now.hosts.get(host), now.interface)
+    if network.link.startswith("TCP over") and network.bytes_per_second <= slow.bytes_per_second:
+        return
+    now.links = replace(now.links, network=slow)
+    now.say(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+
+
+def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
+    network = now.links.network
+    if network is None or network.how == "measured" or network.link not in ("RDMA", "EFA", "network"):
+        return
+    slow = replace(
+        network, bytes_per_second=network.bytes_per_second * THROUGH_HOST_SHARE, how="derived",
+        link=f"{network.link} through host memory", why="without GPUDirect 33 of 93 GB/s: NVIDIA/nccl issue 1412",
+    )  # fmt: skip
+    now.links = replace(now.links, network=slow)
+    now.say(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+
+
+def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
+    """Each packet carries its headers."""
+    network, snapshot = now.links.network, now.hosts.get(host)
+    facts = snapshot.facts(RdmaFacts) if snapshot else None
+    ports = [port for device in (facts.devices if facts else ()) for port in device.ports]
+    sizes = [port.active_mtu_bytes for port in ports if port.active_mtu_bytes and port.state == "ACTIVE"]
+    if network is None or network.how == "measured" or not sizes:
+        return
+    share = (min(sizes) / (min(sizes) + _HEADER_BYTES)) / (4096 / (4096 + _HEADER_BYTES))
+    now.links = replace(now.links, network=replace(network, bytes_per_second=network.bytes_per_second * share))
+    now.say(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
+
+
+_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, and 20 of preamble and gap on the wire
+
+
+def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
+    """GPUs without peer access copy through host memory, which their links to the host bound."""
+    links = now.links
+    if links.node.how == "measured" or links.island_size >= links.ranks_per_node:
+        return
+    slow = min(links.node.bytes_per_second, links.host.bytes_per_second)
+    now.links = replace(links, node=replace(links.node, bytes_per_second=slow, link="host memory"))
+    now.say(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
+
+
+def _told(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
+    """The graph shows it: name it."""
+    where = f" on {finding.subject}" if finding.subject else ""
+    now.say(f"{finding.code}{where}: {_SHOWN[finding.code]}")
+
+
+_SHOWN = {
+    **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down"), "fewer rails"),
+    **dict.fromkeys(("rdma.port.rate", "topology.rail.uneven"), "the slowest rail sets the network's pace"),
+    "topology.nic.pcie_bound": "the NIC's PCIe link bounds its rail",
+    **dict.fromkeys(("gpu.pcie.width", "pci.link.width"), "fewer lanes to the host and to the NICs"),
+    **dict.fromkeys(("gpu.pcie.generation", "pci.link.speed"), "a slower link to the host and to the NICs"),
+    **dict.fromkeys(("gpu.nvlink.missing", "topology.nvlink.asymmetric"), "rings run at the GPU with the fewest links"),
+    **dict.fromkeys(("gpu.nvlink.none", "topology.nvlink.missing", "topology.nvlink.down_hgx"), "no NVLink"),
+    "gpu.device.mixed": "all ranks wait for the slower model",
+    **dict.fromkeys(("gpu.device.lost", "gpu.device.missing"), "the layout is for the GPUs that are left"),
+    "gpu.memory.held": "the layout has the rest of the memory",
+    "interfaces.choice.wrong": "sockets take the slower interface",
+    "interfaces.speed.low": "sockets run at the interface's rate",
+    **dict.fromkeys(("interfaces.link.down", "interfaces.address.missing"), "sockets take another interface"),
+    "gpu.fabric.split": "the network joins the parts of the NVLink domain",
+}
+
+
+def _mend_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
+    """A port that is down, or slower than its sisters, does what they do."""
+    nearest = {nic for near in node.nearest_nic if near.gpu == finding.subject for nic in (near.why or "").split()}
+    best: dict[str, float] = {}
+    for nic in node.nics:
+        best[nic.kind] = max(best.get(nic.kind, 0.0), nic.rate_bytes_per_second or 0.0)
+
+    def mended(nic: NicNode) -> NicNode:
+        if not (_named(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
+            return nic
+        return replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None,
+                       pcie_running_bytes_per_second=None)  # fmt: skip
+
+    return replace(node, nics=tuple(mended(nic) for nic in node.nics))
+
+
+def _mend_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
+    """A link runs as its slot can."""
+
+    def mended(gpu: GpuNode) -> GpuNode:
+        mine = _named(finding, gpu.name, gpu.bus_id)
+        return replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if mine else gpu
+
+    slow = {gpu.name for gpu in node.gpus if _named(finding, gpu.name, gpu.bus_id)}
+    pairs = tuple(replace(p, running_bytes_per_second=None) if {p.a, p.b} & slow else p for p in node.pairs)
+    nics = tuple(
+        replace(nic, pcie_running_bytes_per_second=None) if _named(finding, nic.name, nic.bus_id) else nic
+        for nic in node.nics
+    )
+    return replace(node, gpus=tuple(mended(gpu) for gpu in node.gpus), pairs=pairs, nics=nics)
+
+
+def _mend_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
+    """Every pair of GPUs has as many NVLinks as the pair with most of them."""
+    names = {gpu.name for gpu in node.gpus}
+    linked = [p for p in node.pairs if {p.a, p.b} <= names and nvlinks(p.label)]
+    if not linked or not finding.subject:
+        return node
+    best = max(linked, key=lambda p: p.nvlinks)
+
+    def mended(pair: Pair) -> Pair:
+        if not {pair.a, pair.b} <= names or finding.subject not in (pair.a, pair.b):
+            return pair
+        return replace(best, a=pair.a, b=pair.b)
+
+    return replace(node, pairs=tuple(mended(pair) for pair in node.pairs))
+
+
+def _mend_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
+    """A GPU that is lost answers as its sisters do, and is linked as they are."""
+    sister = next((gpu for gpu in node.gpus if gpu.usable), None)
+    if sister is None:
+        return node
+
+    def mended(gpu: GpuNode) -> GpuNode:
+        if gpu.usable or not _named(finding, gpu.name, gpu.bus_id):
+            return gpu
+        return replace(sister, name=gpu.name, index=gpu.index, bus_id=gpu.bus_id, uuid=gpu.uuid,
+                       numa_node=gpu.numa_node if gpu.numa_node is not None else sister.numa_node)  # fmt: skip
+
+    lost = [g.name for g in node.gpus if not g.usable and _named(finding, g.name, g.bus_id)]
+    node = replace(node, gpus=tuple(mended(gpu) for gpu in node.gpus))
+    return _mend_nvlink(node, replace(finding, subject=lost[0])) if lost else node
+
+
+# Compute -------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_of(now: AsIs, host: str, finding: Finding) -> Gpu | None:
+    snapshot = now.hosts.get(host)
+    facts = snapshot.facts(GpuFacts) if snapshot else None
+    return next((g for g in facts.gpus if _named(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
+
+
+def _clock(now: AsIs, host: str, finding: Finding) -> None:
+    """The share of its highest clock that a GPU was read at under load; half by NVML's word where it was not."""
+    gpu = _gpu_of(now, host, finding)
+    read = None
+    if gpu is not None and gpu.sm_clock_hertz and gpu.sm_clock_max_hertz and gpu.utilization_ratio:
+        read = gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
+    by_hardware = finding.code in ("gpu.clocks.slowdown", "gpu.power.brake") or (
+        gpu is not None and "hw_thermal" in (gpu.throttle_reasons or ())
+    )
+    if by_hardware and (read is None or read > SLOWDOWN_SHARE) and finding.code != "gpu.thermal.throttling":
+        read = SLOWDOWN_SHARE
+    if read is None:
+        return
+    now.clock = min(now.clock, read)
+    at = f"at {gpu.sm_clock_hertz / 1e6:.0f} MHz, " if gpu is not None and gpu.sm_clock_hertz else ""
+    now.say(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
+
+
+def _power(now: AsIs, host: str, finding: Finding) -> None:
+    """Clocks follow the third root of the power: power goes with frequency and the square of voltage."""
+    gpu = _gpu_of(now, host, finding)
+    if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
+        return
+    share = (gpu.power_limit_watts / gpu.power_limit_default_watts) ** (1 / 3)
+    now.power = min(now.power, share)
+    now.say(
+        f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
+        f"{share:.0%} of the clock; all ranks wait for it"
+    )
+
+
+def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
+    """The rates of the slowest GPU: what it multiplies at its clock, and no more than it sustains."""
+    if rates.how == "measured" or (now.clock >= 1.0 and now.power >= 1.0):
+        return rates
+    sustained = rates.gemm / best_gemm if best_gemm else 1.0
+    share = min(now.power, now.clock / sustained, 1.0)
+    slow = f"GEMM {rates.gemm * share / 1e12:.4g} TFLOP/s on the slowest GPU: derived from its clock and power limit"
+    return replace(rates, gemm=rates.gemm * share, attention=rates.attention * share, inputs=(*rates.inputs, slow))
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("limits.memlock.low", "rdma.memlock.registration", "rdma.uverbs.permission", "rdma.port.none_active",
+         "pci.nic.no_rdma"), Rule(slow=_sockets)),
+    **dict.fromkeys(
+        ("pci.peermem.missing", "topology.gdr.path", "topology.gpu_nic.far", "evidence.gdrdma.off", "pci.acs.on",
+         "pci.iommu.translated"), Rule(slow=_through_host)),
+    **dict.fromkeys(
+        ("rdma.port.down", "topology.gpu_nic.down", "rdma.port.rate"), Rule(slow=_told, mend=_mend_nic)),
+    **dict.fromkeys(
+        ("gpu.pcie.width", "gpu.pcie.generation", "pci.link.width", "pci.link.speed", "topology.nic.pcie_bound"),
+        Rule(slow=_told, mend=_mend_pcie)),
+    **dict.fromkeys(
+        ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing"),
+        Rule(slow=_told, mend=_mend_nvlink)),
+    **dict.fromkeys(
+        ("gpu.thermal.throttling", "gpu.clocks.slowdown", "gpu.clocks.low", "gpu.power.brake"), Rule(slow=_clock)),
+    "gpu.power.limit": Rule(slow=_power),
+    "rdma.mtu.small": Rule(slow=_small_packets),
+    "gpu.p2p.refused": Rule(slow=_through_memory),
+    "gpu.device.lost": Rule(slow=_told, mend=_mend_gpu),
+    **dict.fromkeys(
+        ("gpu.device.mixed", "gpu.device.missing", "gpu.memory.held", "topology.rail.uneven",
+         "gpu.nvlink.none", "topology.nvlink.down_hgx", "interfaces.choice.wrong", "interfaces.speed.low",
+         "interfaces.link.down", "interfaces.address.missing", "gpu.fabric.split"),
+        Rule(slow=_told)),
+}  # fmt: skip
+
+ENDS = frozenset(
+    (
+        "limits.shm.full", "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
+        "gpu.device.mode", "gpu.fabric.incomplete", "gpu.ecc.uncorrected", "gpu.ecc.sram", "gpu.memory.remap_failed",
+        "gpu.xid.new", "rdma.gid.missing_rocev2", "rdma.gid.choice", "interfaces.choice.none",
+        "interfaces.choice.setting",
+    )
+)  # fmt: skip
+
+_BY_SETTING = {  # what the advised environment mends
+    "NCCL_SOCKET_IFNAME": ("interfaces.choice.wrong",),
+    "NCCL_NET_GDR_LEVEL": ("topology.gdr.path", "topology.gpu_nic.far"),
+}
+
+
+def counted(findings: Findings, settings: Iterable[str]) -> Findings:
+    """The findings that slow a job which runs with these settings: failures, and warnings that have a rule."""
+    mended = {code for name in settings for code in _BY_SETTING.get(name, ())}
+    return {
+        host: tuple(
+            one for one in found
+            if one.code in RULES and one.code not in mended
+            and (one.severity == Severity.FAIL or (one.severity == Severity.WARN and RULES[one.code].slow is _clock))
+        )
+        for host, found in findings.items()
+    }  # fmt: skip
+
+
+def mended(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
+    """The same nodes with every finding mended that the graph shows."""
+    nodes, changed = [], False
+    known: dict[tuple[int, ...], NodeTopology] = {}
+    for node in cluster.nodes:
+        found = [one for one in findings.get(node.hostname, ()) if RULES[one.code].mend]
+        key = (id(node.gpus), id(node.nics), id(node.pairs))
+        if found and key not in known:
+            sound = node
+            for one in found:
+                mend = RULES[one.code].mend
+                sound = mend(sound, one) if mend else sound
+            known[key] = complete(sound)
+        changed = changed or bool(found)
+        nodes.append(replace(known[key], hostname=node.hostname) if found else node)
+    return join(nodes) if changed else cluster
+
+
+def mended_links(
+    sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
+) -> Links | None:  # fmt: skip
+    """The links of the mended nodes; None where RDMA is off and nobody can say what it carries when it is on.
+
+    Cards without their RDMA device are taken for the fastest of their family, one a GPU: their ports cannot be read.
+    """
+    off = {one.subject for found in findings.values() for one in found if RULES[one.code].slow is _sockets}
+    if not off or links.network is None or sound.inter_node_transport in ("rdma", "efa", "nvlink"):
+        return links
+    pci = snapshots[0].facts(PciFacts) if snapshots else None
+    cards = [d for d in (pci.devices if pci else ()) if d.bus_id in off]
+    families = [nic for d in cards for nic in nics() if nic.vendor == d.vendor_id and d.device_id in nic.devices]
+    known = [nic.bytes_per_second for nic in families if nic.bytes_per_second]
+    if not known or len(known) < len(cards):
+        return None
+    used = min(len(cards), max(1, links.ranks_per_node))
+    rate = used * min(known) * NETWORK_SHARE
+    why = f"{used} cards as the fastest of their family"
+    return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
+
+
+def as_is(
+    links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None
+) -> AsIs:  # fmt: skip
+    """What the findings make of these links and of the slowest GPU; one host's snapshot speaks for its copies."""
+    named = {snapshot.hostname: snapshot for snapshot in snapshots}
+    alone = snapshots[0] if len(snapshots) == 1 else None
+    hosts = {host: its for host in findings if (its := alone or named.get(host))}
+    now = AsIs(links=links, hosts=hosts, interface=interface)
+    for host, found in findings.items():
+        for one in found:
+            slow = RULES[one.code].slow
+            if slow is not None:
+                slow(now, host, one)
+    return now
