@@ -1,37 +1,29 @@
 """The fine-tune job's settings: one YAML file, read into one dataclass by the launcher and by the job alike.
 
 Surface: the YAML of TRL's `sft.py` scripts (TrlParser((ScriptArguments, SFTConfig, ModelConfig))), in today's
-names and in the older ones, plus a `layout:` mapping in the words of `contracts.layout`.
+names and in the older ones (`contracts.trl`), plus a `layout:` mapping in the words of `contracts.layout`. What a file
+says of batch, precision, sharding, recomputation and offloading is kept in one place, as members of the layout.
 """
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from contracts import bounded
+from contracts import bounded, trl
+from contracts.layout import Layout
+from contracts.trl import ConfigError as ConfigError
+from contracts.trl import EndedError as EndedError
 from contracts.yaml_text import YamlTextError, load_all
 
 MAX_FILE_BYTES = 1 << 20  # settings are hand-written: anything larger is the wrong file
 MAX_ALIASES = 16  # of YAML: aliases of aliases multiply
 DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # the embedded job's
-
-
-class EndedError(Exception):
-    """The job ends before its last step, in order; the exit codes are those of sysexits.h."""
-
-    code = 1
-    status = "failed"  # in flight.json
-
-
-class ConfigError(EndedError, ValueError):
-    """A setting that cannot stand; the message names it, its value and what is allowed."""
-
-    code, status = 2, "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +37,6 @@ class JobConfig:
     tokenizer_revision: str = "main"  # of tokenizer_name; the model's own comes from its own revision
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # stored type of frozen weights
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
-    fused_cross_entropy: bool | None = None
     load_in_4bit: bool = False
     chat_template: str | None = None  # text of a Jinja template; None: the tokenizer's own
     # LoRA
@@ -72,12 +63,9 @@ class JobConfig:
     # training
     num_train_epochs: float = 3.0
     max_steps: int | None = None
-    per_device_train_batch_size: int | None = None
     per_device_eval_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
     eval_strategy: Literal["no", "epoch", "steps"] = "no"
     eval_steps: int = 500
-    bf16: bool | None = None
     tf32: bool | None = None
     learning_rate: float = 2e-5
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "linear"
@@ -89,11 +77,7 @@ class JobConfig:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 42
     # parallelism
-    layout: dict[str, Any] = field(default_factory=dict)  # fields of contracts.layout.Layout
-    fsdp: bool | None = None
-    fsdp_config: dict[str, Any] = field(default_factory=dict)
-    activation_checkpointing: bool | None = None
-    compile: bool | None = None
+    layout: dict[str, Any] = field(default_factory=dict)  # members of contracts.layout.Layout that are asked for
     # checkpoints and reports
     output_dir: str = "finetune-output"
     save_strategy: Literal["no", "epoch", "steps"] = "epoch"
@@ -111,8 +95,8 @@ class JobConfig:
         low = {
             "lora_r": 1, "lora_alpha": 0, "max_length": 2, "num_train_epochs": 0, "learning_rate": 0, "warmup_steps": 0,
             "save_steps": 1, "save_total_limit": 1, "logging_steps": 1, "eval_steps": 1, "max_grad_norm": 0,
-            "weight_decay": 0, "profile_steps": 0, "max_steps": 1, "dataset_rows": 1, "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
+            "weight_decay": 0, "profile_steps": 0, "max_steps": 1, "dataset_rows": 1,
+            "per_device_eval_batch_size": 1,
         }  # fmt: skip
         for name, least in low.items():
             value = getattr(self, name)
@@ -129,50 +113,30 @@ class JobConfig:
             raise ConfigError("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
 
 
-# Names of older transformers and TRL releases -> (today's name, remark).
-RENAMED = {
-    "max_seq_length": "max_length",
-    "torch_dtype": "dtype",
-    "use_liger": "fused_cross_entropy",
-    "use_liger_kernel": "fused_cross_entropy",
-    "evaluation_strategy": "eval_strategy",
-    "gradient_checkpointing": "activation_checkpointing",
-    "assistant_only_loss": "completion_only_loss",
-    "torch_compile": "compile",
-    "warmup_ratio": "warmup_steps",
-    "fp16": "layout.precision",
-}
-# Accepted because they ask for what happens anyway: (the only value that stands or None for any, why).
-NO_EFFECT: dict[str, tuple[Any, str]] = {
-    "do_train": (True, "the job trains"),
-    "do_eval": (None, "eval_strategy decides"),
-    "overwrite_output_dir": (None, "checkpoints are named by step and never overwritten"),
-    "save_safetensors": (True, "adapters and exports are safetensors"),
-    "trust_remote_code": (False, "code from a model folder is not run"),
-    "remove_unused_columns": (None, "columns that the job does not need are never loaded"),
-    "dataloader_num_workers": (None, "rows are tokenised once, before the first step"),
-    "dataloader_pin_memory": (None, "batches are pinned where there is a GPU"),
-    "ddp_find_unused_parameters": (False, "every trainable parameter is used"),
-    "optim": ("adamw_torch", "the optimizer is torch's AdamW"),
-    "logging_dir": (None, "logs go to output_dir"),
-    "run_name": (None, "output_dir names the run"),
-    "push_to_hub": (False, "nothing is uploaded"),
-    "disable_tqdm": (None, "the bar is drawn on a terminal only"),
-    "include_tokens_per_second": (None, "tokens/s is always reported"),
-    "no_cuda": (None, "GPUs are used where there are any"),
-    "use_cpu": (None, "GPUs are used where there are any"),
-}
-# FSDP1's options that fully_shard does by itself.
-FSDP_NO_EFFECT = frozenset({
-    "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers", "version",
-    "auto_wrap_policy", "transformer_layer_cls_to_wrap", "state_dict_type", "cpu_ram_efficient_loading",
-    "min_num_params",
-})  # fmt: skip
-
-
 def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
     """Read the YAML and the `key=value` overrides; returns the config, what was set explicitly, and notes."""
-    return parse_config(with_overrides(read_mapping(path or DEFAULT_CONFIG), overrides))
+    return parse_config(with_overrides(read_file(path or DEFAULT_CONFIG), overrides))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The file's mapping, with the files that it names in place of their names: one document says everything."""
+    raw = read_mapping(path)
+    for name in ("deepspeed", "fsdp_config"):
+        named = raw.get(name)
+        if isinstance(named, str) and named and (inner := _beside(path, named)):
+            raw[name] = read_mapping(inner)
+    template = raw.get("chat_template_path")
+    if isinstance(template, str):
+        found = _beside(path, template)
+        if found is not None and found.suffix in (".jinja", ".jinja2", ".j2"):
+            del raw["chat_template_path"]
+            raw["chat_template"] = _text(found)
+    return raw
+
+
+def _beside(path: Path, named: str) -> Path | None:
+    """A file that a setting names, from here as transformers reads it, or from the settings' own folder."""
+    return next((one for one in (Path(named), path.parent / named) if one.is_file()), None)
 
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
@@ -197,17 +161,20 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """A YAML or JSON file that holds one mapping."""
+    return parse_mapping(_text(path), path)
+
+
+def _text(path: Path) -> str:
     if not path.exists():
         raise ConfigError(f"{path}: no such file")
     try:
-        text = bounded.read_text(path, MAX_FILE_BYTES)
+        return bounded.read_text(path, MAX_FILE_BYTES)
     except bounded.TooLargeError as error:
         raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
-    return parse_mapping(text, path)
 
 
 def parse_mapping(text: str, where: object) -> dict[str, Any]:
@@ -224,43 +191,144 @@ def parse_mapping(text: str, where: object) -> dict[str, Any]:
     return data
 
 
-def parse_config(raw: dict[str, Any]) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """Settings from a mapping, with a note for each old name."""
-    notes: list[str] = []
+def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], list[str]]:
+    """Settings from a mapping: the config, what was set explicitly, and notes on old names and on what has no effect.
+
+    Raises ConfigError that names the setting, its value and what is allowed.
+    """
+    notes: dict[str, None] = {}
+    note = notes.setdefault
+    raw = trl.model_words({str(key): value for key, value in raw.items()}, note)
     values: dict[str, Any] = {}
-    for key, value in raw.items():
-        name = str(key)
-        if name in NO_EFFECT:
-            wanted, why = NO_EFFECT[name]
-            if wanted is not None and value != wanted:
-                raise ConfigError(f"{name}={value!r}: only {wanted!r} is allowed: {why}")
-            notes.append(f"{name}: no effect, {why}")
+    layout = _layout(raw.get("layout"))
+    written = {trl.RENAMED.get(name, name): name for name in raw}
+    for name, value in _renamed(raw, note).items():
+        if name in _APART or trl.without_effect(name, value, note):
             continue
-        if name == "fp16":
-            if value:
-                raise ConfigError("fp16=true: not supported; set bf16: true")
+        if name in trl.IN_LAYOUT:
+            if value is not None:
+                member, label = trl.IN_LAYOUT[name], written.get(name, name)
+                trl.put(layout, member, _member(member, value, label), label)
             continue
-        if name == "fsdp" and not isinstance(value, bool | None):
-            _old_fsdp(value, values, notes)
-            continue
-        if name in RENAMED:
-            new = RENAMED[name]
-            if new in raw:
+        _put(values, name, value, note, written.get(name, name))
+    trl.precision(raw, layout)
+    trl.checkpointing(raw, layout)
+    trl.fsdp(raw, layout, note)
+    trl.deepspeed(raw, values, layout, note)
+    trl.parallelism(raw, layout, note)
+    if layout:
+        values["layout"] = _layout(layout)
+    return JobConfig(**values), values, list(notes)
+
+
+# Read by a function of contracts.trl each.
+_APART = frozenset({
+    "layout", "bf16", "fp16", "activation_checkpointing", "fsdp", "fsdp_config", "deepspeed", "parallelism_config",
+})  # fmt: skip
+
+
+def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
+    """The file under today's names, and what transformers spells in another way."""
+    found: dict[str, Any] = {}
+    for name, value in raw.items():
+        new = trl.RENAMED.get(name, name)
+        if new != name:
+            if raw.get(new) is not None and value is not None and new != "activation_checkpointing":
                 raise ConfigError(f"{name} is the old name of {new}: both are set")
-            notes.append(f"{name} is now {new}")
-            name = new
-        _put(values, name, value)
-    _fsdp_config(values, notes)
-    return JobConfig(**values), values, notes
+            if raw.get(new) is not None:
+                continue
+            note(f"{name} is now {new}")
+        found[new] = value
+    if found.get("max_steps") == -1:
+        del found["max_steps"]  # transformers' default: num_train_epochs decides
+    if "warmup_ratio" in found:
+        ratio = _convert("warmup_ratio", found.pop("warmup_ratio"), float | None)
+        if ratio and not found.get("warmup_steps"):
+            note("warmup_ratio is now warmup_steps, below 1")
+            found["warmup_steps"] = ratio
+    if "group_by_length" in found:
+        by_length = _convert("group_by_length", found.pop("group_by_length"), bool | None)
+        if by_length is not None:
+            note("group_by_length is now train_sampling_strategy")
+            found.setdefault("train_sampling_strategy", "group_by_length" if by_length else "random")
+    if found.get("lora_target_modules") in ("all-linear", ["all-linear"]):
+        note("lora_target_modules: all-linear is every projection of a layer")
+        del found["lora_target_modules"]
+    if found.get("report_to") in ("all", ["all"]):
+        note("report_to: all is tensorboard")
+        found["report_to"] = ["tensorboard"]
+    if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _default("seed"))):
+        raise ConfigError(f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
+    return found
 
 
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
+def _layout(given: Any) -> dict[str, Any]:
+    """The members of `layout:`, in their types."""
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"layout={given!r}: must be a mapping")
+    return {str(name): _member(str(name), value, f"layout.{name}") for name, value in (given or {}).items()}
+
+
+def _member(member: str, value: Any, name: str) -> Any:
+    kinds = typing.get_type_hints(Layout)
+    if member not in kinds:
+        raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
+    if member == "dp_shard" and value == trl.NODE:
+        return value
+    if member == "stage_layers":
+        if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
+            raise ConfigError(f"{name}={value!r}: must be a list of whole numbers")
+        return list(value)
+    made = _convert(name, value, kinds[member])
+    if kinds[member] is int and made < 1:
+        raise ConfigError(f"{name}={made!r}: must be at least 1")
+    return made
+
+
+def layout_asked(config: JobConfig, world_size: int, ranks_per_node: int) -> dict[str, Any]:
+    """The members of the layout that the settings ask for, for so many ranks; the degrees that follow from them too.
+
+    Raises ConfigError for degrees that do not divide the ranks.
+    """
+    asked: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.layout.items()}
+    if asked.get("dp_shard") == trl.NODE:
+        asked["dp_shard"] = min(ranks_per_node, world_size)
+    rest = world_size
+    for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard"):
+        degree = asked.get(name, 1)
+        if rest % degree:
+            raise ConfigError(f"layout.{name}={degree!r}: does not divide the {rest} ranks that are left to it")
+        rest //= degree
+    if {"tp", "pp", "cp", "sharding"} <= set(asked):  # what is left is all data parallelism
+        if asked["sharding"] == "ddp":
+            asked.setdefault("dp_shard", 1)
+        for name, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
+            if other in asked:
+                asked.setdefault(name, rest)
+    if asked.get("dp_shard") == asked.get("dp_replicate") == 1:
+        asked.pop("sharding", None)  # over one rank every kind of it is the same
+        asked.pop("reshard_after_forward", None)
+    return asked
+
+
+def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
+    """One setting; `label` is its name in the file."""
     known = _types()
     if name not in known:
-        close = difflib.get_close_matches(name, [*known, *RENAMED], n=3)
-        hint = f"; close: {', '.join(close)}" if close else ""
-        raise ConfigError(f"unknown setting {name!r}{hint}")
-    values[name] = _convert(name, value, known[name])
+        names = [*known, *trl.RENAMED, *trl.IN_LAYOUT, *trl.NO_EFFECT, *trl.ONLY, *_APART]
+        raise ConfigError(f"unknown setting {name!r}{trl.hint(name, names)}")
+    if value is None and type(None) not in typing.get_args(known[name]):
+        if name == "max_length":
+            raise ConfigError(
+                "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
+            )
+        note(f"{name}: null, so {_default(name)!r} is taken")
+        return
+    values[name] = _convert(label, value, known[name])
+
+
+def _default(name: str) -> Any:
+    return next(one.default for one in dataclasses.fields(JobConfig) if one.name == name)
 
 
 def _types() -> dict[str, Any]:
@@ -304,6 +372,8 @@ def _plain(option: Any, value: Any) -> Any:
         return value if option is bool else _MISFIT
     if option in (str, int) and isinstance(value, option):
         return value
+    if option is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     if option is float and isinstance(value, int | float | str):
         try:
             return float(value)
@@ -321,45 +391,3 @@ def _spell(option: Any) -> str:
         return "a list of names"
     names = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "dict": "a mapping"}
     return names.get((typing.get_origin(option) or option).__name__, str(option))
-
-
-def _old_fsdp(value: Any, values: dict[str, Any], notes: list[str]) -> None:
-    """The space-separated words that `fsdp:` used to take."""
-    if not isinstance(value, str | list) or not all(isinstance(word, str) for word in value):
-        raise ConfigError(f"fsdp={value!r}: must be true, false, or words such as full_shard auto_wrap")
-    words = value.split() if isinstance(value, str) else value
-    allowed = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "auto_wrap", "offload")
-    for word in words:
-        if word not in allowed:
-            raise ConfigError(f"fsdp={value!r}: {word!r} is none of {', '.join(allowed)}")
-    if "hybrid_shard" in words and not (values.get("layout") or {}).get("dp_replicate"):
-        notes.append("fsdp: hybrid_shard is now layout.dp_replicate; the plan or layout must give it")
-    values["fsdp"] = "no_shard" not in words
-    extra = values.setdefault("fsdp_config", {})
-    if "shard_grad_op" in words:
-        extra.setdefault("reshard_after_forward", False)
-    if "offload" in words:
-        extra.setdefault("cpu_offload", True)
-    notes.append(f"fsdp: {' '.join(words)!r} is now fsdp: {str(values['fsdp']).lower()}")
-
-
-def _fsdp_config(values: dict[str, Any], notes: list[str]) -> None:
-    """fsdp_config's members: three mean something, FSDP1's are noted, others are unknown."""
-    kept: dict[str, Any] = {}
-    for key, value in (values.get("fsdp_config") or {}).items():
-        name = str(key).removeprefix("fsdp_")
-        if name in ("reshard_after_forward", "activation_checkpointing", "cpu_offload", "offload_params"):
-            if not isinstance(value, bool):
-                raise ConfigError(f"fsdp_config.{name}={value!r}: must be true or false")
-            kept["cpu_offload" if name == "offload_params" else name] = value
-        elif name in FSDP_NO_EFFECT:
-            notes.append(f"fsdp_config.{name}: no effect with fully_shard")
-        else:
-            close = difflib.get_close_matches(
-                name, ["reshard_after_forward", "activation_checkpointing", "cpu_offload"]
-            )
-            raise ConfigError(f"unknown setting 'fsdp_config.{name}'{'; close: ' + ', '.join(close) if close else ''}")
-    if kept.get("activation_checkpointing") is not None:
-        values.setdefault("activation_checkpointing", kept["activation_checkpointing"])
-    if "fsdp_config" in values:
-        values["fsdp_config"] = kept

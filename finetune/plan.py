@@ -6,14 +6,15 @@ Surface: plan.json `{"layout": {...}, "forecast": {...}, "environment": {...}}`;
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contracts import bounded
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig
+from contracts import bounded, trl
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, layout_asked
 from contracts.layout import Layout, LayoutError
 from contracts.plain import loads as plain
 
@@ -55,34 +56,11 @@ def parse_layout(raw: dict[str, Any], where: str) -> Layout:
     known = [one.name for one in dataclasses.fields(Layout)]
     for name in raw:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=3)
-            raise ConfigError(f"{where}: unknown {name!r}{'; close: ' + ', '.join(close) if close else ''}")
+            raise ConfigError(f"{where}: unknown {name!r}{trl.hint(str(name), known)}")
     try:
         return Layout(**{**raw, "stage_layers": tuple(raw.get("stage_layers") or ())})
     except (LayoutError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def wanted_layout(config: JobConfig) -> dict[str, Any]:
-    """The Layout fields that the config sets, by whichever of its names."""
-    wanted = dict(config.layout)
-    named = {
-        "micro_batch": config.per_device_train_batch_size,
-        "gradient_accumulation": config.gradient_accumulation_steps,
-        "precision": None if config.bf16 is None else "bf16" if config.bf16 else "fp32",
-        "fused_cross_entropy": config.fused_cross_entropy,
-        "compile": config.compile,
-        "reshard_after_forward": config.fsdp_config.get("reshard_after_forward"),
-        "offload": {True: "all", False: "none", None: None}[config.fsdp_config.get("cpu_offload")],
-        "checkpointing": {True: "full", False: "none", None: None}[config.activation_checkpointing],
-    }
-    for name, value in named.items():
-        if value is None:
-            continue
-        if name in wanted and wanted[name] != value:
-            raise ConfigError(f"layout.{name}={wanted[name]!r} contradicts the setting that makes it {value!r}")
-        wanted[name] = value
-    return wanted
 
 
 def as_planned(config: JobConfig, said: Mapping[str, Any], plan: Plan) -> JobConfig:
@@ -102,36 +80,26 @@ def as_planned(config: JobConfig, said: Mapping[str, Any], plan: Plan) -> JobCon
 
 def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu: bool) -> Layout:
     """The layout to run: the plan's, or the config's; a contradiction between the two is refused."""
-    wanted = wanted_layout(config)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     if plan is not None:
         if plan.layout.world_size != world_size:
             raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in wanted.items():
-            planned = getattr(plan.layout, name, None)
-            value = tuple(value) if isinstance(value, list) else value
-            if planned != value and not (name == "checkpointing" and value == "full" and planned == "selective"):
-                raise ConfigError(f"{name}: the config says {value!r}, the plan says {planned!r}")
-        sharded = plan.layout.dp_shard > 1
-        if config.fsdp is not None and config.fsdp != sharded and plan.layout.data_parallel > 1:
-            raise ConfigError(f"fsdp: the config says {config.fsdp}, the plan's layout is {plan.layout.family}")
+        for name, value in layout_asked(config, world_size, node).items():
+            planned = getattr(plan.layout, name)
+            if planned != value:
+                raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
         return plan.layout
-    wanted.setdefault("precision", "bf16" if has_gpu else "fp32")
-    wanted.setdefault("micro_batch", 8)
-    wanted["world_size"] = world_size
-    rest = world_size
-    for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard"):
-        degree = wanted.get(name, 1)
-        if not isinstance(degree, int) or degree < 1 or rest % degree:
-            raise ConfigError(f"layout.{name}={degree!r}: does not divide the {rest} ranks that are left to it")
-        rest //= degree
-    spread = "dp_replicate" if config.fsdp is False or wanted.get("sharding") == "ddp" else "dp_shard"
+    wanted = layout_asked(config, world_size, node)
+    wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
+    degrees = [wanted.get(name, 1) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
+    rest = world_size // math.prod(degrees)
+    spread = "dp_replicate" if wanted.get("sharding") == "ddp" else "dp_shard"
     if rest > 1 and spread not in wanted:
         wanted[spread] = rest
     if wanted.get("dp_shard", 1) == 1 and "sharding" not in wanted:
         wanted["sharding"] = "ddp"
     if wanted.get("pp", 1) > 1:
-        stages = wanted["pp"] * wanted.get("virtual_stages", 1)
-        wanted.setdefault("gradient_accumulation", stages)
+        wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))
     return parse_layout(wanted, "layout")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import Request, RequestError
-from contracts.job_config import ConfigError, parse_config, read_mapping, with_overrides
+from contracts.job_config import ConfigError, parse_config, read_file, with_overrides
 from planner.advice import Recommendation
 from planner.forecast.models import hub_id
 
@@ -24,7 +24,7 @@ _RANDOM = "random:"  # weights of a shape alone
 def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The settings by today's names, as the job will read them. Raises RequestError that names the file or the word."""
     try:
-        raw = read_mapping(config) if config is not None else {}
+        raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
     try:

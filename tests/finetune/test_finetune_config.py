@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.job_config import ConfigError, JobConfig, parse_config, read_config
+from contracts.job_config import ConfigError, JobConfig, layout_asked, parse_config, read_config
 from contracts.layout import Layout
 from finetune.plan import Plan, as_planned, parse_layout, read_plan, settle_layout
 
@@ -18,9 +18,10 @@ def test_a_config_of_older_releases_reads_as_it_stands():
     config, _, notes = read_config(SEED)
     assert config.max_length == 4096
     assert config.dtype == "bfloat16"
-    assert config.fused_cross_entropy is True
-    assert config.fsdp is True
-    assert config.activation_checkpointing is True
+    assert config.layout == {
+        "micro_batch": 32, "precision": "bf16", "fused_cross_entropy": True, "checkpointing": "full",
+        "sharding": "zero3", "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1,
+    }  # fmt: skip
     assert config.learning_rate == pytest.approx(2e-4)
     assert config.lr_scheduler_type == "inverse_sqrt"
     assert config.report_to == ("tensorboard",)
@@ -28,7 +29,7 @@ def test_a_config_of_older_releases_reads_as_it_stands():
     told = "\n".join(notes)
     for old, new in (("max_seq_length", "max_length"), ("torch_dtype", "dtype"), ("use_liger", "fused_cross_entropy")):
         assert f"{old} is now {new}" in told
-    assert "fsdp: 'full_shard auto_wrap' is now fsdp: true" in told
+    assert "fsdp: full_shard auto_wrap is fsdp: full_shard of torch's fully_shard" in told
 
 
 def test_its_layout_is_fsdp_over_all_ranks():
@@ -42,7 +43,8 @@ def test_its_layout_is_fsdp_over_all_ranks():
     ("raw", "words"),
     [
         ({"learning_rte": 1e-4}, ["learning_rte", "learning_rate"]),
-        ({"max_seq_len": 7}, ["max_seq_len", "max_seq_length"]),
+        ({"max_seq_len": 7}, ["max_seq_len", "here it is max_length"]),
+        ({"max_seq_lenth": 7}, ["max_seq_lenth", "max_seq_length"]),
         ({"learning_rate": "fast"}, ["learning_rate", "fast", "a number"]),
         ({"packing": "yes please"}, ["packing", "true or false"]),
         ({"lr_scheduler_type": "exponential"}, ["lr_scheduler_type", "exponential", "inverse_sqrt"]),
@@ -105,10 +107,10 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     ("raw", "name"),
     [
-        ({"per_device_train_batch_size": 32}, "micro_batch"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation"),
-        ({"bf16": True}, "precision"),
-        ({"fsdp": False}, "fsdp"),
+        ({"per_device_train_batch_size": 32}, "per_device_train_batch_size: 32"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 2"),
+        ({"bf16": True}, "bf16: true, the plan bf16: false"),
+        ({"fsdp": False}, "fsdp: false, the plan fsdp: full_shard"),
         ({"layout": {"tp": 2}}, "tp"),
         ({"activation_checkpointing": True}, "checkpointing"),
         ({"fsdp_config": {"cpu_offload": True}}, "offload"),
@@ -124,7 +126,7 @@ def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
 def test_a_config_that_agrees_with_the_plan_runs_the_plan():
     """Saying the same thing twice is no contradiction."""
     plan = Plan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
-    config = JobConfig(per_device_train_batch_size=4, bf16=False, fsdp=True)
+    config, _, _ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
     assert settle_layout(config, plan, 2, has_gpu=False) == plan.layout
 
 
@@ -175,3 +177,127 @@ def test_a_plan_fills_what_the_settings_leave_open_and_refuses_what_they_say_oth
     odd = dataclasses.replace(plan, job={"maximum": 7})
     with pytest.raises(ConfigError, match=r"job\.maximum: no such setting"):
         as_planned(config, said, odd)
+
+
+# The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.
+FIELDS = json.loads((Path(__file__).with_name("jobs") / "trl_fields.json").read_text())
+NULLABLE = {"max_length": 1024, "max_seq_length": 1024}  # null would mean rows of any length
+
+
+@pytest.mark.parametrize("release", FIELDS)
+def test_every_field_of_trl_s_parser_is_known(release):
+    """Left at null, each is a setting, a note or nothing; none is an unknown name."""
+    for name in FIELDS[release]:
+        parse_config({name: NULLABLE.get(name)})
+
+
+def test_every_field_with_a_strange_value_is_honoured_noted_or_refused_by_name():
+    """Nothing of a file is passed over in silence: a value that no setting has is in a note or in the refusal."""
+    for name in sorted({name for names in FIELDS.values() for name in names}):
+        try:
+            _, said, notes = parse_config({name: "strange"})
+        except ConfigError as error:
+            assert name in str(error), name
+        else:
+            assert any(name in note for note in notes) or {"strange", ("strange",)} & set(said.values()), name
+
+
+@pytest.mark.parametrize(
+    ("raw", "layout"),
+    [
+        ({"fsdp": "shard_grad_op auto_wrap offload"},
+         {"sharding": "zero3", "reshard_after_forward": False, "offload": "all"}),
+        ({"fsdp": ["hybrid_shard", "auto_wrap"]}, {"sharding": "zero3", "dp_shard": "node"}),
+        ({"fsdp": "no_shard"}, {"sharding": "ddp"}),
+        ({"fsdp": "", "deepspeed": None}, {}),
+        ({"fsdp": "full_shard", "fsdp_config": {"fsdp_offload_params": True, "fsdp_use_orig_params": True}},
+         {"sharding": "zero3", "offload": "all"}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, {"sharding": "zero3", "reshard_after_forward": False}),
+        ({"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": False, "state_dict_type": "X"}},
+         {"sharding": "zero3", "reshard_after_forward": False}),
+        ({"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}},
+         {"checkpointing": "full"}),
+        ({"gradient_checkpointing": False}, {"checkpointing": "none"}),
+        ({"bf16": False, "fp16": False}, {"precision": "fp32"}),
+        ({"torch_compile": True, "use_liger_kernel": False}, {"compile": True, "fused_cross_entropy": False}),
+        ({"parallelism_config": {"dp_shard_size": 4, "tp_size": 2}}, {"dp_shard": 4, "tp": 2}),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
+                                              "offload_param": {"device": "cpu"}},
+                        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto"}},
+         {"sharding": "zero3", "reshard_after_forward": True, "offload": "all", "precision": "bf16"}),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}},
+         {"sharding": "zero3", "reshard_after_forward": False, "micro_batch": 4}),
+    ],
+)  # fmt: skip
+def test_what_trl_says_of_the_layout(raw, layout):
+    """Strings, lists, numbers and mappings of FSDP and DeepSpeed, in members of the layout."""
+    found = dict(parse_config(raw)[0].layout)
+    if "sharding" in layout:  # every rank is a data-parallel one
+        assert [found.pop(degree) for degree in ("tp", "pp", "cp")] == [1, 1, 1]
+        if layout["sharding"] == "zero3" and "dp_shard" not in layout:
+            assert found.pop("dp_replicate") == 1
+    assert found == layout
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"deepspeed": "ds_config_zero3.json"}, ["deepspeed='ds_config_zero3.json'", "that is there"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, ["stage=1", "0, 2 and 3"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}}, ["nvme", "cpu"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, ["both"]),
+        ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}, "fsdp_config": {
+            "reshard_after_forward": True}}, ["reshard_after_forward"]),
+        ({"fsdp": "full_shard shard_grad_op"}, ["full_shard", "shard_grad_op", "one of them"]),
+        ({"per_device_train_batch_size": 8, "layout": {"micro_batch": 4}}, ["per_device_train_batch_size", "8", "4"]),
+        ({"optim": "paged_adamw_8bit"}, ["optim='paged_adamw_8bit'", "adamw_torch"]),
+        ({"load_in_8bit": True}, ["load_in_8bit", "load_in_4bit"]),
+        ({"use_dora": True}, ["use_dora", "only False"]),
+        ({"max_length": None}, ["max_length", "whole number"]),
+        ({"attn_implementation": "flash_attention_3"}, ["flash_attention_3", "flash_attention_2"]),
+        ({"sequence_len": 2048}, ["sequence_len", "max_length"]),
+        ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "at least 1"]),
+        ({"model_init_kwargs": {"attn_implementation": "sdpa"}, "attn_implementation": "eager"},
+         ["attn_implementation"]),
+    ],
+)  # fmt: skip
+def test_what_trl_may_say_and_this_job_cannot(raw, words):
+    """By name, with what is allowed."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_dump_of_transformers_defaults_asks_for_nothing():
+    """What TrainingArguments.to_dict() writes beside the settings: -1, empty lists, empty mappings."""
+    raw = {"max_steps": -1, "warmup_ratio": 0.0, "warmup_steps": 0, "fsdp": [], "deepspeed": None, "debug": [],
+           "lr_scheduler_kwargs": {}, "optim": "adamw_torch_fused", "label_smoothing_factor": 0.0, "past_index": -1,
+           "fsdp_config": {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False},
+           "accelerator_config": {"split_batches": False}, "local_rank": 0, "torchdynamo": None, "data_seed": None,
+           "save_total_limit": None, "hub_token": None, "ddp_timeout": 1800, "no_cuda": False}  # fmt: skip
+    config, said, notes = parse_config(raw)
+    assert said == {"warmup_steps": 0.0}
+    assert dataclasses.replace(config) == JobConfig()
+    assert "save_total_limit: null, so 1 is taken" in notes
+
+
+def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
+    """DeepSpeed's JSON and a chat template, beside the settings; the launcher hands on one document."""
+    (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}))
+    (tmp_path / "talk.jinja").write_text("{{ messages }}")
+    job = tmp_path / "job.yaml"
+    job.write_text("deepspeed: zero2.json\nchat_template_path: talk.jinja\n")
+    config, _, notes = read_config(job)
+    assert (config.layout["reshard_after_forward"], config.max_grad_norm) == (False, 0.5)
+    assert config.chat_template == "{{ messages }}"
+    assert any("without DeepSpeed" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))]
+)
+def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
+    """However many the job comes to have."""
+    asked = layout_asked(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0], ranks, node)
+    assert (asked["dp_replicate"], asked["dp_shard"]) == degrees
