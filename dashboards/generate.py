@@ -7,6 +7,8 @@ committed; a test holds that making it again gives no difference.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,23 @@ import yaml
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family  # noqa: E402 - found by the path above
+
 
 def made() -> dict[str, str]:
     """Path below the repository root, and what belongs there."""
-    import alert_rules
+    import alerts
     import boards
-    import config_maps
-    import metrics_page
-    from alerts import ALERTS
 
     metrics = ROOT / "docs" / "metrics.md"
     drawn = boards.made()
     return {
         **{f"dashboards/{name}": text for name, text in drawn.items()},
-        "deploy/monitoring/dashboards.yaml": config_maps.text(drawn),
-        "docs/metrics.md": metrics_page.page(metrics.read_text(encoding="utf-8")),
-        "dashboards/rules.yaml": as_yaml(alert_rules.rules(ALERTS)),
-        "dashboards/rules_test.yaml": as_yaml(alert_rules.rule_tests(ALERTS)),
-        "deploy/monitoring/prometheusrule.yaml": as_yaml(alert_rules.prometheus_rule(ALERTS)),
+        "deploy/monitoring/dashboards.yaml": config_maps(drawn),
+        "docs/metrics.md": metrics_page(metrics.read_text(encoding="utf-8")),
+        "dashboards/rules.yaml": as_yaml(alerts.rules(alerts.ALERTS)),
+        "dashboards/rules_test.yaml": as_yaml(alerts.rule_tests(alerts.ALERTS)),
+        "deploy/monitoring/prometheusrule.yaml": as_yaml(alerts.prometheus_rule(alerts.ALERTS)),
     }
 
 
@@ -41,6 +42,77 @@ def as_yaml(document: dict[str, Any]) -> str:
     return "# Made by dashboards/generate.py; change dashboards/alerts.py.\n" + yaml.safe_dump(
         document, sort_keys=False, width=120, allow_unicode=True
     )
+
+
+# ConfigMaps that Grafana's sidecar loads (label grafana_dashboard): one per dashboard.
+
+NOTE = "# Made by dashboards/generate.py; change dashboards/boards.py.\n"
+
+
+class _Literal(str):
+    """Text that is written as a block, so that a reader can read it."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe dumper that knows blocks."""
+
+
+def _block(dumper: yaml.SafeDumper, data: _Literal) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", str(data), style="|")
+
+
+_Dumper.add_representer(_Literal, _block)
+
+
+def config_maps(drawn: Mapping[str, str]) -> str:
+    """All ConfigMaps as one YAML stream."""
+    return NOTE + yaml.dump_all([_map(name, body) for name, body in drawn.items()], Dumper=_Dumper, sort_keys=False)
+
+
+def _map(name: str, body: str) -> dict[str, Any]:
+    stem = name.removesuffix(".json")
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": f"topoflight-dashboard-{stem}",
+            "labels": {"app.kubernetes.io/name": "topoflight", "grafana_dashboard": "1"},
+            "annotations": {"grafana_folder": "Topoflight"},
+        },
+        "data": {f"topoflight-{name}": _Literal(body)},
+    }
+
+
+# docs/metrics.md: the tables between its marks are made from the catalogue of metric families.
+
+BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
+
+
+def metrics_page(old: str) -> str:
+    """The page with its made part renewed."""
+    head, _, rest = old.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{_tables()}\n{END}{tail}"
+
+
+def _tables() -> str:
+    never = ", ".join(f"`{name}`" for name in sorted(FORBIDDEN_LABELS))
+    symbols = "; ".join(f"{symbol} {meaning}" for symbol, meaning in SYMBOLS.items())
+    lines = ["## Families", ""]
+    for source, families in groupby(CATALOGUE, key=lambda family: family.source):
+        lines += [f"### {source}", "", *(_line(family) for family in families), ""]
+    lines += [
+        "## Labels", "",
+        f"In brackets the most values on one host: {symbols}.", "",
+        *(f"- `{name}`{f' ({count})' if count else ''}: {text}" for name, (text, count) in LABELS.items()),
+        "", f"Never used, because they are the scraper's: {never}.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _line(family: Family) -> str:
+    labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+    return f"- `{family.exposed}{labels}`: {family.help}"
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import boards
 import pytest
 import yaml
-from panels import Panel
+from boards import Panel
 from rigs.faults import FAULTS, Fault
 from rigs.serving import START_SECONDS, port_of, serving
 
