@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hardware.units import bits as bits
+from hardware.units import rate as rate
+
 if TYPE_CHECKING:
     from planner.advice import Interval
 
-from hardware.units import bits as bits
-from hardware.units import rate as rate
 
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from agent.counter_increases import CODES as RISING_CODES
-from agent.counter_increases import risen_since
 from agent.gate.coverage import covered, no_gpu_read
 from agent.gate.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
 from agent.gate.verdict import (
@@ -30,6 +28,8 @@ from planner.lint.environment import lint
 from planner.lint.sources import recorded_environments
 from probes.api import Ok, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
+from probes.increases import CODES as RISING_CODES
+from probes.increases import risen_since
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts, bare_metal_gpus
 from probes.rdma.facts import RdmaFacts

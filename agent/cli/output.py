@@ -24,7 +24,7 @@ format_option = click.option(
 
 def console() -> Console:
     """Where tables go; rich is imported with the first of them."""
-    from agent.terminal.console import console as made
+    from agent.terminal.tables import console as made
 
     return made()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from agent.counter_increases import Past
 from agent.gate.expect import Expectation
 from agent.gate.verdict import GateError
 from agent.jobs import bench_history
@@ -19,6 +18,7 @@ from agent.view import View, look
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
+from probes.increases import Past
 
 log = logging.getLogger(__name__)
 

@@ -1,27 +1,47 @@
 """Prometheus: the families one view exports, built fresh from it: a vanished GPU leaves no stale series.
 
-The families are in `agent.metrics.catalogue`, their values in `agent.metrics.values` and in each probe's `samples`.
+The families are in `agent.metrics.catalogue`, their values here and in each probe's `samples`.
 Nothing here that node_exporter or dcgm-exporter already exports; `node` and `instance` come from the scraper.
 """
 
 from __future__ import annotations
 
+import datetime
 import gzip
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from agent.metrics.catalogue import CATALOGUE, OWN, PROBES, Family
-from agent.metrics.values import Values, agent_values
+from agent.gate.judged import is_judged_result, least_of
+from agent.gate.measured import gdrdma_possible
+from agent.metrics.catalogue import (
+    CATALOGUE,
+    KEPT_COLLECTIVES,
+    KEPT_RANKS,
+    KEPT_SIZES,
+    KEPT_TRANSPORTS,
+    OWN,
+    PROBES,
+    Family,
+)
 from agent.version import VERSION
 from agent.view import View
-from probes.api import Ok
+from collectives.bench.results import BenchResult
+from collectives.nccl_log.transport import Evidence
+from contracts.run_record import Communication, RunRecord
+from probes.api import Failed, Ok
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
+from topology.graph import NodeTopology, Pair
 
 __all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
 
 
+Values = list[tuple[tuple[str, ...], float]]
 More = Iterable[tuple[str, Values]]  # families that are not of a view, by name
 
 
@@ -103,3 +123,184 @@ def _sampled(view: View) -> dict[str, Values]:
             for sample in probe.samples(outcome.facts):
                 found.setdefault(sample.metric, []).append((sample.labels, sample.value))
     return found
+
+
+# The values of the agent's own families for one view. What is not known has no sample, never a zero.
+
+BOUNDS = ("low", "mid", "high")
+STATUSES = ("pass", "info", "warn", "unknown", "fail")
+
+
+def agent_values(view: View) -> Iterator[tuple[str, Values]]:
+    """Pairs of family name and its samples."""
+    yield from _scan_values(view)
+    if len(view.topologies) == 1:  # of several recordings a device has no place for its host's name
+        yield from _link_values(view.topologies[0])
+        if view.snapshots[0].facts(RdmaFacts) and view.snapshots[0].facts(PciFacts):
+            yield "gdrdma_possible", [((), float(gdrdma_possible(view.snapshots)))]
+    if view.bench is not None:
+        yield from _bench_values(view.bench)
+        if view.bench.evidence is not None:
+            yield from _evidence_values(view.bench.evidence)
+    if view.flights:
+        yield from _run_values(view)
+
+
+def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
+    yield "scan_timestamp_seconds", [((), max((s.taken_at_seconds for s in view.snapshots), default=0.0))]
+    yield "hosts", [((), float(len(view.snapshots)))]
+    yield "fact_timestamp_seconds", list(_fact_times(view))
+    yield "probe_success", _per_probe(view, lambda o: 0.0 if isinstance(o, Failed) else 1.0, min)
+    yield "probe_absent", _per_probe(view, lambda o: 0.0 if isinstance(o, (Ok, Failed)) else 1.0, min)
+    yield "probe_duration_seconds", _per_probe(view, lambda o: float(getattr(o, "seconds", 0.0)), max)
+    missed = Counter((check.id, check.status) for check in view.checks if check.status != "pass")
+    yield "findings", [(key, float(count)) for key, count in missed.items()]
+    outcomes = Counter(str(check.status) for check in view.checks)
+    yield "checks", [((status,), float(outcomes[status])) for status in STATUSES]
+    words = ("pass", "warn", "unknown", "fail")
+    yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]
+
+
+def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The oldest host's time per probe; a probe that failed has no fact, so its time stands still at no value."""
+    times: dict[str, float] = {}
+    for snapshot in view.snapshots:
+        for name, outcome in snapshot.outcomes.items():
+            if not isinstance(outcome, Failed):
+                times[name] = min(times.get(name, snapshot.taken_at_seconds), snapshot.taken_at_seconds)
+    if view.bench is not None:
+        times["bench"] = view.bench.started_at_seconds + view.bench.seconds
+    if view.flights and (ended := _unix_time(view.flights[0].ended_at or view.flights[0].started_at)):
+        times["flight"] = ended
+    for name, seconds in times.items():
+        yield (name,), seconds
+
+
+def _unix_time(text: Any) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
+    except ValueError:
+        return None
+
+
+def _per_probe(
+    view: View, value: Callable[[object], float], worst: Callable[[float, float], float]
+) -> Values:  # of several recordings the worst host's value
+    found: dict[tuple[str, ...], float] = {}
+    for snapshot in view.snapshots:
+        for name, outcome in snapshot.outcomes.items():
+            number = value(outcome)
+            found[(name,)] = worst(found.get((name,), number), number)
+    return list(found.items())
+
+
+def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
+    index = {gpu.name: str(gpu.index) for gpu in node.gpus}
+    between = [(index[p.a], index[p.b], p) for p in node.pairs if p.a in index and p.b in index]
+    both = [*between, *((b, a, p) for a, b, p in between)]
+    yield "gpu_link_info", [((a, b, p.label), 1.0) for a, b, p in both]
+    yield "gpu_link_distance", [((a, b), float(p.path)) for a, b, p in both if p.path is not None]
+    yield "gpu_link_nvlinks", [((a, b), float(p.nvlinks)) for a, b, p in both if node.nvlink_known]
+    expected: Values = [((a, b), p.bytes_per_second) for a, b, p in both if p.bytes_per_second]
+    yield "gpu_link_expected_bytes_per_second", expected
+    to_nics = _to_nics(node, index)
+    yield "gpu_nic_info", [((gpu, nic, p.label, near), 1.0) for gpu, nic, near, p in to_nics]
+    yield "gpu_nic_distance", [((gpu, nic), float(p.path)) for gpu, nic, _, p in to_nics if p.path is not None]
+    closest: Values = [
+        ((index[n.gpu],), float(n.path)) for n in node.nearest_nic if n.path is not None and n.gpu in index
+    ]
+    yield "gpu_nic_nearest_distance", closest
+    derived: dict[tuple[str, ...], float] = {}  # of several islands or rails the slowest
+    for each in node.expectations:
+        if each.busbw_bytes_per_second:
+            key = (each.op, each.scope)
+            derived[key] = min(derived.get(key, each.busbw_bytes_per_second), each.busbw_bytes_per_second)
+    yield "expected_busbw_bytes_per_second", list(derived.items())
+
+
+def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, str, Pair]]:
+    """GPU, NIC, whether it is one of its nearest, and what joins them."""
+    nics = {nic.name for nic in node.nics}
+    nearest = {near.gpu: set(near.nics) for near in node.nearest_nic}
+    found: list[tuple[str, str, str, Pair]] = []
+    for pair in node.pairs:
+        gpu, nic = (pair.a, pair.b) if pair.a in index else (pair.b, pair.a)
+        if gpu in index and nic in nics:
+            found.append((index[gpu], nic, "true" if nic in nearest.get(gpu, ()) else "false", pair))
+    return found
+
+
+def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
+    verified = [m for m in result.measurements if m.verified]
+    sizes = sorted({m.bytes for m in verified})[-KEPT_SIZES:]
+    # of one size measured in several groups the slowest is kept: it is what a job waits for
+    kept = {
+        (m.op, str(m.bytes)): m
+        for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)
+        if m.bytes in sizes
+    }
+    whole = result.complete and bool(verified) and len(verified) == len(result.measurements)
+    yield "bench_success", [((), float(whole))]
+    yield "bench_duration_seconds", [((), result.seconds)]
+    yield "bench_ranks", [((), float(result.world_size))]
+    yield "bench_algbw_bytes_per_second", [(k, m.algbw_bytes_per_second) for k, m in kept.items()]
+    yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in kept.items()]
+    yield (
+        "bench_expected_busbw_bytes_per_second",
+        [(k, v) for k, m in kept.items() if (v := m.expected_busbw_bytes_per_second)],
+    )
+    least: Values = [(k, low) for k, m in kept.items() if is_judged_result(m) and (low := least_of(m)) is not None]
+    yield "bench_least_busbw_bytes_per_second", least
+    yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in kept.items() if m.spread_ratio is not None]
+    yield "bench_latency_seconds", list({(fit.op,): fit.alpha_seconds for fit in result.latencies}.items())
+    yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
+    latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]
+    yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
+
+
+def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
+    counts = (("send", found.send), ("receive", found.receive))
+    yield "gdrdma_channels_ratio", [((name,), c.gdrdma / c.total) for name, c in counts if c.total]
+    yield "network_channels", [((name,), float(c.total)) for name, c in counts]
+    common = sorted(found.transports.items(), key=lambda item: (-item[1], item[0]))[:KEPT_TRANSPORTS]
+    yield "transport_channels", [((name,), float(count)) for name, count in common]
+    names = (found.inter_node_transport or "none", found.intra_node_transport or "none", found.gdrdma)
+    yield "transport_info", [(names, 1.0)]
+    shown = Counter({(p.code, p.severity): p.count for p in found.problems})
+    yield "log_problems", [(key, float(count)) for key, count in shown.items()]
+
+
+def _run_values(view: View) -> Iterator[tuple[str, Values]]:
+    ends = Counter(record.status for record in view.flights)
+    yield "flights", [((status,), float(count)) for status, count in ends.most_common(8)]
+    last = view.flights[0]
+    measured, communication = last.measured, last.communication or Communication()
+    yield "flight_success", [((), float(last.status == "complete"))]
+    for name, number in (
+        ("flight_steps", last.steps_done),
+        ("flight_step_seconds", measured.step_seconds),
+        ("flight_memory_bytes", measured.memory_bytes),
+        ("flight_tokens_per_second", measured.tokens_per_second),
+        ("flight_mfu_ratio", measured.mfu),
+        ("flight_communication_ratio", communication.share),
+        ("flight_exposed_communication_ratio", communication.exposed_share),
+    ):
+        if number is not None:
+            yield name, [((), float(number))]
+    yield "flight_forecast_step_seconds", _bounds(last, "step_seconds")
+    yield "flight_forecast_memory_bytes", _bounds(last, "memory_bytes")
+    within: Values = []
+    for quantity in ("step_seconds", "memory_bytes"):
+        limits, value = getattr(last.forecast, quantity), getattr(measured, quantity)
+        if value is not None and limits is not None:
+            within.append(((quantity,), float(limits.low <= value <= limits.high)))
+    yield "flight_within_forecast", within
+    losses = (("first", last.loss.first), ("last", last.loss.last))
+    yield "flight_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
+    largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]
+    yield "flight_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
+
+
+def _bounds(record: RunRecord, quantity: str) -> Values:
+    limits = getattr(record.forecast, quantity)
+    return [((bound,), getattr(limits, bound)) for bound in BOUNDS] if limits else []

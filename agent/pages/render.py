@@ -8,40 +8,100 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from agent import units
 from agent.advise import EXPORTS
+from agent.gate.explain import UnknownCodeError, section
 from agent.gate.judged import expected_rate, expected_words
-from agent.gate.verdict import judge, unjudged, worst_first
+from agent.gate.verdict import Check, judge, unjudged, worst_first
 from agent.jobs import bench_history
-from agent.pages import charts, drawing
+from agent.pages import charts
 from agent.pages import nodes as page_nodes
-from agent.pages.prose import CLASSES, explained, headline, inline, sentence, told
 from agent.pages.runs import by_network, shown, side_by_side
 from agent.terminal.hosts import facts_lines
 from agent.terminal.tables import GLYPHS
-from agent.view import grouped, passed_ids, reasons, unknown_ids
+from agent.view import Group, grouped, passed_ids, reasons, unknown_ids
+from collectives.bench.results import BenchResult
 from contracts.plain import printable
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
-from probes.api import Absent, Failed, Ok
+from probes.api import Absent, Failed, Ok, Snapshot
+from probes.pci.facts import PciFacts
+from topology import svg
 from topology.formats.matrix import columns
-from topology.graph import level, nvlinks
+from topology.graph import NodeTopology, level, nvlinks
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet
     from agent.gate.report import Report
     from agent.view import View
+
+# Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart.
+CLASSES = (
+    ("nv", "NVLink"),
+    ("pix", "PIX: one PCIe switch"),
+    ("pxb", "PXB: several switches"),
+    ("phb", "PHB: host bridge"),
+    ("node", "NODE: host bridges of one NUMA node (PHB to NCCL)"),
+    ("sys", "SYS: between CPUs"),
+)
+_COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
+
+
+def explained(code: str) -> Markup:
+    """What the code means, how to see it and what mends it; empty where the page has no such code."""
+    try:
+        text = section(code)
+    except UnknownCodeError:
+        return Markup()
+    body = text.split("\n\n", 1)[1] if "\n\n" in text else ""
+    items = re.split(r"^- ", body, flags=re.MULTILINE)
+    lead, points = items[0].strip(), [item.strip() for item in items[1:]]
+    html = f"<p>{inline(lead)}</p>" if lead else ""
+    if points:
+        html += "<ul>" + "".join(f"<li>{inline(point)}</li>" for point in points) + "</ul>"
+    return Markup(html)  # noqa: S704 - every piece went through `inline`
+
+
+def inline(text: str) -> Markup:
+    """One line of prose: code between backticks, and strong words."""
+    safe = str(escape(" ".join(text.split())))
+    safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
+    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe))  # noqa: S704 - escaped above
+
+
+def headline(group: Group) -> Markup:
+    """What is wrong and with what: "GPU5: the driver cannot reach this GPU"."""
+    message = group.message if group.alike else group.message.split(";")[0]
+    first = group.checks[0].subject
+    if first and (len(group.subjects) == 1 or not group.alike):
+        return told(first, message)
+    return inline(sentence(message))
+
+
+def told(subject: str, message: str) -> Markup:
+    """A message behind its subject, where it does not begin with it."""
+    if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
+        return inline(sentence(message))
+    return Markup("<code>{}</code>: {}").format(subject, inline(message))
+
+
+def sentence(text: str) -> str:
+    """A capital letter at the start, where a plain word stands there and not a name such as eth0 or a command."""
+    plain = re.match(r"([a-z]+)(?:[ ,]|$)", text)
+    return text[:1].upper() + text[1:] if plain and plain[1] not in _COMMANDS else text
+
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch")  # of the what-if form
@@ -65,7 +125,7 @@ def _environment(*, html: bool) -> Environment:
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     made.globals.update(
-        picture=drawing.picture,
+        picture=picture,
         grouped=grouped,
         reasons=reasons,
         unjudged=unjudged,
@@ -229,3 +289,36 @@ def _outcome(outcome: Ok[object] | Absent | Failed) -> str:
 def _cell(text: str) -> str:
     """Text inside a Markdown table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+
+
+# A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured.
+
+
+def picture(
+    node: NodeTopology, *, snapshot: Snapshot | None = None, checks: Iterable[Check] = (),
+    bench: BenchResult | None = None,
+) -> Markup:  # fmt: skip
+    """The node as one inline `<svg>`; empty where there is nothing to join."""
+    mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
+    drawn = svg.picture(
+        node, pci=snapshot.facts(PciFacts) if snapshot else None, status=partial(_status, mine),
+        measured=_measured(node, bench), more=" The table below says the same.",
+    )  # fmt: skip
+    return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
+
+
+def _status(checks: Sequence[Check], names: Iterable[str | None]) -> str:
+    """The worst of the findings whose subject names the device."""
+    patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
+    said = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
+    return next((word for word in ("fail", "warn") if word in said), "")
+
+
+def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
+    """Of islands that a benchmark of one host ran on as a whole."""
+    gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    if bench is None or not gathers or len(set(bench.hosts)) != 1:
+        return {}
+    best = max(gathers, key=lambda m: m.bytes)
+    words = f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
+    return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}

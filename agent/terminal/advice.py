@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.markup import escape
 
 from agent import units
+from agent.terminal.tables import indented, point, table
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
-
-if TYPE_CHECKING:
-    pass
-from agent.terminal.tables import indented, point, table
 
 
 def recommendation(out: Console, advice: Recommendation, *, explain: bool = False) -> None:

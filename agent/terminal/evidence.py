@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.markup import escape
 
-from collectives.nccl_log.transport import Evidence, ProofLine
-
-if TYPE_CHECKING:
-    pass
 from agent.terminal.tables import COLOURS, GLYPHS, indented, table
+from collectives.nccl_log.transport import Evidence, ProofLine
 
 _NVLINK_WORDS = {
     "used": "used",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from agent import units
 from agent.gate.verdict import Check, Verdict
+from agent.terminal.tables import COLOURS, GLYPHS, SHOWN, indented, some
 from agent.view import Group, grouped, passed_ids, reasons
 from probes.api import Finding
-
-if TYPE_CHECKING:
-    pass
-from agent.terminal.tables import COLOURS, GLYPHS, SHOWN, indented, some
 
 
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from agent import units
 from agent.gate.verdict import Check
+from agent.terminal.findings import findings
+from agent.terminal.tables import table
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
-
-if TYPE_CHECKING:
-    pass
-from agent.terminal.findings import findings
-from agent.terminal.tables import table
 
 
 def scan(out: Console, found: Sequence[Snapshot], checks: Sequence[Check], everything: bool) -> None:

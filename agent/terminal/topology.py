@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.markup import escape
 
 from agent.gate.judged import expected_rate
-from agent.pages.prose import CLASSES
+from agent.pages.render import CLASSES
+from agent.terminal.tables import some, table
 from topology.formats.matrix import columns
 from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
-
-if TYPE_CHECKING:
-    pass
-from agent.terminal.tables import some, table
 
 
 def matrix(out: Console, node: NodeTopology) -> None:

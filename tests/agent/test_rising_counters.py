@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from agent.counter_increases import Past, risen_since, rising
 from agent.gate.codes import ALL_CODES
 from probes.api import Failed, Ok, Severity, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
+from probes.increases import Past, risen_since, rising
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}

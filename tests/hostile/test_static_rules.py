@@ -107,7 +107,7 @@ def test_templates_escape_everything_but_our_own_markup() -> None:
     for path in (ROOT / "agent/pages/templates").glob("*.j2"):
         assert not re.search(r"\|\s*safe\b|autoescape\s+false", path.read_text(encoding="utf-8")), path
     marked = {path.name for path in SOURCES if re.search(r"\bMarkup\((?!\))", path.read_text(encoding="utf-8"))}
-    assert marked <= {"charts.py", "drawing.py", "runs.py", "render.py", "prose.py"}, marked
+    assert marked <= {"charts.py", "runs.py", "render.py"}, marked
 
 
 def test_no_file_names_a_registry_or_a_place_to_fetch_code_from() -> None:
