@@ -47,15 +47,6 @@ if TYPE_CHECKING:
     from agent.gate.report import Report
     from agent.view import View
 
-# Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart.
-CLASSES = (
-    ("nv", "NVLink"),
-    ("pix", "PIX: one PCIe switch"),
-    ("pxb", "PXB: several switches"),
-    ("phb", "PHB: host bridge"),
-    ("node", "NODE: host bridges of one NUMA node (PHB to NCCL)"),
-    ("sys", "SYS: between CPUs"),
-)
 _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
 
@@ -132,7 +123,7 @@ def _environment(*, html: bool) -> Environment:
         passed_ids=passed_ids,
         unknown_ids=unknown_ids,
         columns=columns,
-        classes=CLASSES,
+        classes=svg.CLASSES,
         about=told,
         glance=page_nodes.glance,
         charts=charts,

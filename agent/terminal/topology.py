@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.gate.judged import expected_rate
-from agent.pages.render import CLASSES
 from agent.terminal.tables import some, table
 from topology.formats.matrix import columns
 from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
+from topology.svg import CLASSES
 
 
 def matrix(out: Console, node: NodeTopology) -> None:
