@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contracts.job_config import ConfigError, JobConfig
@@ -25,10 +25,13 @@ class Batch:
     tokens: Any
     labels: Any
     positions: Any
+    ends: Any = None  # of packed rows, [sequences, documents]: where each document ends, filled up with the length
 
     def to(self, device: Any) -> Batch:
         """On the device, without waiting for the copy; to a GPU that takes pinned memory."""
-        named = {n: getattr(self, n) for n in ("tokens", "labels", "positions")}
+        named = {
+            n: tensor for n in ("tokens", "labels", "positions", "ends") if (tensor := getattr(self, n)) is not None
+        }
         if device.type == "cuda":
             named = {n: tensor.pin_memory() for n, tensor in named.items()}
         return Batch(**{n: tensor.to(device, non_blocking=True) for n, tensor in named.items()})
@@ -62,7 +65,10 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
 
 
 def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> Batch:
-    """A batch of `count` sequences of `length` tokens; absent ones are padding that no loss counts."""
+    """A batch of `count` sequences of `length` tokens; absent ones are padding that no loss counts.
+
+    Padding belongs to a row's last document.
+    """
     import torch
 
     def rows(name: str, fill: int) -> Any:
@@ -73,7 +79,16 @@ def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> B
         [*e.positions, *range(e.positions[-1] + 1, e.positions[-1] + 1 + length - len(e.tokens))] for e in examples
     ]
     positions += [list(range(length))] * (count - len(examples))
-    return Batch(tokens=rows("tokens", pad), labels=rows("labels", IGNORED), positions=torch.tensor(positions))
+    at = torch.tensor(positions)
+    starts = [(row[1:] == 0).nonzero().flatten() + 1 for row in at]
+    most = 1 + max(len(row) for row in starts)
+    batch = Batch(tokens=rows("tokens", pad), labels=rows("labels", IGNORED), positions=at)
+    if most == 1:
+        return batch
+    ends = at.new_full((count, most), length, dtype=torch.int32)
+    for number, row in enumerate(starts):
+        ends[number, : len(row)] = row
+    return replace(batch, ends=ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

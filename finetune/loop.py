@@ -103,7 +103,7 @@ class Trainer:
         shape = model.causal_lm(net).config
         data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
-        self.engine = parallel.Engine(net, layout, device, mesh, config.packing)
+        self.engine = parallel.Engine(net, layout, device, mesh)
         del net
         self.named = self.engine.named_parameters()
         self.optimizer = optim.build_optimizer(self.named.values(), config)

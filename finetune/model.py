@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.nn import LinearCrossEntropyOptions, functional
 from torch.utils.checkpoint import checkpoint
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune import hub
+from finetune import attention, hub
 from finetune.rows import IGNORED
 
 # model_type -> what decides that this job may cut and shard it: one stack of layers, rotary positions, q/k/v/o and
@@ -41,10 +41,11 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
 
     torch.manual_seed(config.seed)
     four_bit = _four_bit(config, precision, note)
-    attention = config.attn_implementation
-    if attention == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
-        attention = "sdpa"
+    kernel: str = config.attn_implementation
+    if kernel == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
+        kernel = "sdpa"
         note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
+    kernel = attention.NAME if kernel == "sdpa" else kernel
     name = config.model_name_or_path
     stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
     if not config.use_peft and stored not in (None, torch.float32):
@@ -60,11 +61,11 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
             raise ConfigError(
                 f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
             )
-        model = AutoModelForCausalLM.from_config(shape, attn_implementation=attention, dtype=stored)
+        model = AutoModelForCausalLM.from_config(shape, attn_implementation=kernel, dtype=stored)
     else:
         model = _ours(
             name, AutoModelForCausalLM.from_pretrained, name, revision=config.model_revision,
-            attn_implementation=attention, dtype=stored, use_safetensors=True, **four_bit,
+            attn_implementation=kernel, dtype=stored, use_safetensors=True, **four_bit,
         )  # fmt: skip
     if model.config.model_type not in FAMILIES:
         raise ConfigError(
@@ -174,24 +175,31 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         layers: Layers = causal_lm(self.net).model.layers
         return layers
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Tokens or hidden states in; hidden states, or the summed loss as one number in a row, out."""
         lm, rows = causal_lm(self.net), x.shape[0]
+        documents = None if ends is None else attention.Documents.of(ends, positions.shape[1])
         # Without autocast's cache, which would keep a copy of every fp32 weight until the forward pass has ended; no
         # weight is used twice in it.
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
             if self.one_row:
                 x, positions = x.flatten(0, 1)[None], positions.flatten()[None]
             kind = "input_ids" if self.first else "inputs_embeds"
-            hidden: torch.Tensor = lm.model(**{kind: x}, position_ids=positions, use_cache=False).last_hidden_state
+            hidden: torch.Tensor = lm.model(
+                **{kind: x}, position_ids=positions, use_cache=False, documents=documents
+            ).last_hidden_state
             if not self.last:
                 return hidden.unflatten(1, (rows, -1))[0] if self.one_row else hidden
             hidden, labels = hidden.flatten(0, 1), labels.flatten()
-            return (self._fused_loss(hidden, labels) if self.fused_loss else self._loss(hidden, labels))[None]
+            # not a view of the sum, which FSDP warns of
+            return torch.stack([self._fused_loss(hidden, labels) if self.fused_loss else self._loss(hidden, labels)])
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = causal_lm(self.net).lm_head(hidden).float()
-        return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        summed = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return cast(DTensor, summed).to_local() if isinstance(logits, DTensor) else summed
 
     def _fused_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The same with the logits of a part of the tokens at a time: vocabulary x tokens never stands in memory."""

@@ -25,8 +25,10 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -44,6 +46,12 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}  # fmt: skip
+# The flash-attn package's and torch's own for lengths; each is an operator only where its module has been imported.
+KEPT_NAMED = {
+    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "torch_attn::_varlen_attn",
+    "aten::_flash_attention_forward",
 }  # fmt: skip
 
 
@@ -141,7 +149,8 @@ def _selection(kind: str) -> dict[str, Any]:
         return {}
 
     def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        kept = op in KEPT or op._schema.name in KEPT_NAMED
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
@@ -150,7 +159,8 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Split projections over the mesh: q, k, v, gate, up by column, o and down by row, LoRA's factors alike.
 
     Beside a column-split weight lora_B is split by column, beside a row-split one lora_A by row; the other factor
-    stays whole. The output head splits the vocabulary where nothing wraps or ties it.
+    stays whole. Embedding and output head split the vocabulary where nothing wraps them; the loss is made of the
+    head's parts (torch's loss_parallel), so that no rank has the logits of the whole vocabulary.
     """
     tokens = Shard(1) if sequence_parallel else Replicate()
     for layer in chunk.layers:
@@ -186,44 +196,63 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     lm = causal_lm(chunk.net)
     tied = getattr(lm.config, "tie_word_embeddings", False)
     ends: dict[str, Any] = {}
-    if chunk.last and isinstance(lm.lm_head, nn.Linear) and not tied and lm.lm_head.out_features % mesh.size() == 0:
-        ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    if chunk.last and isinstance(lm.lm_head, nn.Linear):
+        ends["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     if chunk.last and sequence_parallel:  # the head and the loss take whole sequences
         whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
         for style in (SequenceParallel(use_local_output=True), whole):
             parallelize_module(lm.model.norm, mesh, style)
-    if chunk.first and isinstance(lm.model.embed_tokens, nn.Embedding) and not tied:
+    if chunk.first and isinstance(lm.model.embed_tokens, nn.Embedding):
         ends["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
     parallelize_module(lm, mesh, ends)
+    if tied and len(ends) == 2:
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+
+
+def _together(ends: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> torch.Tensor:
+    """All micro-batches' ends of documents in one tensor; [sequences, most documents]."""
+    rows, length = len(tokens) // len(ends), tokens.shape[1]
+    each = [one if one is not None else tokens.new_full((rows, 1), length, dtype=torch.int32) for one in ends]
+    most = max(one.shape[1] for one in each)
+    return torch.cat([functional.pad(one, (0, most - one.shape[1]), value=length) for one in each])
 
 
 class Engine:
     """The model under its layout; runs one global batch at a time, forward and backward."""
 
-    def __init__(
-        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, packing: bool = False
-    ) -> None:
+    def __init__(self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.layout, self.device, self.mesh = layout, device, mesh
         self.adapters = hasattr(model, "get_base_model")
-        why = refusals(layout, causal_lm(model).config, self.adapters, packing)
+        why = refusals(layout, causal_lm(model).config, self.adapters)
         if why:
             raise ConfigError(f"layout {layout.family}: " + "; ".join(why))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
         at = mesh.get_local_rank("pp") if mesh is not None else 0
-        mine = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
-        self.chunks = cut(model, bounds, mine, layout.fused_cross_entropy)
+        self.numbers = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
+        self.width = causal_lm(model).config.hidden_size, causal_lm(model).dtype
+        self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
         self.modules = [parallelize(chunk, layout, mesh, device) for chunk in self.chunks]
         self.counts_loss = self.chunks[-1].last and (mesh is None or mesh.get_local_rank("tp") == 0)
         self.scale = 1.0
-        self.schedule = self._build_schedule(mine, len(bounds)) if layout.pp > 1 else None
+        self.schedule = self._build_schedule() if layout.pp > 1 else None
+        self.shape: torch.Size | None = None  # of the micro-batches that the schedule is built for
 
-    def _build_schedule(self, mine: Sequence[int], total: int) -> Any:
+    def _build_schedule(self, tokens: torch.Tensor | None = None) -> Any:
+        """The schedule, for micro-batches like this one.
+
+        Knowing what its stages pass on, torch does not run the model once more in the first step to find out.
+        """
         assert self.mesh is not None  # noqa: S101  pp > 1 has ranks
-        group = self.mesh.get_group("pp")
-        stages = [
-            PipelineStage(module, stage, total, self.device, group=group)
-            for stage, module in zip(mine, self.modules, strict=True)
-        ]
+        group, total = self.mesh.get_group("pp"), self.layout.pp * self.layout.virtual_stages
+        stages, known = [], {}
+        for number, chunk, module in zip(self.numbers, self.chunks, self.modules, strict=True):
+            if tokens is not None:
+                loss = torch.empty(1, device="meta", requires_grad=True)
+                known = {
+                    "input_args": tokens if chunk.first else self._passed(tokens),
+                    "output_args": loss if chunk.last else self._passed(tokens),
+                }
+            stages.append(PipelineStage(module, number, total, self.device, group=group, **known))
         options: Any = {
             "n_microbatches": self.layout.gradient_accumulation,
             "loss_fn": lambda out, _: out.sum() * self.scale,
@@ -245,14 +274,18 @@ class Engine:
         """
         for module in self.modules:
             module.train()
+        with self._split_loss():
+            return self._passes(batches, counted)
+
+    def _passes(self, batches: Sequence[Batch], counted: int) -> torch.Tensor:
         self.scale = self.layout.data_parallel / max(1, counted)
         if self.schedule is not None:
-            return self._run_pipeline(batches, self.schedule.step) / self.layout.data_parallel
+            return self._run_pipeline(batches, "step") / self.layout.data_parallel
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
             with self._sync(last=number == len(batches) - 1):
                 on = batch.to(self.device)
-                loss = self.modules[0](on.tokens, on.positions, on.labels).sum()
+                loss = self.modules[0](on.tokens, on.positions, on.labels, on.ends).sum()
                 (loss * self.scale).backward()
             total += loss.detach() / max(1, counted)
         return total if self.counts_loss else total * 0
@@ -263,21 +296,45 @@ class Engine:
         for module in self.modules:
             module.eval()
         self.scale = 1.0
-        if self.schedule is not None:
-            return self._run_pipeline(batches, self.schedule.eval)
-        moved = [batch.to(self.device) for batch in batches]
-        total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels).sum() for b in moved]).sum()
+        with self._split_loss():
+            if self.schedule is not None:
+                return self._run_pipeline(batches, "eval")
+            moved = [batch.to(self.device) for batch in batches]
+            total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.ends).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
 
-    def _run_pipeline(self, batches: Sequence[Batch], run: Any) -> torch.Tensor:
+    def _split_loss(self) -> contextlib.AbstractContextManager[None]:
+        """Where the loss of a split vocabulary is computed, and its gradient."""
+        split: contextlib.AbstractContextManager[None] = (
+            loss_parallel() if self.layout.tp > 1 else contextlib.nullcontext()
+        )
+        return split
+
+    def _passed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What one stage hands to the next: hidden states, split where sequence parallelism splits them."""
+        width, stored = self.width
+        low = torch.bfloat16 if self.layout.precision == "bf16" else stored
+        length = tokens.shape[1] // (self.layout.tp if self.layout.sequence_parallel else 1)
+        wrapped = isinstance(self.modules[0], FSDPModule)  # which casts inputs; autocast leaves the residual as it is
+        return torch.empty(
+            len(tokens), length, width, dtype=low if wrapped else stored, device="meta", requires_grad=True
+        )
+
+    def _run_pipeline(self, batches: Sequence[Batch], how: str) -> torch.Tensor:
         moved = [batch.to(self.device) for batch in batches]
+        if moved[0].tokens.shape != self.shape:
+            self.shape, self.schedule = moved[0].tokens.shape, self._build_schedule(moved[0].tokens)
+        run = getattr(self.schedule, how)
         tokens, positions, labels = (
             torch.cat([getattr(b, n) for b in moved]) for n in ("tokens", "positions", "labels")
         )
+        more: dict[str, torch.Tensor] = {}
+        if any(batch.ends is not None for batch in moved):
+            more["ends"] = _together([batch.ends for batch in moved], tokens)
         losses: list[torch.Tensor] | None = [] if self.chunks[-1].last else None
         args = (tokens,) if self.chunks[0].first else ()
         target = labels if self.chunks[-1].last else None
-        run(*args, target=target, losses=losses, positions=positions, labels=labels)
+        run(*args, target=target, losses=losses, positions=positions, labels=labels, **more)
         total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
         return total if self.counts_loss else total * 0
 

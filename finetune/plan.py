@@ -103,7 +103,7 @@ def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu
     return parse_layout(wanted, "layout")
 
 
-def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> list[str]:
+def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     why = []
     if layout.cp > 1:
@@ -119,13 +119,13 @@ def refusals(layout: Layout, shape: Any, lora: bool, packing: bool = False) -> l
     if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
         why.append("offload='all': needs dp_shard > 1")
     if layout.tp > 1:
-        why += _tensor_parallel(layout, shape, lora, packing)
+        why += _tensor_parallel(layout, shape, lora)
     if layout.pp > 1:
         why += _pipeline(layout, shape)
     return why
 
 
-def _tensor_parallel(layout: Layout, shape: Any, lora: bool, packing: bool) -> list[str]:
+def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> list[str]:
     why = []
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp:
@@ -137,10 +137,11 @@ def _tensor_parallel(layout: Layout, shape: Any, lora: bool, packing: bool) -> l
         why.append(f"tp={layout.tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split")
     if layout.sequence_parallel and lora:
         why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
-    if layout.sequence_parallel and packing:
-        why.append("sequence_parallel with packing: ranks would see a part of the row boundaries only")
-    if layout.sequence_parallel and (mask := _mask_of(shape)):
-        why.append(f"sequence_parallel with {mask}: its mask would be built for one rank's part of the sequence")
+    if layout.sequence_parallel and getattr(shape, "_attn_implementation", None) == "eager":
+        why.append(
+            "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
+            "sequence"
+        )
     return why
 
 
@@ -160,17 +161,3 @@ def _pipeline(layout: Layout, shape: Any) -> list[str]:
     if getattr(shape, "tie_word_embeddings", False):
         why.append("pp with tied embeddings: first and last stage would each train their own copy")
     return why
-
-
-def _mask_of(shape: Any) -> str | None:
-    """What makes transformers build a mask from the first hidden states' length; None where the kernel needs none."""
-    attention = getattr(shape, "_attn_implementation", None) or "sdpa"
-    if attention == "flash_attention_2":
-        return None  # takes the window as a number
-    if attention == "eager":
-        return "attn_implementation='eager'"
-    window, kinds = getattr(shape, "sliding_window", None), getattr(shape, "layer_types", None)
-    # Mistral names no kinds of layers: all of them slide.
-    if window is not None and (not kinds or "sliding_attention" in kinds):
-        return f"sliding_window={window} under attn_implementation={attention!r}"
-    return None

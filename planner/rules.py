@@ -142,7 +142,7 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         _degrees_lacking(engine, at)
         or _sharding_lacking(engine, at)
         or _combination_lacking(engine, at)
-        or engine.refuses(model, train, at, has_gpu=has_gpu)
+        or engine.refuses(model, train, at)
         or _memory_savers_lacking(engine, at, has_gpu=has_gpu)
         or (f"{engine.name} has no fp8" if at.precision == "fp8" and not engine.fp8 else None)
     )

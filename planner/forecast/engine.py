@@ -164,7 +164,7 @@ class Engine:
         """Whether tensor-parallel ranks split the sequence too."""
         return "sp" in self.can
 
-    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout, *, has_gpu: bool) -> str | None:
+    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         """Why it cannot run this layout, beyond what `can` and `together` say."""
         return None
 

@@ -24,10 +24,10 @@ class Topoflight(Fsdp):
     """The fine-tune job that ships: fully_shard, torch's tensor-parallel plans and torch.distributed.pipelining."""
 
     def splits_sequence(self, train: TrainSpec) -> bool:
-        """Its adapters need whole sequences, as do its packed rows."""
-        return train.method == "full" and not train.packing
+        """Its adapters need whole sequences, and so does the mask of eager attention."""
+        return train.method == "full" and train.attention != "eager"
 
-    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout, *, has_gpu: bool) -> str | None:
+    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         """What its plans and schedules do not split."""
         if layout.tp > 1 or layout.pp > 1:
             if model.family == "gpt2":
@@ -37,13 +37,7 @@ class Topoflight(Fsdp):
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight has no PP for tied embeddings: both ends would train their own copy"
         if layout.sequence_parallel and not self.splits_sequence(train):
-            return "topoflight has no sequence parallelism with adapters or packed rows"
-        if layout.sequence_parallel and not (train.attention == "flash" and has_gpu):
-            lacks = "topoflight has no sequence parallelism with"
-            if train.attention == "eager":
-                return f"{lacks} eager attention: its mask needs the whole sequence"
-            if model.sliding_window is not None:
-                return f"{lacks} a sliding window: its mask needs the whole sequence"
+            return "topoflight has no sequence parallelism with adapters, nor with the mask of eager attention"
         return "topoflight has no fp16" if layout.precision == "fp16" else None
 
     def _until_the_end(self, share: Share) -> bool:

@@ -25,6 +25,7 @@ MODELS = {  # of four layers, beside micro-llama; the windows are shorter than t
     "mistral": {"model_type": "mistral", "sliding_window": 16},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3": {"model_type": "qwen3"},
+    "tied": {"model_type": "llama", "tie_word_embeddings": True},
 }
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
@@ -69,6 +70,9 @@ TWO = [
     case("TP", tp=2, micro_batch=16),
     fused("TP full packed", "full", packing=True, tp=2, micro_batch=8, gradient_accumulation=2),
     case("TP full, sequence parallel", "full", tp=2, micro_batch=16, sequence_parallel=True),
+    case("TP tied", tp=2, micro_batch=16, model="tied"),
+    fused("TP full tied, sequence parallel, packed", "full", packing=True, tp=2, micro_batch=16, model="tied",
+          sequence_parallel=True),
     fused("TP fused cross-entropy, checkpointing", tp=2, micro_batch=16, checkpointing="full"),
     fused("PP 1F1B", pp=2, micro_batch=8, gradient_accumulation=2),
     fused("PP 1F1B packed", packing=True, pp=2, micro_batch=4, gradient_accumulation=4),
@@ -80,6 +84,8 @@ TWO = [
           checkpointing="selective", **TWICE),
     case("PP fused cross-entropy", pp=2, micro_batch=8, gradient_accumulation=2, fused_cross_entropy=True),
     case("Mistral FSDP", dp_shard=2, micro_batch=8, model="mistral"),
+    fused("Mistral TP full packed, sequence parallel", "full", packing=True, tp=2, micro_batch=16, model="mistral",
+          sequence_parallel=True),
     case("Qwen 2 PP interleaved full", "full", pp=2, micro_batch=4, gradient_accumulation=4, model="qwen2", **TWICE),
     case("Qwen 3 TP", tp=2, micro_batch=16, model="qwen3"),
     case("Qwen 3 TP full", "full", tp=2, micro_batch=16, model="qwen3"),

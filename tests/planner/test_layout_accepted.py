@@ -62,7 +62,7 @@ def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
             planned = plan(ClusterTopology(nodes=(node,) * nodes), (snapshot,) * nodes, model_named(model), train)
             for candidate in search_planned(planned).best:
                 lora = train.method != "full"
-                why = refusals(candidate.layout, shape(model, train.method), lora=lora, packing=train.packing)
+                why = refusals(candidate.layout, shape(model, train.method), lora=lora)
                 assert why == [], candidate.layout
 
 
