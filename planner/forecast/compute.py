@@ -13,12 +13,15 @@ from typing import NamedTuple
 from hardware.gpus import Gpu
 from hardware.units import GIB
 from planner.forecast.engine import Engine
-from planner.forecast.specs import ModelSpec, TrainSpec, mlp_width
+from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width
 
 # What an unknown CPU core does in a float32 multiplication; wide, and said to be assumed. AVX2 at 2.5 GHz is
 # 80 GFLOP/s per core at best, and small models reach a fraction.
 ASSUMED_CPU_FLOPS_PER_CORE = 20e9
 ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
+
+
+_DELTA_CHUNK = 64.0  # tokens of a chunk in which the delta rule is a product of matrices (arXiv 2412.06464)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ class Constants:
     launch_seconds: float = 6e-6  # the host needs this long to start one kernel
     kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
+    kernels_routing: float = 25.0  # more per layer with experts: scores, top k, counts, permutations, all-to-alls
     tp_hidden: float = 0.55  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
     overlap_loss: float = 0.17  # of the shorter of two overlapped things still shows: SMs and HBM are shared
     optimizer_bytes: float = 28.0  # HBM traffic per weight: AdamW reads w, g, m, v and writes w, m, v, half copy
@@ -164,14 +168,15 @@ def layer_cost(
     *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, constants: Constants = DEFAULT,
 ) -> LayerCost:  # fmt: skip
     """Forward seconds of one layer for `tokens` on this rank, of sequences `sequence` long."""
-    if model.dense_layers:  # the mean over the layers
-        share = model.dense_layers / model.layers
-        sparse, dense = (
+    kinds = _kinds(model)
+    if len(kinds) > 1:  # the mean over the layers
+        costs = [
             layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, engine, ep=ep, lora_targets=lora_targets,
                        compiled=compiled, constants=constants)
-            for kind in (replace(model, dense_layers=0), replace(model, dense_layers=0, experts=0))
-        )  # fmt: skip
-        return LayerCost(*(s + share * (d - s) for s, d in zip(sparse, dense, strict=True)))
+            for kind, _ in kinds
+        ]  # fmt: skip
+        shares = [share for _, share in kinds]
+        return LayerCost(*(sum(s * v for s, v in zip(shares, part, strict=True)) for part in zip(*costs, strict=True)))
     fused = engine.fused or compiled
     hidden_passes = constants.hidden_passes_compiled if compiled else constants.hidden_passes_eager
     if engine.fused:
@@ -181,6 +186,9 @@ def layer_cost(
         hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
     kernels = constants.kernels_fused if fused else constants.kernels_eager
+    if model.experts:
+        moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _routing_passes(model, ep) * model.hidden
+        kernels += constants.kernels_routing
     for into, out in _adapted(model, tp, lora_targets):
         inputs = 1.0 if fused else constants.lora_inputs
         moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
@@ -193,22 +201,44 @@ def layer_cost(
     )
 
 
-def _widths(model: ModelSpec, tp: int) -> tuple[float, float, float]:
-    """Columns of the queries, of the keys, and of one MLP or expert, on one rank."""
-    q = model.heads * model.head_dim / tp
-    kv = model.kv_heads * model.head_dim / max(1, min(tp, model.kv_heads))
-    return q, kv, (model.expert_ffn if model.experts else model.ffn) / tp
+def _kinds(model: ModelSpec) -> list[tuple[ModelSpec, float]]:
+    """A model of each kind of layer that this one has, and the kind's share of the layers."""
+    kinds = [(model, 1.0)]
+    if model.dense_layers:
+        share = model.dense_layers / model.layers
+        plain = replace(model, dense_layers=0)
+        kinds = [(plain, 1.0 - share), (replace(plain, experts=0, experts_per_token=0), share)]
+    if 0 < model.linear_layers < model.layers:
+        share = model.linear_layers / model.layers
+        kinds = [
+            pair for kind, of in kinds
+            for pair in ((replace(kind, linear_layers=0), of * (1.0 - share)),
+                         (replace(kind, linear_layers=kind.layers), of * share))
+        ]  # fmt: skip
+    return kinds
+
+
+def _routing_passes(model: ModelSpec, ep: int) -> float:
+    """Reads and writes of a hidden-sized tensor that bring tokens to their experts and back, forward.
+
+    Tokens are copied in the order of their experts and summed back; between ranks the all-to-all delivers them in the
+    order of the senders, so a rank with several experts sorts them again, both ways.
+    """
+    k = float(model.experts_per_token)
+    return 2.0 * (k + 1.0) + (4.0 * k if 1 < ep < model.experts else 0.0)
 
 
 def _products(model: ModelSpec, tokens: float, tp: int, ep: int, constants: Constants) -> float:
     """FLOPs of a layer's multiplications, each raised by what its shape loses."""
-    h, (q, kv, width) = float(model.hidden), _widths(model, tp)
+    h, width = float(model.hidden), model.ffn / tp
     rows, copies = tokens, 1
-    if model.experts:  # one of the local experts, balanced, and how many there are
-        rows = tokens * model.experts_per_token / model.experts * ep
+    if model.experts:  # one of the local experts, balanced, and how many there are; see engine.share_of for TP
+        width = model.expert_ffn / (tp if ep == 1 else 1)
+        rows = tokens / (tp if ep > 1 else 1) * model.experts_per_token / model.experts * ep
         copies = max(1, model.experts // ep)
+    attention = linear_products(model, tp) if model.linear_layers else attention_products(model, tp)
     shapes: tuple[tuple[float, float, float, int], ...] = (
-        (tokens, q + 2 * kv, h, 1), (tokens, h, q, 1),
+        *((tokens, out, into, 1) for into, out in attention),
         (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies),
     )  # fmt: skip
     if model.experts and model.shared_expert_ffn:
@@ -219,12 +249,17 @@ def _products(model: ModelSpec, tokens: float, tp: int, ep: int, constants: Cons
 
 def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates: Rates, constants: Constants) -> float:
     """Seconds of the attention kernel."""
-    window = min(sequence, model.sliding_window) if model.sliding_window else sequence
-    if model.sliding_window and model.sliding_layers is not None:
-        window += (sequence - window) * (1.0 - model.sliding_layers / model.layers)  # the mean over the layers
-    elif model.sliding_window and model.family == "gemma2":
-        window = (window + sequence) / 2.0  # every other layer is global
-    seconds = 4.0 * tokens * window * _widths(model, tp)[0] / rates.attention
+    if model.linear_layers:  # gated delta rule: a state of keys by values per head, updated and read in chunks
+        state = model.linear_key_width * model.linear_value_width / model.linear_heads / tp
+        return (
+            2.0
+            * tokens
+            * (4.0 * state + _DELTA_CHUNK * (model.linear_key_width + model.linear_value_width) / tp)
+            / (rates.attention)
+        )
+    window = _window(model, sequence)
+    seconds = 2.0 * tokens * window * model.heads / tp * (model.head_dim + (model.value_dim or model.head_dim))
+    seconds /= rates.attention
     if model.head_dim % 8:
         seconds *= constants.head_misalign
     if rates.attention_unfused:
@@ -233,9 +268,26 @@ def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates:
     return seconds * (0.5 * (1.0 + constants.attention_short / window))
 
 
+def _window(model: ModelSpec, sequence: float) -> float:
+    """Twice the keys that a token meets, the mean over tokens and layers: the length where attention is causal.
+
+    In a window of w of s tokens it meets w - w^2 / 2s; Llama 4 cuts the sequence in pieces of w in its place.
+    """
+    if not model.sliding_window or model.sliding_window >= sequence:
+        return sequence
+    w = float(model.sliding_window)
+    within = w if model.family == "llama4" else 2.0 * w - w * w / sequence
+    sliding = model.sliding_layers
+    if sliding is None:  # of Gemma 2's layers every other is global
+        sliding = model.layers // 2 if model.family == "gemma2" else model.layers
+    return within + (sequence - within) * (1.0 - sliding / model.layers)
+
+
 def _adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[tuple[float, float]]:
     """Input and output columns of each adapted product."""
-    h, (q, kv, width) = float(model.hidden), _widths(model, tp)
+    h, q = float(model.hidden), model.heads * model.head_dim / tp
+    kv = model.kv_heads * model.head_dim / min(tp, model.kv_heads)
+    width = model.experts_per_token * model.expert_ffn / tp if model.experts else model.ffn / tp
     sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "gate_proj": (h, width),
              "up_proj": (h, width), "down_proj": (width, h)}  # fmt: skip
     return [sides.get(target, (0.0, 0.0)) for target in targets]

@@ -16,7 +16,15 @@ from typing import Literal, NamedTuple
 
 from contracts.layout import Layout, Offload
 from planner.forecast.links import Links
-from planner.forecast.specs import ModelSpec, TrainSpec, mlp_width, trained_weights, weights
+from planner.forecast.specs import (
+    ModelSpec,
+    TrainSpec,
+    attention_columns,
+    mlp_width,
+    routed_weights,
+    trained_weights,
+    weights,
+)
 
 NF4_BYTES = 0.53
 
@@ -56,11 +64,13 @@ class Share:
     in_fp32: bool  # everything is four bytes wide: requested, or on a CPU
     tokens: float  # of the longest micro-batch, which sets the peak
     layers: float
-    layer: float  # weights of a layer, the mean, without the experts that other ranks hold
+    layer: float  # weights of a layer, the mean, as tensor and expert parallelism cut it
     largest: float  # weights of the largest layer
     ends: float  # weights of the embedding, and of the head where no other stage has it
     local: float  # all its weights
     trained: float  # those that get a gradient
+    routed: float  # of the weights, those of experts that expert parallelism has divided
+    routed_trained: float
 
     @property
     def adapters(self) -> bool:
@@ -85,20 +95,41 @@ class Share:
     @property
     def sharded(self) -> bool:
         """Whether a rank holds a part of the weights only, and gathers them."""
-        return self.layout.sharding == "zero3" and self.layout.dp_shard > 1
+        return self.layout.sharding == "zero3" and self.group > 1
+
+    @property
+    def group(self) -> int:
+        """Ranks that shard together: those of context parallelism hold the same weights (torchtitan's dp_shard_cp)."""
+        return self.layout.dp_shard * self.layout.cp
+
+    @property
+    def expert_group(self) -> float:
+        """Ranks that hold the same experts, among those that shard together and their tensor-parallel neighbours."""
+        return max(1.0, self.group * self.layout.tp / self.layout.ep) if self.layout.ep > 1 else float(self.group)
+
+    def part(self, count: float, routed: float, *, sharded: bool) -> float:
+        """Of so many weights, `routed` of them experts', those that stay on this rank."""
+        return (count - routed) / self.group + routed / self.expert_group if sharded else count
 
 
 def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool = False) -> Share:
     """The fullest rank's share."""
-    count = weights(model)
+    count, tp = weights(model), layout.tp
     layers = fullest_stage(model, layout)
-    ends = float(count.embedding + count.head) if layout.pp == 1 else float(count.embedding)
-    elsewhere = count.routed_per_layer * (1.0 - 1.0 / layout.ep)  # experts of a layer that other ranks hold
-    largest = count.layer - elsewhere
+    ends = float(count.embedding + count.head) / tp if layout.pp == 1 else float(count.embedding) / tp
+    # Expert parallelism leaves experts whole: its group takes the tensor-parallel ranks in (Megatron's
+    # expert-tensor-parallel-size 1, torchtitan's etp 1).
+    cut = layout.ep if layout.ep > 1 else tp
+    experts = count.routed_per_layer / cut  # of a layer, on this rank
+    mixtures = (count.layers - count.dense_layers) / count.layers if model.experts else 0.0
+    largest = (count.layer - count.routed_per_layer) / tp + experts
     if count.dense_layers:
-        largest = max(largest, count.layer - count.mlp_per_layer + count.dense_mlp_per_layer)
-    layer = (count.all_layers - elsewhere * (count.layers - count.dense_layers)) / count.layers
-    local = (layers * layer + ends) / layout.tp
+        largest = max(largest, (count.layer - count.mlp_per_layer + count.dense_mlp_per_layer) / tp)
+    layer = (count.all_layers / count.layers - count.routed_per_layer * mixtures) / tp + experts * mixtures
+    local = layers * layer + ends
+    routed_trained = routed_weights(model, train)[1] / (cut * layout.pp)
+    adapters = (trained_weights(model, train) - routed_weights(model, train)[1]) / (tp * layout.pp) + routed_trained
+    divided = layout.ep > 1
     return Share(
         model=model,
         train=train,
@@ -110,7 +141,9 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
         largest=largest,
         ends=ends,
         local=local,
-        trained=local if train.method == "full" else trained_weights(model, train) / (layout.tp * layout.pp),
+        trained=local if train.method == "full" else adapters,
+        routed=layers * mixtures * experts if divided else 0.0,
+        routed_trained=(layers * mixtures * experts if train.method == "full" else routed_trained) if divided else 0.0,
     )
 
 
@@ -143,7 +176,8 @@ class Engine:
     ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
     ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
     # its traffic
-    gradient_bytes: int = 2  # of what data parallelism reduces
+    gradient_bytes: int = 2  # of what FSDP or ZeRO reduces
+    replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
@@ -181,9 +215,9 @@ class Engine:
             return stored._replace(optimizer=stored.copy)
         return stored
 
-    def gradient_shards(self, share: Share) -> float:
-        """Ranks that a trained weight's gradient is divided over."""
-        return float(share.layout.dp_shard) if share.zero >= 2 else 1.0
+    def shards_gradients(self, share: Share) -> bool:
+        """Whether a rank keeps a part of the gradients only."""
+        return share.zero >= 2
 
     def in_units(self, share: Share) -> bool:
         """Whether weights are gathered, or cast, unit by unit."""
@@ -201,12 +235,12 @@ class Engine:
         """Full weights of the units in work, and their gradients."""
         if not self.in_units(share):
             return 0.0
-        wide, element, tp = share.frozen_bytes, share.element, share.layout.tp
-        unit = max(wide * share.largest, element * share.ends / 2.0) / tp  # the ends are two units
+        wide, element = share.frozen_bytes, share.element
+        unit = max(wide * share.largest, element * share.ends / 2.0)  # the ends are two units
         if self.keeps_gathered(share):
-            held = (wide * share.layers * share.layer + element * share.ends) / tp
+            held = wide * share.layers * share.layer + element * share.ends
         else:  # this unit and the one prefetched; the head's neighbour is a layer
-            held = unit + (wide * share.largest / tp if self.ends_apart else unit)
+            held = unit + (wide * share.largest if self.ends_apart else unit)
         return held + (0.0 if share.adapters else (1.0 + self.gradient_copies(share)) * unit)
 
     def casts(self, share: Share) -> float:
@@ -220,11 +254,13 @@ class Engine:
         attention's output, and the MLP's inner tensors. In fp32 they are twice the bytes, and there are no copies.
         """
         model, layout = share.model, share.layout
-        h, q = float(model.hidden), float(model.heads * model.head_dim)
-        kv = float(model.kv_heads * model.head_dim)
+        h, columns = float(model.hidden), attention_columns(model)
         hidden, inner = self.kept_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
-        kept = hidden * h / split + (2.0 * q + 2.0 * kv + inner * mlp_width(model)) / layout.tp
+        kept = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
+        # Each expert's input, and its result before the results of a token are summed.
+        mixtures = (model.layers - model.dense_layers) / model.layers
+        kept += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
         return share.tokens * share.element * kept + share.tokens * self.score_bytes(share)
 
     def kept_tensors(self, share: Share) -> tuple[float, float]:
@@ -277,7 +313,9 @@ class Engine:
 
     def reduced_bytes(self, layout: Layout) -> float:
         """Bytes of a gradient as data parallelism reduces it."""
-        return 4.0 if layout.precision == "fp32" else float(self.gradient_bytes)
+        if layout.precision == "fp32":
+            return 4.0
+        return float(self.replica_gradient_bytes if layout.sharding == "ddp" else self.gradient_bytes)
 
     def gathers(self, layout: Layout) -> int:
         """How often one step gathers what it keeps gathered until the backward pass, or until the step is over."""
@@ -290,9 +328,15 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(Engine):
-    """PyTorch's fully_shard with mixed precision: fp32 weights, gathered and computed with in half precision."""
+    """PyTorch's fully_shard with mixed precision: fp32 weights, gathered and computed with in half precision.
+
+    Gradients are reduced in `MixedPrecisionPolicy.reduce_dtype`: fp32 in torchtitan (`mixed_precision_reduce`) and in
+    the fine-tune job (finetune/parallel.py). DDP reduces them as the weights are stored.
+    """
 
     states: StateBytes = IN_FP32
+    gradient_bytes: int = 4
+    replica_gradient_bytes: int = 4
 
     @property
     def has_zero2(self) -> bool:

@@ -145,9 +145,13 @@ class Links:
         reach = (size - 1) * stride + 1
         if reach <= self.island_size or self.network is None:
             return self.alpha_intra_seconds * size + bytes_per_rank * (size - 1) / size / self.island.bytes_per_second
-        members = max(1, min(size, self.ranks_per_node // stride))
+        # An NVLink domain of several nodes sends to the others through the networks of all of them.
+        domain = max(self.island_size, self.ranks_per_node)
+        members = max(1, min(size, domain // stride))
         out = bytes_per_rank * (size - members) / size * self.ranks_per_node
-        return self.alpha_inter_seconds * min(size / members, 32.0) + out / self.network.bytes_per_second
+        inside = bytes_per_rank * (members - 1) / size / self.island.bytes_per_second
+        seconds = max(out / self.network.bytes_per_second, inside)
+        return self.alpha_inter_seconds * min(size / members, 32.0) + seconds
 
 
 _RING_OPS = ("all_gather", "reduce_scatter")

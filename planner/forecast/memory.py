@@ -91,21 +91,22 @@ def memory_parts(
 
 def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
     """Weights, gradients and optimizer states, as they lie between steps."""
-    layout, by = share.layout, float(share.layout.dp_shard)
-    of_weights = by if share.zero == 3 else 1.0
-    of_gradients = engine.gradient_shards(share)
-    of_optimizer = by if share.zero else 1.0
+    layout = share.layout
+
+    def trained(sharded: bool) -> float:
+        return share.part(share.trained, share.routed_trained, sharded=sharded)
+
+    gradients, optimizer = trained(engine.shards_gradients(share)), trained(share.zero > 0)
     if share.adapters:
-        base = share.element * share.local
-        if share.train.method == "qlora":
-            base = (share.frozen_bytes * share.layers * share.layer + share.element * share.ends) / layout.tp
         adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
-        in_weights = (base + adapter * share.trained) / of_weights
-        gradients, optimizer = adapter * share.trained / of_gradients, 2.0 * adapter * share.trained / of_optimizer
+        layers = share.frozen_bytes * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
+        ends = share.element * share.part(share.ends, 0.0, sharded=share.zero == 3)
+        in_weights = layers + ends + adapter * trained(share.zero == 3)
+        gradients, optimizer = adapter * gradients, 2.0 * adapter * optimizer
     else:
         each = engine.state_bytes(share)
-        in_weights, gradients = each.weights * share.local / of_weights, each.gradients * share.local / of_gradients
-        optimizer = each.optimizer * share.local / of_optimizer
+        in_weights, gradients = each.weights * trained(share.zero == 3), each.gradients * gradients
+        optimizer = each.optimizer * optimizer
     if layout.offload != "none":
         optimizer = 0.0
     if layout.offload == "all":
@@ -156,7 +157,8 @@ def _backward(engine: Engine, share: Share, gradients: float, kept: _Pass) -> tu
     persistent = buffered or (ddp and not buckets)
     activations, logits = kept.activations, kept.logits
     each = engine.state_bytes(share).gradients * share.model.vocab * share.model.hidden
-    head = min(gradients, each / layout.tp / engine.gradient_shards(share))  # the first of them, and largest
+    by = share.group if engine.shards_gradients(share) else 1.0
+    head = min(gradients, each / layout.tp / by)  # the first of them, and largest
     if share.train.optimizer_in_backward:
         gradients = head
     elif not persistent:

@@ -70,6 +70,15 @@ def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, floa
     return (h, q * (2 if model.family == "qwen3_next" else 1) + 2.0 * kv), (q, h)
 
 
+def attention_columns(model: ModelSpec) -> float:
+    """Columns that one token has of queries, keys, values and attention's output; the mean over the layers."""
+    heads, values = model.heads, model.value_dim or model.head_dim
+    own = heads if model.kv_rank else model.kv_heads  # latent attention spreads its keys to every head
+    full = float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
+    linear = 2.0 * (model.linear_key_width + model.linear_value_width)
+    return full + (linear - full) * model.linear_layers / model.layers
+
+
 def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
     """The same of linear attention: queries, keys, values and their gate, two numbers per head; the output."""
     h, keys, values = float(model.hidden), model.linear_key_width / tp, model.linear_value_width / tp
@@ -153,16 +162,29 @@ def lora_weights(model: ModelSpec, train: TrainSpec) -> int:
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     ffn, layers = model.ffn, model.layers
     mlp = layers * (h + ffn)  # of one of its matrices, over all layers
-    if model.experts:  # an adapter for each expert
-        each = model.experts * (h + model.expert_ffn) + (h + model.shared_expert_ffn if model.shared_expert_ffn else 0)
-        mlp = (layers - model.dense_layers) * each + model.dense_layers * (h + ffn)
+    if model.experts:
+        shared = h + model.shared_expert_ffn if model.shared_expert_ffn else 0
+        mlp = (layers - model.dense_layers) * shared + model.dense_layers * (h + ffn)
     sides = {
         "q_proj": layers * (h + q), "k_proj": layers * (h + kv), "v_proj": layers * (h + kv),
         "o_proj": layers * (q + h), "gate_proj": mlp if model.gated_mlp else 0, "up_proj": mlp,
         "down_proj": mlp, "c_attn": layers * (h + q + 2 * kv),
         "c_proj": layers * (q + h + ffn + h), "c_fc": layers * (h + ffn),
     }  # fmt: skip
-    return train.lora_rank * sum(sides.get(target, 0) for target in train.lora_targets)
+    return train.lora_rank * sum(sides.get(target, 0) for target in train.lora_targets) + expert_adapters(model, train)
+
+
+def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
+    """Of the adapters' weights, those of the routed experts: one adapter for each expert's matrix."""
+    adapted = len({"gate_proj", "up_proj", "down_proj"} & set(train.lora_targets)) if model.experts else 0
+    sides = model.experts * (model.hidden + model.expert_ffn)
+    return train.lora_rank * adapted * sides * (model.layers - model.dense_layers)
+
+
+def routed_weights(model: ModelSpec, train: TrainSpec) -> tuple[int, int]:
+    """Weights of all routed experts, and those of them (or of their adapters) that get a gradient."""
+    every = weights(model).routed_per_layer * (model.layers - model.dense_layers)
+    return every, every if train.method == "full" else expert_adapters(model, train)
 
 
 def trained_weights(model: ModelSpec, train: TrainSpec) -> int:

@@ -8,19 +8,14 @@ optimizer. Specification of the traffic: arXiv 1910.02054 (ZeRO), 2304.11277 (FS
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
-from planner.forecast.engine import NF4_BYTES, Question, fullest_stage
-from planner.forecast.specs import (
-    Weights,
-    expected_longest,
-    mean_length,
-    trained_weights,
-    weights,
-)
+from planner.forecast.engine import NF4_BYTES, Question, Share, share_of
+from planner.forecast.specs import Weights, expected_longest, mean_length, weights
 
 
 class StepParts(NamedTuple):
@@ -118,11 +113,30 @@ def _overlap(first: float, second: float, loss: float) -> float:
 
 
 def strides(layout: Layout) -> tuple[int, int, int, int]:
-    """Rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; tp's is 1."""
+    """Rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; tp's is 1.
+
+    Those that shard together are the cp and dp_shard groups as one, with cp's distance.
+    """
     cp = layout.tp
     shard = cp * layout.cp
     replicate = shard * layout.dp_shard
     return cp, shard, replicate, replicate * layout.dp_replicate
+
+
+def _over_groups(
+    collective: Callable[[float, int, int, float], float], step: _Step, each: float, count: float, routed: float,
+    messages: float, *, ranks: int,
+) -> float:  # fmt: skip
+    """Seconds of a collective over `ranks` data-parallel ranks, of `each` bytes per weight; experts' among their own.
+
+    Ranks that hold the same experts stand `ep` apart, and there are fewer of them.
+    """
+    layout = step.layout
+    seconds = collective(each * (count - routed), ranks, layout.tp, messages)
+    holders = ranks * layout.tp // layout.ep
+    if routed and holders > 1:
+        seconds += collective(each * routed, holders, layout.ep, messages)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +146,20 @@ class _Step:
     job: Job
     layout: Layout  # as the engine runs it
     count: Weights
+    share: Share  # of the fullest stage
     tokens: float  # of a micro-batch on one rank
-    layers: float  # of the fullest stage
     cost: LayerCost
-    local: float  # weights of one rank before data parallelism shards them
-    trained: float  # of these, with a gradient
     on_cpu: bool  # starting an operator and running it share one thread: nothing hides it
-    sharded: bool
+
+    @property
+    def layers(self) -> float:
+        """Layers of the fullest stage."""
+        return self.share.layers
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered."""
+        return self.share.sharded
 
     @property
     def full(self) -> bool:
@@ -222,23 +243,16 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
 
 
 def _step(job: Job, layout: Layout) -> _Step:
-    count = weights(job.model)
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
-    local = count.total / (layout.tp * layout.pp)
-    if layout.pp > 1:
-        local = (count.all_layers / layout.pp + max(count.embedding, count.head)) / layout.tp
-    full = job.train.method == "full"
+    on_cpu = job.rates.device == "CPU"
     return _Step(
         job=job,
         layout=layout,
-        count=count,
+        count=weights(job.model),
+        share=share_of(job.model, job.train, layout, on_cpu=on_cpu),
         tokens=tokens,
-        layers=fullest_stage(job.model, layout),
         cost=job.layer(layout, tokens),
-        local=local,
-        trained=local if full else trained_weights(job.model, job.train) / (layout.tp * layout.pp),
-        on_cpu=job.rates.device == "CPU",
-        sharded=layout.sharding == "zero3" and layout.dp_shard > 1,
+        on_cpu=on_cpu,
     )
 
 
@@ -288,12 +302,14 @@ def _context_parallel(step: _Step) -> float:
 
 
 def _expert_parallel(step: _Step) -> float:
-    """Tokens go to their experts and back, forward and backward."""
+    """Tokens go to their experts and back, forward and backward; the mean over the layers."""
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
-    sent = step.wide * step.tokens * model.experts_per_token * model.hidden
-    return 4.0 * step.job.links.all_to_all_seconds(sent, layout.ep, layout.tp)
+    sent = step.wide * step.tokens / layout.tp * model.experts_per_token * model.hidden
+    rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
+    mixtures = 1.0 - model.dense_layers / model.layers
+    return mixtures * rounds * step.job.links.all_to_all_seconds(sent, layout.ep, 1)
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
@@ -308,18 +324,21 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
     job, layout, links, loss = step.job, step.layout, step.job.links, step.job.constants.overlap_loss
-    _, shard_stride, replicate_stride, _ = strides(layout)
-    gathered = (NF4_BYTES if job.train.method == "qlora" else step.wide) * step.local
-    gather_once = links.ring_seconds(gathered, layout.dp_shard, shard_stride, step.layers + step.ends)
+    share, units = step.share, step.layers + step.ends
+    each = NF4_BYTES if job.train.method == "qlora" else step.wide
+    gathered, reduced = each * share.local, job.engine.reduced_bytes(layout) * share.trained
+    gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
     again = gather_once if layout.reshard_after_forward else 0.0
-    reduced = job.engine.reduced_bytes(layout) * step.trained
-    scatter = links.scatter_seconds(reduced, layout.dp_shard, shard_stride, step.layers + step.ends)
+    scatter = _over_groups(
+        links.scatter_seconds, step, job.engine.reduced_bytes(layout), share.trained, share.routed_trained, units,
+        ranks=share.group,
+    )  # fmt: skip
     gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
     copied = 0.0
     if step.on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
         ahead, behind, late = gather_once, again, scatter
         # A gather copies the shard in and everything out again; so does a scatter.
-        once_copied = (2.0 + 2.0 / layout.dp_shard) / job.rates.hbm
+        once_copied = (2.0 + 2.0 / share.group) / job.rates.hbm
         passes = gathers * (2.0 if layout.reshard_after_forward else 1.0)
         copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
     else:
@@ -330,9 +349,9 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
         late += scatter / max(1.0, step.layers)
     reduce = scatters * late
     if layout.dp_replicate > 1:
-        trained = trained_weights(job.model, job.train) / (layout.tp * layout.pp * layout.dp_shard)
+        trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(
-            job.engine.reduced_bytes(layout) * trained, layout.dp_replicate, replicate_stride
+            job.engine.reduced_bytes(layout) * trained, layout.dp_replicate, strides(layout)[2]
         )
         reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
     return _Exchange(gathers * (ahead + behind), reduce, copied)
@@ -340,14 +359,18 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
 
 def _replicated(step: _Step, micro: _Micro) -> _Exchange:
     """Gradients reduced over ranks that hold all weights; of ZeRO-1 and 2 the updated weights come back."""
-    job, layout, links = step.job, step.layout, step.job.links
-    group, stride = layout.data_parallel, strides(layout)[1]
-    if group == 1:
+    job, layout, share = step.job, step.layout, step.share
+    ranks = layout.data_parallel * layout.cp  # ranks of context parallelism see other tokens of the same sequences
+    if ranks == 1:
         return _Exchange()
-    one_way = links.ring_seconds(job.engine.reduced_bytes(layout) * step.trained, group, stride, step.layers)
-    back_way = one_way
+
+    def one(each: float) -> float:
+        ring = job.links.ring_seconds
+        return _over_groups(ring, step, each, share.trained, share.routed_trained, step.layers, ranks=ranks)
+
+    back_way = one_way = one(job.engine.reduced_bytes(layout))
     if layout.sharding in ("zero1", "zero2"):
-        back_way = links.ring_seconds(step.wide * step.trained, group, stride, step.layers)  # as computed with
+        back_way = one(step.wide)  # as computed with
     reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
     if job.engine.reduce_every_micro_batch and layout.sharding == "zero2":
         reduce *= layout.gradient_accumulation
@@ -390,7 +413,8 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
 def _optimizer(step: _Step) -> tuple[float, float]:
     """Seconds of the optimizer on the device, or of what is offloaded."""
     job, layout, wide = step.job, step.layout, step.wide
-    trained = step.trained / (layout.dp_shard if layout.sharding != "ddp" else 1)
+    share = step.share
+    trained = share.part(share.trained, share.routed_trained, sharded=layout.sharding != "ddp")
     if layout.sharding in ("zero1", "zero2") and layout.dp_shard == 1:
         trained /= layout.dp_replicate
     if layout.offload == "none":
@@ -398,6 +422,8 @@ def _optimizer(step: _Step) -> tuple[float, float]:
     offload = 28.0 * trained / job.host_adam_bytes_per_second
     offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
     if layout.offload == "all":
-        shard = step.local / layout.dp_shard  # weights in for both passes, gradients out, each micro-batch
+        shard = share.part(
+            share.local, share.routed, sharded=True
+        )  # weights in for both passes, gradients out, each micro-batch
         offload += (2.0 * wide + wide) * shard * layout.gradient_accumulation / job.links.host.bytes_per_second
     return 0.0, offload

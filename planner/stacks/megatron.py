@@ -17,7 +17,10 @@ ENGINE = Engine(
     copies_kv_heads=True,
     fused=True,
     attention="flash3",
-    states=StateBytes(2.0, 2.0, 12.0, copy=4.0),
+    # --bf16 sets --accumulate-allreduce-grads-in-fp32 (megatron/training/arguments.py)
+    states=StateBytes(2.0, 4.0, 12.0, copy=4.0),
+    gradient_bytes=4,
+    replica_gradient_bytes=4,
     logits_bytes=8.0,
     gradient_buffer=True,
     tp_overlap=True,

@@ -51,11 +51,10 @@ class Topoflight(Fsdp):
         """A pipeline's, whatever the layout says."""
         return self._until_the_end(share) or super().keeps_gathered(share)
 
-    def gradient_shards(self, share: Share) -> float:
-        """Not at all in a pipeline, nor an adapter's when it accumulates."""
-        if self._until_the_end(share) or (share.adapters and share.layout.gradient_accumulation > 1):
-            return 1.0
-        return super().gradient_shards(share)
+    def shards_gradients(self, share: Share) -> bool:
+        """Not in a pipeline, nor an adapter's when it accumulates."""
+        accumulates = share.adapters and share.layout.gradient_accumulation > 1
+        return not self._until_the_end(share) and not accumulates and super().shards_gradients(share)
 
     def in_units(self, share: Share) -> bool:
         """It replicates beside TP and PP by FSDP units over one rank."""
@@ -68,7 +67,7 @@ class Topoflight(Fsdp):
         """
         whole = super().casts(share)
         if whole and share.layout.checkpointing == "full":
-            return 2.0 * max(share.largest, float(weights(share.model).head)) / share.layout.tp
+            return 2.0 * max(share.largest, weights(share.model).head / share.layout.tp)
         return whole
 
     def gathers(self, layout: Layout) -> int:

@@ -23,6 +23,7 @@ ENGINE = Fsdp(
     offloads=("all",),
     interleaved=False,
     logits_bytes=20.0,
+    gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype as param_dtype
     ddp_bucket_copies=True,  # accelerate leaves gradient_as_bucket_view at torch's default, which is off
 )
 
