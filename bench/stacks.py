@@ -40,16 +40,30 @@ class Stack:
     lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # by default
 
 
+class MegatronDeepSpeed(Engine):
+    """DeepSpeed's pipeline engine: in bf16 (BF16_Optimizer) gradients add up in fp32 beside the bf16 ones."""
+
+    def state_bytes(self, share: Share) -> StateBytes:
+        """Four bytes more per weight in bf16, which ZeRO-1 does not shard."""
+        stored = super().state_bytes(share)
+        return stored._replace(gradients=6.0) if share.layout.precision == "bf16" else stored
+
+
 # "PyTorch NVIDIA Release 24.04" and "NGC PyTorch 24.09" are the containers that NeMo and Megatron come in.
+# NVIDIA's performance recipes reduce gradients in bf16 (ddp.grad_reduce_in_fp32=False), Megatron-LM by itself in fp32.
+_MEGATRON_FP32 = Stack(engine=ENGINES["megatron"], default_sharding="zero1", pattern=r"megatron.?(core|lm)")
 _MEGATRON = Stack(
-    engine=ENGINES["megatron"], default_sharding="zero1",
+    engine=replace(
+        ENGINES["megatron"], states=StateBytes(2.0, 2.0, 12.0, copy=4.0), gradient_bytes=2, replica_gradient_bytes=2
+    ),
+    default_sharding="zero1",
     pattern=r"megatron|nemo\b|nemo[_ ]|nemo/|mcore|nvidia release|nvidia pytorch|ngc pytorch|transformer.?engine",
 )  # fmt: skip
 
 # First match wins: those that no planner asks for before the engines that it knows.
 STACKS: tuple[Stack, ...] = (
     Stack(
-        engine=Engine(
+        engine=MegatronDeepSpeed(
             name="megatron-2022", fused=True, attention="unfused", states=_DEEPSPEED_STATES, gradient_buffer=True,
             selective_attention=True, dp_overlap=False, fused_cross_entropy=False,
             bucket_bytes=2e9,  # two buckets of 5e8 half-precision values
@@ -60,23 +74,27 @@ STACKS: tuple[Stack, ...] = (
         engine=Engine(
             name="megatron-2022", fused=True, attention="unfused", states=StateBytes(2.0, 4.0, 12.0, copy=4.0),
             gradient_buffer=True, selective_attention=True, dp_overlap=False, gradient_bytes=4,
-            fused_cross_entropy=False,
+            replica_gradient_bytes=4, fused_cross_entropy=False,
         ),
         pattern=r"megatron.?lm|megatron.?llama", default_sharding="ddp", sequence_parallel=False,
     ),
     Stack(
-        engine=Fsdp(name="llm-foundry", attention="flash1", reduce_every_micro_batch=True, fused_cross_entropy=False),
+        engine=Fsdp(
+            name="llm-foundry", attention="flash1", reduce_every_micro_batch=True, fused_cross_entropy=False,
+            gradient_bytes=2,  # its benchmarks' mixed_precision: PURE
+        ),
         pattern=r"llm.?foundry|composer|mosaic",
     ),
     Stack(
         engine=Engine(
             name="nanotron", states=StateBytes(2.0, 4.0, 12.0, copy=4.0), gradient_buffer=True,
-            selective_attention=True, gradient_bytes=4, logits_bytes=8.0, fused_cross_entropy=False,
+            selective_attention=True, gradient_bytes=4, replica_gradient_bytes=4, logits_bytes=8.0,
+            fused_cross_entropy=False,
         ),
         pattern=r"nanotron", default_sharding="zero1",
     ),
     Stack(
-        engine=Fsdp(name="maxtext", fused=True), pattern=r"maxtext|\bjax|levanter|easylm|paxml",
+        engine=Fsdp(name="maxtext", fused=True, gradient_bytes=2), pattern=r"maxtext|\bjax|levanter|easylm|paxml",
         default_checkpointing="full",
     ),
     Stack(
@@ -108,7 +126,7 @@ STACKS: tuple[Stack, ...] = (
         pattern=r"coloss", default_sharding="zero1",
     ),
     Stack(
-        engine=Fsdp(name="fsdp", fused_cross_entropy=False),
+        engine=Fsdp(name="fsdp", fused_cross_entropy=False, gradient_bytes=2),  # bfSixteen of fms-fsdp, llama-recipes
         pattern=r"^(?!.*torchtitan).*(fsdp|llama.?(recipes|cookbook)|olmo)",
     ),
     Stack(
@@ -146,7 +164,8 @@ def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:
             and (gpu.compute_capability or (0, 0)) >= (9, 0)
             and re.search(r"megatron.?(core|lm|bridge)", text)
         ):
-            return _MEGATRON  # the Hopper years of Megatron are Transformer Engine's
+            # The Hopper years of Megatron are Transformer Engine's.
+            return _MEGATRON_FP32 if re.search(_MEGATRON_FP32.pattern, text) else _MEGATRON
         for stack in STACKS:
             if re.search(stack.pattern, text):
                 return stack

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from planner.forecast.specs import ModelSpec, weights
+from contracts.layout import Layout
+from hardware.gpus import gpu_named
+from planner.forecast.compute import gpu_rates
+from planner.forecast.engine import share_of
+from planner.forecast.links import Links, Speed
+from planner.forecast.memory import memory_parts
+from planner.forecast.specs import ModelSpec, TrainSpec, weights
+from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.stacks import engine_named
 
 DEEPSEEK_V3 = ModelSpec(
     name="DeepSeek-V3", family="deepseek_v3", layers=61, hidden=7168, heads=128, kv_heads=128, head_dim=192, ffn=18432,
@@ -34,3 +44,82 @@ def test_latent_attention_goes_through_its_ranks() -> None:
     """Down to 1536 and 512 + 64 columns, up to 128 heads of 192 and of 128 + 128, and out of 128 heads of 128."""
     by_hand = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     assert weights(DEEPSEEK_V3).attention_per_layer == by_hand
+
+
+FULL = TrainSpec(method="full", sequence_length=4096)
+SLOW = Speed(bytes_per_second=1e9, how="measured", link="TCP")
+
+
+def parts_on_a_slow_network(model: ModelSpec, layout: Layout, engine: str, train: TrainSpec = FULL) -> StepParts:
+    """One GPU per node, all traffic over 1 GB/s and nothing lost to starting it."""
+    gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
+    assert gpu is not None
+    links = Links(
+        ranks_per_node=1, nodes=layout.world_size, island_size=1, island=SLOW, node=SLOW, network=SLOW,
+        alpha_intra_seconds=0.0, alpha_inter_seconds=0.0,
+    )  # fmt: skip
+    rates = gpu_rates(gpu, train, runs, "bf16")
+    return step_parts(Job(model=model, train=train, links=links, rates=rates, engine=runs), layout)
+
+
+@pytest.mark.parametrize(("engine", "sent"), [("torchtitan", 8.0), ("topoflight", 8.0), ("trl", 6.0)])
+def test_fsdp_sends_gradients_in_the_type_it_reduces(engine: str, sent: float) -> None:
+    """Two gathers of 2 bytes; scatters of 4 (reduce_dtype=float32), of 2 where the policy says so (accelerate).
+
+    On a network this slow the step is its traffic, but for the compute's share of an overlap and one unit at each end.
+    """
+    model = ModelSpec(name="8B", family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+                      vocab=128256)  # fmt: skip
+    parts = parts_on_a_slow_network(model, Layout(world_size=8, dp_shard=8), engine)
+    traffic = sent * weights(model).total * 7 / 8 / 1e9
+    assert traffic == pytest.approx(parts.gather + parts.reduce, rel=0.06)
+
+
+def test_ddp_reduces_gradients_as_the_weights_are_stored() -> None:
+    """The job keeps them in fp32 under autocast: 2 x 4 bytes per weight and ring."""
+    model = replace(GPT_OSS, layers=4, experts=0, family="llama", attention_bias=False)
+    parts = parts_on_a_slow_network(model, Layout(world_size=8, dp_replicate=8, sharding="ddp"), "topoflight")
+    assert parts.reduce == pytest.approx(8.0 * weights(model).total * 7 / 8 / 1e9, rel=0.02)
+
+
+def test_experts_are_reduced_over_the_ranks_that_hold_them() -> None:
+    """Of 16 ranks with EP=8 two hold each expert: their gradients ring over 2, everything else's over 16.
+
+    The backward pass of some 3 seconds hides its part.
+    """
+    model = replace(DEEPSEEK_V3, layers=4, dense_layers=0)
+    layout = Layout(world_size=16, dp_replicate=16, ep=8, sharding="ddp", micro_batch=1)
+    count = weights(model)
+    routed = 4.0 * count.routed_per_layer
+    by_hand = 2 * 4.0 * ((count.total - routed) * 15 / 16 + routed / 8 * 1 / 2) / 1e9
+    assert parts_on_a_slow_network(model, layout, "megatron").reduce == pytest.approx(by_hand, rel=0.1)
+    assert share_of(model, FULL, layout).local == pytest.approx(count.total - routed * 7 / 8)
+
+
+def test_the_expert_group_takes_the_tensor_parallel_ranks_in() -> None:
+    """TP=2 x DP=4 with EP=8: a rank holds 32 whole experts of 256, and half of everything else."""
+    model = replace(DEEPSEEK_V3, layers=4, dense_layers=0)
+    share = share_of(model, FULL, Layout(world_size=8, tp=2, dp_shard=4, ep=8, sharding="zero1"))
+    count = weights(model)
+    routed = 4.0 * count.routed_per_layer
+    assert share.local == pytest.approx((count.total - routed) / 2 + routed / 8)
+    assert share.part(share.local, share.routed, sharded=True) == pytest.approx((count.total - routed) / 8 + routed / 8)
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    """4096 tokens to 8 experts each, 7 of 8 away, 2 bytes per column, four times per layer and step."""
+    model = replace(DEEPSEEK_V3, layers=4, dense_layers=1)
+    layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
+    sent = 3 * 4 * 4096 * 8 * 7168 * 2.0 * 7 / 8 / 1e9
+    assert parts_on_a_slow_network(model, layout, "megatron").expert_parallel == pytest.approx(sent, rel=1e-3)
+
+
+def test_ranks_of_context_parallelism_shard_the_weights_too() -> None:
+    """They hold the same ones: states over dp_shard x cp, as over so many data-parallel ranks."""
+    train = replace(FULL, sequence_length=65536)
+    model, engine = replace(GPT_OSS, experts=0, family="llama", attention_bias=False), engine_named("torchtitan")
+    ring = memory_parts(model, train, Layout(world_size=16, dp_shard=4, cp=4), engine)
+    flat = memory_parts(model, train, Layout(world_size=16, dp_shard=16), engine)
+    for name in ("weights", "optimizer"):
+        assert getattr(ring, name) == pytest.approx(getattr(flat, name))
+    assert ring.activations == pytest.approx(flat.activations / 4, rel=0.01)
