@@ -19,13 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import LinearCrossEntropyOptions, functional
 from torch.utils.checkpoint import checkpoint
 
+from contracts.families import TRAINED
 from contracts.job_config import ConfigError, JobConfig
 from finetune import attention, hub
 from finetune.rows import IGNORED
 
-# model_type -> what decides that this job may cut and shard it: one stack of layers, rotary positions, q/k/v/o and
-# gate/up/down projections.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 RANDOM = {
     "tiny-llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
                    "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 2048},
@@ -67,9 +65,9 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
             name, AutoModelForCausalLM.from_pretrained, name, revision=config.model_revision,
             attn_implementation=kernel, dtype=stored, use_safetensors=True, **four_bit,
         )  # fmt: skip
-    if model.config.model_type not in FAMILIES:
+    if model.config.model_type not in TRAINED:
         raise ConfigError(
-            f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(FAMILIES)}"
+            f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(TRAINED)}"
         )
     model.config.use_cache = False
     for module in model.modules():

@@ -1,7 +1,7 @@
 """Models: from a Hugging Face config.json or a known name to a `ModelSpec`.
 
-Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, GPT-2, Phi3, Mixtral,
-Qwen2-MoE and Qwen3-MoE classes.
+Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
+Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4 and GLM4-MoE classes (text models only).
 Shapes of the known names are those of the config.json files on the Hugging Face hub.
 """
 
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded
+from contracts.families import FAMILIES
 from contracts.plain import loads as plain
 from planner.forecast.specs import ModelSpec
 
 _MAX_CONFIG_BYTES = 1 << 20
-_FAMILIES = {
-    "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma": "gemma",
-    "gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "qwen2_moe": "qwen2_moe", "phi3": "phi3",
-}  # fmt: skip
-_MOE = {"mixtral", "qwen3_moe", "qwen2_moe"}
-_MIXED = {"qwen3_moe", "qwen2_moe"}  # some layers may be dense
+# What config.json calls a family otherwise: the text part of a multi-modal model, and Kimi K2, which is a DeepSeek-V3.
+_OTHER_TYPES = {"gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3"}
+_MOE = {"mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4", "glm4_moe"}
+_SHARED = {"deepseek_v3", "glm4_moe"}  # n_shared_experts of the routed ones' width
 # What transformers' classes (5.23) take where config.json does not name a key; a key that is null is another matter.
 _QWEN_DEFAULTS: dict[str, int | bool] = {
     "intermediate_size": 22016, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
@@ -38,7 +37,6 @@ _DEFAULTS: dict[str, dict[str, int | bool]] = {
     "qwen2_moe": {
         "intermediate_size": 5632,
         "num_key_value_heads": 16,
-        "num_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
@@ -53,18 +51,87 @@ _DEFAULTS: dict[str, dict[str, int | bool]] = {
         "moe_intermediate_size": 768,
         "sliding_window": 4096,
     },
+    "qwen3_next": {
+        "intermediate_size": 5632,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "full_attention_interval": 4,
+    },
+    "deepseek_v3": {
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    "gpt_oss": {
+        "intermediate_size": 2880,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+    },
+    "llama4": {
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+    },
+    "glm4_moe": {
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+    },
+    "gemma3": {
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "vocab_size": 262208,
+        "intermediate_size": 9216,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
     "phi3": {"intermediate_size": 8192},
     "gpt2": {"n_positions": 1024},
     "gemma": {"intermediate_size": 24576, "num_key_value_heads": 16, "head_dim": 256},
     "gemma2": {"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
 }
+# Here, and not above: the key has two names.
+_EXPERTS = {
+    "mixtral": 8, "qwen2_moe": 60, "qwen3_moe": 128, "qwen3_next": 512, "deepseek_v3": 256, "gpt_oss": 128,
+    "llama4": 16, "glm4_moe": 128,
+}  # fmt: skip
 # Keys that other families have and this one's class passes over.
 _PASSED_OVER: dict[str, dict[str, None]] = {
     "gpt2": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None},
     "mixtral": {"moe_intermediate_size": None},
+    "gpt_oss": {"moe_intermediate_size": None},
+    "llama4": {"moe_intermediate_size": None},
 }
 _BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
-_SLIDING = {"mistral", "mixtral", "gemma2", "phi3"}  # by sliding_window alone; Llama never does
+_SLIDING = {"mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "phi3"}  # by sliding_window alone; Llama never does
 _SLIDING_WHERE_ASKED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}  # by use_sliding_window, which is off by default
 
 
@@ -86,6 +153,20 @@ _QWEN2: dict[str, Any] = {"attention_bias": True, "max_positions": 32768}
 _QWEN3: dict[str, Any] = {"head_dim": 128, "max_positions": 40960}
 _GPT2: dict[str, Any] = {"tied_embeddings": True, "gated_mlp": False, "attention_bias": True, "max_positions": 1024}
 _L31: dict[str, Any] = {"max_positions": 131072}
+_MLA: dict[str, Any] = {
+    "head_dim": 192, "rope_dim": 64, "value_dim": 128, "q_rank": 1536, "kv_rank": 512, "max_positions": 163840,
+}  # fmt: skip
+_OSS: dict[str, Any] = {
+    "head_dim": 64, "experts_per_token": 4, "expert_ffn": 2880, "attention_bias": True, "sliding_window": 128,
+    "max_positions": 131072,
+}  # fmt: skip
+_GEMMA3: dict[str, Any] = {"tied_embeddings": True, "sliding_window": 1024, "max_positions": 131072}
+_LLAMA4: dict[str, Any] = {
+    "experts_per_token": 1, "expert_ffn": 8192, "shared_expert_ffn": 8192, "sliding_window": 8192,
+}  # fmt: skip
+_GLM: dict[str, Any] = {
+    "head_dim": 128, "experts_per_token": 8, "attention_bias": True, "max_positions": 131072,
+}  # fmt: skip
 
 KNOWN: tuple[ModelSpec, ...] = (
     # A Llama of 8 M weights that trains on a CPU in seconds: the shape the embedded fine-tune makes by itself.
@@ -132,6 +213,30 @@ KNOWN: tuple[ModelSpec, ...] = (
          max_positions=32768),
     _row("Mixtral-8x22B", "mixtral", 56, 6144, 48, 8, 16384, 32768, experts=8, experts_per_token=2, expert_ffn=16384,
          max_positions=65536),
+    _row("Qwen3-235B-A22B", "qwen3_moe", 94, 4096, 64, 4, 12288, 151936, experts=128, experts_per_token=8,
+         expert_ffn=1536, **_QWEN3),
+    _row("Qwen3-Next-80B-A3B", "qwen3_next", 48, 2048, 16, 2, 5120, 151936, head_dim=256, experts=512,
+         experts_per_token=10, expert_ffn=512, shared_expert_ffn=512, linear_layers=36, linear_heads=32,
+         linear_key_width=2048, linear_value_width=4096, max_positions=262144),
+    _row("DeepSeek-V3", "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, experts=256, experts_per_token=8,
+         expert_ffn=2048, shared_expert_ffn=2048, dense_layers=3, **_MLA),
+    _row("Kimi-K2", "deepseek_v3", 61, 7168, 64, 64, 18432, 163840, experts=384, experts_per_token=8,
+         expert_ffn=2048, shared_expert_ffn=2048, dense_layers=1, **_MLA),
+    _row("gpt-oss-20b", "gpt_oss", 24, 2880, 64, 8, 2880, 201088, experts=32, sliding_layers=12, **_OSS),
+    _row("gpt-oss-120b", "gpt_oss", 36, 2880, 64, 8, 2880, 201088, experts=128, sliding_layers=18, **_OSS),
+    _row("Gemma-3-1B", "gemma3", 26, 1152, 4, 1, 6912, 262144, head_dim=256, tied_embeddings=True, sliding_window=512,
+         sliding_layers=22, max_positions=32768),
+    _row("Gemma-3-4B", "gemma3", 34, 2560, 8, 4, 10240, 262208, head_dim=256, sliding_layers=29, **_GEMMA3),
+    _row("Gemma-3-12B", "gemma3", 48, 3840, 16, 8, 15360, 262208, head_dim=256, sliding_layers=40, **_GEMMA3),
+    _row("Gemma-3-27B", "gemma3", 62, 5376, 32, 16, 21504, 262208, head_dim=128, sliding_layers=52, **_GEMMA3),
+    _row("Llama-4-Scout-17B-16E", "llama4", 48, 5120, 40, 8, 16384, 202048, experts=16, sliding_layers=36,
+         max_positions=10485760, **_LLAMA4),
+    _row("Llama-4-Maverick-17B-128E", "llama4", 48, 5120, 40, 8, 16384, 202048, experts=128, dense_layers=24,
+         sliding_layers=36, max_positions=1048576, **_LLAMA4),
+    _row("GLM-4.5", "glm4_moe", 92, 5120, 96, 8, 12288, 151552, experts=160, expert_ffn=1536, shared_expert_ffn=1536,
+         dense_layers=3, qk_norm=True, **_GLM),
+    _row("GLM-4.5-Air", "glm4_moe", 46, 4096, 96, 8, 10944, 151552, experts=128, expert_ffn=1408,
+         shared_expert_ffn=1408, dense_layers=1, **_GLM),
 )  # fmt: skip
 
 
@@ -144,9 +249,17 @@ _HUB_IDS = {
     "Gemma-2-2B": "google/gemma-2-2b", "Gemma-2-9B": "google/gemma-2-9b", "Gemma-2-27B": "google/gemma-2-27b",
     "GPT-2": "openai-community/gpt2", "GPT-2-medium": "openai-community/gpt2-medium",
     "GPT-2-large": "openai-community/gpt2-large", "GPT-2-xl": "openai-community/gpt2-xl",
-    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
+    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1", "Mixtral-8x22B": "mistralai/Mixtral-8x22B-v0.1",
+    "DeepSeek-V3": "deepseek-ai/DeepSeek-V3-Base", "Kimi-K2": "moonshotai/Kimi-K2-Base",
+    "gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b",
+    "Gemma-3-1B": "google/gemma-3-1b-pt", "Gemma-3-4B": "google/gemma-3-4b-pt",
+    "Gemma-3-12B": "google/gemma-3-12b-pt", "Gemma-3-27B": "google/gemma-3-27b-pt",
+    "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }  # fmt: skip
-_OWNERS = {"Llama-3.1-": "meta-llama", "Llama-3.2-": "meta-llama", "Qwen2.5-": "Qwen", "Qwen3-": "Qwen"}
+_OWNERS = {
+    "Llama-3.1-": "meta-llama", "Llama-3.2-": "meta-llama", "Llama-4-": "meta-llama", "Qwen2.5-": "Qwen",
+    "Qwen3-": "Qwen", "GLM-4.5": "zai-org",
+}  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -170,6 +283,8 @@ def _key(name: str) -> str:
 
 _BY_KEY = {_key(spec.name): spec for spec in KNOWN}
 _BY_KEY.update({"tiny": _BY_KEY["tinyllama"], "mistralnemo": _BY_KEY["mistralnemo12b"]})
+_BY_KEY.update(dict.fromkeys(("deepseekr1", "deepseekv30324", "deepseekv3.1"), _BY_KEY["deepseekv3"]))
+_BY_KEY.update({"llama4scout": _BY_KEY["llama4scout17b16e"], "llama4maverick": _BY_KEY["llama4maverick17b128e"]})
 
 
 def known_names() -> tuple[str, ...]:
@@ -187,13 +302,13 @@ def model_named(name: str) -> ModelSpec:
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
 
 
-def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None) -> int:
+def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, *, least: int = 1) -> int:
     for name in names:
         value = config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {name}={value!r}: must be a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ModelError(f"config.json: {name}={value!r}: must be a whole number of at least {least}")
         if value > 10**8:
             raise ModelError(f"config.json: {name}={value}: larger than any model has (100 million at most)")
         return value
@@ -207,18 +322,20 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     """The shape a Hugging Face config.json describes."""
     if not isinstance(config, Mapping):
         raise ModelError("config.json: must be a JSON object")
-    if isinstance(config.get("text_config"), Mapping) and "hidden_size" not in config:
-        config = {**config["text_config"]}  # multi-modal wrappers keep the language model here
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and "hidden_size" not in config:  # multi-modal wrappers keep the language model here
+        config = {"model_type": config.get("model_type", ""), **inner}
     kind = str(config.get("model_type", "")).lower()
-    family = _FAMILIES.get(kind)
-    if family is None:
-        raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_FAMILIES))}")
+    family = _OTHER_TYPES.get(kind, kind)
+    if family not in FAMILIES:
+        raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(FAMILIES))}")
     config = {**_DEFAULTS.get(family, {}), **config, **_PASSED_OVER.get(family, {})}
-    hidden, heads, head_dim, kv_heads = _heads(config)
-    ffn = _whole(config, ("intermediate_size", "n_inner"), default=4 * hidden if family == "gpt2" else None)
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
-    dense = _dense_layers(config, layers) if family in _MIXED else 0
-    experts = _experts(config, family) if family in _MOE and dense < layers else 0
+    hidden, heads, head_dim, kv_heads = _heads(config, family)
+    ffn = _whole(
+        config, ("intermediate_size_mlp",) if family == "llama4" else ("intermediate_size", "n_inner"),
+        default=4 * hidden if family == "gpt2" else None,
+    )  # fmt: skip
     window, sliding = _window(config, family, layers)
     tied = config.get("tie_word_embeddings")
     return ModelSpec(
@@ -231,27 +348,80 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         head_dim=head_dim,
         ffn=ffn,
         vocab=_whole(config, ("vocab_size",)),
-        tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2"},
+        tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2", "gemma3"},
         gated_mlp=family != "gpt2",
         attention_bias=_attention_bias(config, family),
+        qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
-        experts=experts,
-        experts_per_token=_whole(config, ("num_experts_per_tok",), default=2) if experts else 0,
-        expert_ffn=_whole(config, ("moe_intermediate_size",), default=ffn) if experts else 0,
-        shared_expert_ffn=_whole(config, ("shared_expert_intermediate_size",))
-        if experts and family == "qwen2_moe"
-        else 0,
-        dense_layers=dense if experts else 0,
         max_positions=_positions(config),
         sliding_window=window,
         sliding_layers=sliding,
+        **_latent(config, family),
+        **_linear(config, family, layers),
+        **_mixture(config, family, layers, ffn),
     )
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
+def _latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
+    """Multi-head latent attention's ranks and columns."""
+    if family != "deepseek_v3":
+        return {}
+    return {
+        "q_rank": _whole(config, ("q_lora_rank",), default=0),  # null: queries are full
+        "kv_rank": _whole(config, ("kv_lora_rank",)),
+        "rope_dim": _whole(config, ("qk_rope_head_dim",)),
+        "value_dim": _whole(config, ("v_head_dim",)),
+    }
+
+
+def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
+    """Qwen 3 Next's layers with linear attention: those that layer_types names, else all but every fourth."""
+    if family != "qwen3_next":
+        return {}
+    if _whole(config, ("linear_conv_kernel_dim",), default=4) != 4:
+        raise ModelError(f"config.json: linear_conv_kernel_dim={config['linear_conv_kernel_dim']!r}: must be 4")
+    kinds = config.get("layer_types")
+    linear = layers - layers // _whole(config, ("full_attention_interval",))
+    if isinstance(kinds, list):
+        linear = sum(kind == "linear_attention" for kind in kinds[:layers])
+    heads = _whole(config, ("linear_num_value_heads",))
+    keys = _whole(config, ("linear_num_key_heads",)) * _whole(config, ("linear_key_head_dim",))
+    values = heads * _whole(config, ("linear_value_head_dim",))
+    return {
+        "linear_layers": linear, "linear_heads": heads, "linear_key_width": keys, "linear_value_width": values,
+    }  # fmt: skip
+
+
+def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, int]:
+    """Experts, where any layer has them."""
+    dense = _dense_layers(config, family, layers) if family in _MOE else layers
+    if dense >= layers:
+        return {}
+    width = _whole(config, ("moe_intermediate_size",), default=ffn)
+    shared = 0
+    if family in ("llama4", "gpt_oss"):
+        width = _whole(config, ("intermediate_size",))
+    if family in _SHARED:
+        shared = width * _whole(config, ("n_shared_experts",), default=0)
+    elif family in ("qwen2_moe", "qwen3_next"):
+        shared = _whole(config, ("shared_expert_intermediate_size",))
+    elif family == "llama4":
+        shared = width
+    return {
+        "experts": _experts(config, family),
+        "experts_per_token": _whole(config, ("num_experts_per_tok",), default=2),
+        "expert_ffn": width,
+        "shared_expert_ffn": shared,
+        "dense_layers": dense,
+    }
+
+
+def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
     """Hidden size, attention heads, columns of a head, key and value heads."""
     hidden = _whole(config, ("hidden_size", "n_embd"))
     heads = _whole(config, ("num_attention_heads", "n_head"))
+    if family == "deepseek_v3":  # each head has keys and values of its own, out of what all share
+        return hidden, heads, _whole(config, ("qk_nope_head_dim",)) + _whole(config, ("qk_rope_head_dim",)), heads
     head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -276,20 +446,41 @@ def _positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _experts(config: Mapping[str, Any], family: str) -> int:
-    names = ("num_experts",) if family == "qwen2_moe" else ("num_local_experts", "num_experts")
-    return _whole(config, names, default=128 if family == "qwen3_moe" else 8)
+    names: tuple[str, ...] = ("num_local_experts", "num_experts")
+    if family in _SHARED:
+        names = ("n_routed_experts", "num_local_experts")
+    elif family in ("qwen2_moe", "qwen3_next", "llama4"):
+        names = ("num_local_experts",) if family == "llama4" else ("num_experts",)
+    return _whole(config, names, default=_EXPERTS[family])
 
 
-def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers without experts: all but every decoder_sparse_step-th, and those of mlp_only_layers."""
-    step, named = _whole(config, ("decoder_sparse_step",), default=1), config.get("mlp_only_layers") or []
+def _indices(config: Mapping[str, Any], name: str) -> list[int]:
+    """A list of layers."""
+    named = config.get(name) or []
     if not isinstance(named, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
-        raise ModelError(f"config.json: mlp_only_layers={named!r:.80}: must be a list of whole numbers")
-    return layers - layers // step + len({i for i in named if 0 <= i < layers and (i + 1) % step == 0})
+        raise ModelError(f"config.json: {name}={named!r:.80}: must be a list of whole numbers")
+    return named
+
+
+def _dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
+    """Layers of a mixture without experts: the first ones, or all but every n-th, or those that are named."""
+    if family in _SHARED:
+        return min(layers, _whole(config, ("first_k_dense_replace",), default=0, least=0))
+    if family == "llama4":
+        step = _whole(config, ("interleave_moe_layer_step",))
+        named = _indices(config, "moe_layers") or range(step - 1, layers, step)
+        return layers - len({i for i in named if 0 <= i < layers})
+    if family not in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
+        return 0
+    step = _whole(config, ("decoder_sparse_step",), default=1)
+    only = _indices(config, "mlp_only_layers")
+    return layers - layers // step + len({i for i in only if 0 <= i < layers and (i + 1) % step == 0})
 
 
 def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
     """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
+    if family == "llama4":
+        return _chunked(config, layers)
     asked = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
     window = config.get("sliding_window") if asked else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
@@ -299,6 +490,10 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
         sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
+    elif family == "gpt_oss":
+        sliding = (layers + 1) // 2  # the first, and every other
+    elif family == "gemma3":
+        sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
     elif family == "qwen2_moe" and isinstance(first, int):
         sliding = (min(first, layers) + 1) // 2  # of the first ones, every other
     elif family in _SLIDING_WHERE_ASKED and isinstance(first, int):
@@ -306,6 +501,20 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     else:
         return window, None
     return (window, None if sliding == layers else sliding) if sliding else (None, None)
+
+
+def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
+    """Llama 4's chunks, and its layers that attend within one: those with rotary positions, three of four."""
+    if config.get("attention_chunk_size") is None:
+        return None, None
+    chunk, kinds = _whole(config, ("attention_chunk_size",)), config.get("layer_types")
+    if isinstance(kinds, list):
+        chunked = sum(kind == "chunked_attention" for kind in kinds[:layers])
+    elif _indices(config, "no_rope_layers"):
+        chunked = sum(map(bool, _indices(config, "no_rope_layers")[:layers]))
+    else:
+        chunked = layers - layers // _whole(config, ("no_rope_layer_interval",))
+    return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
 
 
 def load_model(name_or_path: str) -> ModelSpec:

@@ -94,7 +94,9 @@ def _small(model: ModelSpec) -> tuple[int, int]:
         small += 2 * model.head_dim
     if model.family == "gpt_oss":  # attention sinks
         small += model.heads
-    if model.attention_bias:
+    if model.attention_bias and model.kv_rank:  # of what goes into low ranks, and of the output
+        small += model.q_rank + model.kv_rank + model.rope_dim + h
+    elif model.attention_bias:
         small += q + 2 * kv + (0 if model.family in ("gpt2", "qwen2", "qwen2_moe", "glm4_moe") else h)
     if model.mlp_bias:
         small += 2 * model.ffn + h

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from contracts.families import TRAINED
 from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
@@ -28,12 +29,9 @@ class Topoflight(Fsdp):
         return train.method == "full" and train.attention != "eager"
 
     def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """What its plans and schedules do not split."""
-        if layout.tp > 1 or layout.pp > 1:
-            if model.family == "gpt2":
-                return "topoflight splits Llama-like modules over TP and PP, not GPT-2's"
-            if model.experts:
-                return "topoflight splits dense models only over TP and PP"
+        """Models that it does not train, and what its plans and schedules do not split."""
+        if model.family not in TRAINED:
+            return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight has no PP for tied embeddings: both ends would train their own copy"
         if layout.sequence_parallel and not self.splits_sequence(train):

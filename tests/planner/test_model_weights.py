@@ -19,7 +19,8 @@ from planner.stacks import export
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gpt2", "phi3",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2",
+    "gemma3_text", "gpt2", "phi3", "deepseek_v3", "gpt_oss", "llama4_text", "glm4_moe",
 )  # fmt: skip
 # Every key may also be left out, and each family meets keys that only others have.
 CHOICES: dict[str, list[Any]] = {
@@ -30,6 +31,12 @@ CHOICES: dict[str, list[Any]] = {
     "decoder_sparse_step": [1, 2, 3, 7], "mlp_only_layers": [None, [], [0], [1, 2, 2], [0, 1, 2, 3, 4, 99, -1]],
     "max_position_embeddings": [48, 64], "use_sliding_window": [True, False], "sliding_window": [None, 16],
     "max_window_layers": [1, 2, 3, 4, 9],
+    "n_routed_experts": [3, 6], "n_shared_experts": [1, 2], "first_k_dense_replace": [0, 1, 2, 9],
+    "q_lora_rank": [None, 24], "kv_lora_rank": [16, 40], "qk_rope_head_dim": [8, 16], "qk_nope_head_dim": [8, 24],
+    "v_head_dim": [8, 40], "use_qk_norm": [True, False], "intermediate_size_mlp": [48, 120],
+    "interleave_moe_layer_step": [1, 2, 3], "moe_layers": [None, [0], [1, 2]], "num_nextn_predict_layers": [0, 1],
+    "linear_num_key_heads": [2, 4], "linear_num_value_heads": [4, 8], "linear_key_head_dim": [8, 16],
+    "linear_value_head_dim": [16, 24], "full_attention_interval": [1, 2, 3],
 }  # fmt: skip
 
 
@@ -42,8 +49,8 @@ def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
     configs += [{**least, "num_hidden_layers": 3, key: values[-1]} for key, values in CHOICES.items()]
     for _ in range(count):
         said = {key: draw.choice(values) for key, values in CHOICES.items() if draw.random() < 0.5}
-        if {"num_experts", "num_local_experts"} <= said.keys():  # two names of one thing
-            del said["num_local_experts"]
+        if {"num_experts", "n_routed_experts"} & said.keys():  # two names of one thing
+            said.pop("num_local_experts", None)
         configs.append({**least, "num_hidden_layers": draw.randint(1, 4), **said})
     return configs
 
@@ -64,14 +71,18 @@ def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(fam
         layers = (built.transformer.h if family == "gpt2" else built.model.layers) if spec.layers else ()
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         assert by_part.all_layers == sum(sizes), said
-        with_experts = [size for size, layer in zip(sizes, layers, strict=True) if hasattr(layer.mlp, "experts")]
-        assert spec.layers - spec.dense_layers == (len(with_experts) or spec.layers), said
-        assert by_part.layer == (with_experts or sizes)[0], said
+        experts = [hasattr(getattr(layer, "mlp", None) or layer.feed_forward, "experts") for layer in layers]
+        assert spec.layers - spec.dense_layers == (sum(experts) or spec.layers), said
+        linear = [hasattr(layer, "linear_attn") for layer in layers]
+        assert spec.linear_layers == sum(linear), said
+        alike = [size for size, mixed, other in zip(sizes, experts, linear, strict=True)
+                 if (mixed or not any(experts)) and not other]  # fmt: skip
+        assert by_part.layer in alike[:1] or not alike, said
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_mixtures_slide_where_transformers_says(family: str) -> None:
-    """Qwen2-MoE: every other of the first layers; Qwen3-MoE: all of them."""
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_layers_slide_where_transformers_says(family: str) -> None:
+    """Qwen2-MoE: every other of the first; Qwen3-MoE: all; gpt-oss: every other; Gemma 3: five of six."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
     from transformers import AutoConfig
 
@@ -84,9 +95,64 @@ def test_mixtures_slide_where_transformers_says(family: str) -> None:
         assert not sliding or (spec.sliding_layers or spec.layers) == sliding, said
 
 
-def test_qwen3_30b_has_the_published_number_of_weights() -> None:
-    """As its model card on the Hugging Face hub states it, 30.5 B; exact from the sizes of its safetensors."""
-    assert weights(model_named("Qwen3-30B-A3B")).total == 30_532_122_624
+# As the sizes of their safetensors on the Hugging Face hub add up, without the layers that predict further tokens.
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("Qwen3-30B-A3B", 30_532_122_624), ("openai/gpt-oss-20b", 20_914_757_184),
+        ("openai/gpt-oss-120b", 116_829_156_672), ("deepseek-ai/DeepSeek-V3-Base", 671_026_404_352),
+        ("google/gemma-3-1b-it", 999_885_952), ("Qwen/Qwen3-235B-A22B", 235_093_634_560),
+    ],
+)  # fmt: skip
+def test_mixtures_have_the_published_number_of_weights(name: str, total: int) -> None:
+    """Exact."""
+    assert weights(model_named(name)).total == total
+
+
+# What each config.json on the hub says beside its class's own defaults.
+ON_THE_HUB: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
+    "Kimi-K2": {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "vocab_size": 163840,
+                "first_k_dense_replace": 1},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss"},
+    "Gemma-3-1B": {"model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "sliding_window": 512,
+                   "num_key_value_heads": 1, "intermediate_size": 6912, "vocab_size": 262144},
+    "Gemma-3-4B": {"model_type": "gemma3", "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "sliding_window": 1024}},
+    "Gemma-3-12B": {"model_type": "gemma3", "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 1024}},
+    "Gemma-3-27B": {"model_type": "gemma3", "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024}},
+    "Llama-4-Scout-17B-16E": {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
+    "Llama-4-Maverick-17B-128E": {"model_type": "llama4", "text_config": {
+        "model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2}},
+    "GLM-4.5": {"model_type": "glm4_moe", "hidden_size": 5120, "num_hidden_layers": 92, "intermediate_size": 12288,
+                "moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3, "head_dim": 128,
+                "attention_bias": True, "use_qk_norm": True},
+    "GLM-4.5-Air": {"model_type": "glm4_moe", "head_dim": 128, "attention_bias": True},
+    "Qwen3-Next-80B-A3B": {"model_type": "qwen3_next", "intermediate_size": 5120},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
+    """The table's row, the hub's config.json completed by transformers, and the model built of it."""
+    torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    said = ON_THE_HUB[name]
+    text = said.get("text_config", said)
+    theirs = AutoConfig.for_model(**{**text, "model_type": text["model_type"].replace("kimi_k2", "deepseek_v3")})
+    spec = model_from_config({**theirs.to_dict(), **({"head_dim": None} if hasattr(theirs, "kv_lora_rank") else {})})
+    known = model_named(name)
+    assert replace(spec, name=name, max_positions=known.max_positions) == known
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(theirs)
+    assert weights(known).total == sum(p.numel() for p in built.parameters())
 
 
 def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
