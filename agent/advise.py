@@ -65,6 +65,7 @@ class Request:
     nccl_version: str | None = None
     bench_file: Path | None = None
     calibration: Path | None = None
+    train: TrainSpec | None = None  # as the job's own settings have it, in place of what stands above
     allow_files: bool = True  # whether `model` may name a file: not over HTTP
 
     @classmethod
@@ -92,6 +93,8 @@ def model_of(request: Request) -> ModelSpec | None:
 
 def train_of(request: Request) -> TrainSpec:
     """The run asked for."""
+    if request.train is not None:
+        return request.train
     return TrainSpec(
         method=request.method,  # type: ignore[arg-type]
         sequence_length=request.sequence_length,

@@ -285,12 +285,12 @@ def _member(member: str, value: Any, name: str) -> Any:
     return made
 
 
-def layout_asked(config: JobConfig, world_size: int, ranks_per_node: int) -> dict[str, Any]:
-    """The members of the layout that the settings ask for, for so many ranks; the degrees that follow from them too.
+def layout_asked(given: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:
+    """JobConfig.layout for so many ranks, with the degrees that follow from it.
 
     Raises ConfigError for degrees that do not divide the ranks.
     """
-    asked: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.layout.items()}
+    asked: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
     if asked.get("dp_shard") == trl.NODE:
         asked["dp_shard"] = min(ranks_per_node, world_size)
     rest = world_size

@@ -84,12 +84,12 @@ def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu
     if plan is not None:
         if plan.layout.world_size != world_size:
             raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in layout_asked(config, world_size, node).items():
+        for name, value in layout_asked(config.layout, world_size, node).items():
             planned = getattr(plan.layout, name)
             if planned != value:
                 raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
         return plan.layout
-    wanted = layout_asked(config, world_size, node)
+    wanted = layout_asked(config.layout, world_size, node)
     wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
     degrees = [wanted.get(name, 1) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
     rest = world_size // math.prod(degrees)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives.bench.results import Measurement
 from collectives.nccl_log.transport import Evidence
+from contracts.job_config import layout_asked
 from contracts.layout import Layout, LayoutError, Precision
+from contracts.trl import spelled
 from hardware.gpus import gpu_named, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
@@ -63,6 +65,7 @@ class Planned:
     calibrated: bool
     scale: float
     slowed: tuple[str, ...] = ()  # what findings cost, as counted here
+    asked: Mapping[str, Any] = field(default_factory=dict)  # members of the layout that the job's settings give
 
 
 def _rates(
@@ -140,17 +143,24 @@ def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknow
     return sizes
 
 
-def _batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int, unknowns: list[str]) -> int:
+def _batch(
+    model: ModelSpec, train: TrainSpec, engine: Engine, world: int, asked: Mapping[str, Any], unknowns: list[str]
+) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
             raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
         return train.global_batch
-    wanted, multiple = _FINETUNE_BATCH, world
+    ranks = world // math.prod(asked.get(name, 1) for name in ("tp", "pp", "cp"))
+    stages = asked.get("pp", 1) * asked.get("virtual_stages", 1)
+    times = asked.get("gradient_accumulation", stages)
+    if "micro_batch" in asked:  # as trainers count: each rank has rows of its own
+        return int(asked["micro_batch"] * times * ranks)
+    wanted, multiple = _FINETUNE_BATCH, ranks * times if "gradient_accumulation" in asked else world
     if train.method == "full" and world > _FINETUNE_RANKS:
         each = active_weights(model)
         tokens = next(tokens for most, tokens in _TOKENS_PER_STEP if each <= most)
         wanted = max(1, tokens // train.sequence_length)
-        if engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
+        if not asked and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
     batch = math.ceil(wanted / multiple) * multiple
     unknowns.append(
@@ -189,17 +199,21 @@ def plan(
     engine = engine_named(train.engine)
     links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
+    asked = layout_asked(dict(train.asked), world, links.ranks_per_node)
+    precision = asked.get("precision", precision)
+    forecast = precision  # what the numbers are for
     if not has_gpu and precision != "fp32":
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
-        precision = "fp32"
-    rates = _rates(cluster, snapshots, train, links.ranks_per_node, precision, unknowns)
+        forecast = "fp32"
+        precision = precision if "precision" in asked else "fp32"
+    rates = _rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = as_is(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     constants = DEFAULT if has_gpu else CPU
     scale, calibrated = 1.0, False
     if calibration is not None:
-        check_device(calibration, rates.device, precision)
+        check_device(calibration, rates.device, forecast)
         links = with_links(calibration, links)
         rates = apply_calibration(calibration, rates, engine, constants)
         calibrated = rates.how == "measured"
@@ -237,22 +251,27 @@ def plan(
             host_adam_bytes_per_second=adam,
         ),
         world=world,
-        global_batch=_batch(model, train, engine, world, unknowns),
+        global_batch=_batch(model, train, engine, world, asked, unknowns),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
         calibrated=calibrated,
         scale=scale,
         slowed=tuple(now.words),
+        asked=asked,
     )  # fmt: skip
 
 
 def search_planned(planned: Planned, named: Mapping[str, object] | None = None) -> Found:
-    """Run the search on gathered numbers; with `named` among the layouts that have these values."""
+    """Run the search on gathered numbers; with `named` among the layouts that have these values.
+
+    Else among those that have what the job's settings ask for.
+    """
     return search(
         planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
-        sigma=base_sigma(planned.job, calibrated=planned.calibrated), named=named,
+        sigma=base_sigma(planned.job, calibrated=planned.calibrated),
+        named=planned.asked if named is None else named,
     )  # fmt: skip
 
 
@@ -361,6 +380,9 @@ def recommend(
         if sound is not None and again.world == planned.world:
             sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
+    while not found.best and _may_shrink(planned):
+        planned = replace(planned, global_batch=planned.global_batch // 2)
+        found = search_planned(planned)
     chosen = None
     runners: list[RankedLayout] = []
     helps: tuple[str, ...] = ()
@@ -374,7 +396,10 @@ def recommend(
             helps = helps_most(planned.job, candidate, planned.capacity)
         else:
             runners.append(ranked(planned.job, candidate, forecast, found.best[0]))
-    if chosen is None:
+    if chosen is None and planned.asked:
+        found.rejected.insert(0, _why_refused(planned, found))
+        helps = nearest(planned)
+    elif chosen is None:
         unknowns.append("no layout of this engine fits: see the rejected families for the nearest")
     elif planned.capacity and chosen.forecast.memory_bytes.high > 0.85 * planned.capacity:
         unknowns.append(
@@ -398,6 +423,109 @@ def recommend(
         sound=sound,
         sound_here=sound_here,
     )
+
+
+AS_ASKED = "the settings as they stand"  # what is rejected where the job's own settings cannot run
+
+
+def _may_shrink(planned: Planned) -> bool:
+    """Whether the batch is this module's own choice, beside accumulation that is given."""
+    given = "gradient_accumulation" in planned.asked and "micro_batch" not in planned.asked
+    return given and planned.job.train.global_batch is None and planned.global_batch % (2 * planned.world) == 0
+
+
+def _why_refused(planned: Planned, found: Found) -> Rejected:
+    """Of all that was turned down, the row that speaks of what the settings ask for."""
+    families = [row for row in found.rejected if row.what.startswith("PP=")]
+    short = [row for row in families if row.rule == "memory-fits"]
+    row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
+    said = ", ".join(spelled(name, value) for name, value in planned.asked.items()
+                     if name in _TELLING and value != 1)  # fmt: skip
+    at = f"{said} at max_length: {planned.job.train.sequence_length}" if said else "the layout"
+    words = "does not fit" if row.rule == "memory-fits" else "cannot run"
+    budget = f" the {DEFAULT_MEMORY.safe_share * planned.capacity / GIB:.1f} GiB that a rank may fill" \
+        if short and planned.capacity else ""  # fmt: skip
+    return Rejected(what=AS_ASKED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
+
+
+_TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", "tp", "pp", "cp")
+
+
+def nearest(planned: Planned) -> tuple[str, ...]:
+    """What to set otherwise so that the job's settings can run, the smallest change first; empty: nothing helps.
+
+    One setting at a time; a smaller micro-batch accumulates to the same batch. Then all of them at once.
+    """
+    asked, found = dict(planned.asked), []
+    if words := _smaller_batch(planned, asked):
+        found.append(words)
+    for changed in _one_by_one(asked):
+        if search_planned(replace(planned, asked={**asked, **changed})).best:
+            found.append(spelled(*next(iter(changed.items()))))
+    if length := _shorter(planned):
+        found.append(f"max_length: {length}")
+    if not found:
+        free = {name: value for name, value in asked.items() if name == "precision"}
+        for best in search_planned(replace(planned, asked=free)).best[:1]:
+            layout = best.layout
+            other = {n: getattr(layout, n) for n in (*_TELLING, "gradient_accumulation") if n in asked
+                     and getattr(layout, n) != asked[n]}  # fmt: skip
+            found.append(", ".join(spelled(name, value) for name, value in other.items()) + f" ({layout.family})")
+    return tuple(found)
+
+
+def _smaller_batch(planned: Planned, asked: Mapping[str, Any]) -> str:
+    """The largest micro-batch below the one asked for, which fits with the same batch."""
+    micro = asked.get("micro_batch")
+    if not isinstance(micro, int):
+        return ""
+    rest = {name: value for name, value in asked.items() if name not in ("micro_batch", "gradient_accumulation")}
+    for smaller in range(micro - 1, 0, -1):
+        if micro % smaller:
+            continue
+        best = search_planned(replace(planned, asked={**rest, "micro_batch": smaller})).best
+        if best:
+            times = best[0].layout.gradient_accumulation
+            return (
+                f"{spelled('micro_batch', smaller)} with {spelled('gradient_accumulation', times)}, for the same batch "
+                f"of {planned.global_batch}"
+            )
+    return ""
+
+
+def _one_by_one(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Single settings that need less memory than what is asked for, or that lift a limit."""
+    dp = asked.get("dp_replicate", 1) * asked.get("dp_shard", 1)
+    sharded = {"sharding": "zero3", "dp_replicate": 1, "dp_shard": dp} if dp > 1 else {}
+    changes: list[dict[str, Any]] = []
+    if asked.get("checkpointing") in ("none", "selective"):
+        changes.append({"checkpointing": "full"})
+    if asked.get("sharding") == "ddp" and sharded:
+        changes.append(sharded)
+    if asked.get("reshard_after_forward") is False:
+        changes.append({"reshard_after_forward": True})
+    if asked.get("fused_cross_entropy") is False:
+        changes.append({"fused_cross_entropy": True})
+    if asked.get("offload") == "none":
+        changes.append({"offload": "all"})
+    if asked.get("offload") == "all":
+        changes.append({"offload": "none"})
+    return changes
+
+
+def _shorter(planned: Planned) -> int | None:
+    """The longest rows, of halvings of those asked for, that fit with everything else as it is."""
+    length = planned.job.train.sequence_length // 2
+    while length >= _SHORTEST:
+        train = replace(planned.job.train, sequence_length=length)
+        job = replace(planned.job, train=train, _layers={}, _heads={})
+        if search_planned(replace(planned, job=job)).best:
+            return length
+        length //= 2
+    return None
+
+
+_SHORTEST = 128  # tokens: shorter rows hold no question and answer
 
 
 def _best(planned: Planned) -> RankedLayout | None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from contracts.layout import Checkpointing, Layout, Precision, Sharding
+from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB
 from planner.advice import Rejected
 from planner.forecast.engine import Question
@@ -243,12 +243,20 @@ class _Search:
                 self.uneven[dp] = None
                 continue
             in_node = max(1, self.job.links.ranks_per_node // (tp * cp))
-            for sharding, shard, replicate_degree, reshard in _shardings(self.job, dp, in_node):
+            for sharding, shard, replicate_degree, reshard in self._shardings(dp, in_node):
                 split = Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
                 yield split
+
+    def _shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
+        """Those of a search, and the groups that are named where it would not try them."""
+        seen = list(_shardings(self.job, dp, in_node))
+        shard = self.named.get("dp_shard")
+        if isinstance(shard, int) and 1 < shard < dp and dp % shard == 0 and "hsdp" in self.job.engine.can:
+            seen += [("zero3", shard, dp // shard, True), ("zero3", shard, dp // shard, False)]
+        yield from dict.fromkeys(seen)
 
     def attempt_batches(self, split: Layout) -> None:
         """Forecast one split with every micro-batch, until one fits with no number of chunks."""
@@ -258,8 +266,10 @@ class _Search:
             split, sequence_parallel=split.tp > 1 and engine.splits_sequence(train), precision=self.precision,
             fused_cross_entropy=fused, compile=engine.compile,
         )  # fmt: skip
+        free = ("sequence_parallel", "fused_cross_entropy", "compile")  # of any layout: chosen above, unless named
+        split = replace(split, **{name: self.named[name] for name in free if name in self.named})  # type: ignore[arg-type]
         per_rank = self.global_batch // split.data_parallel
-        for micro in _MICRO_BATCHES:
+        for micro in self._micro_batches(per_rank):
             if micro > per_rank or per_rank % micro:
                 continue
             accumulation = per_rank // micro
@@ -268,6 +278,15 @@ class _Search:
             if not self._attempt_chunks(replace(split, micro_batch=micro, gradient_accumulation=accumulation)):
                 break
 
+    def _micro_batches(self, per_rank: int) -> tuple[int, ...]:
+        micro, times = self.named.get("micro_batch"), self.named.get("gradient_accumulation")
+        if isinstance(micro, int):
+            return (micro,)
+        return (per_rank // times,) if isinstance(times, int) and per_rank >= times else _MICRO_BATCHES
+
+    def _plain_schedule(self) -> Schedule:
+        return "gpipe" if self.named.get("schedule") == "gpipe" else "1f1b"
+
     def _attempt_chunks(self, split: Layout) -> bool:
         """Forecast it plain, then interleaved from the most chunks down, until fewer are slower; False: none fits.
 
@@ -275,9 +294,13 @@ class _Search:
         """
         fits, last = False, math.inf
         for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
+            given = self.named.get("stage_layers")
+            uneven = given if isinstance(given, tuple) else _stages(self.job.model.layers, split.pp * virtual)
+            if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
+                continue
             base = replace(
-                split, schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual,
-                stage_layers=_stages(self.job.model.layers, split.pp * virtual),
+                split, schedule="interleaved" if virtual > 1 else self._plain_schedule(), virtual_stages=virtual,
+                stage_layers=uneven if split.pp > 1 else (),
             )  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
                 fits = True  # it was not tried

@@ -10,19 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advise import Request, RequestError
-from contracts.job_config import ConfigError, parse_config, read_file, with_overrides
+from agent.advise import Request, RequestError, train_of
+from contracts.job_config import ConfigError, JobConfig, parse_config, read_file, with_overrides
 from planner.advice import Recommendation
 from planner.forecast.models import hub_id
 
 # The job's own default (contracts/default.yaml): a Llama small enough for any host, on data that the job makes.
 EMBEDDED_MODEL = "tiny-llama"
 
-_RANDOM = "random:"  # weights of a shape alone
+RANDOM = "random:"  # weights of a shape alone
 
 
 def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """The settings by today's names, as the job will read them. Raises RequestError that names the file or the word."""
+    """The settings that are given, by today's names. Raises RequestError that names the file or the word."""
+    return settings(config, overrides)[1]
+
+
+def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, dict[str, Any], list[str]]:
+    """The job's settings, those of them that are given, and notes on them, as the job will read them.
+
+    Raises RequestError that names the file or the word.
+    """
     try:
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
@@ -37,26 +45,35 @@ def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
         if not (name and equals and value):
             raise RequestError(f"--set {word!r}: must be NAME=VALUE")
     try:
-        return parse_config(with_overrides(raw, words))[1]
+        return parse_config(with_overrides(raw, words))
     except ConfigError as error:
         raise RequestError(f"--set {error}") from None
 
 
-def planned_for(request: Request, settings: Mapping[str, Any]) -> Request:
-    """The question as the job's settings put it: method, adapters, row length, and the model where none is named."""
-    name = settings.get("model_name_or_path")
-    if request.model is None and (not isinstance(name, str) or name == f"{_RANDOM}{EMBEDDED_MODEL}"):
+def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -> Request:
+    """The question as the job's settings put it: what they say stands, and the plan is made around it."""
+    if not given:
         return request
-    found: dict[str, Any] = {} if request.model is not None else {"model": str(name).removeprefix(_RANDOM)}
-    fields = {"max_length": "sequence_length", "lora_r": "lora_rank", "packing": "packing"}
-    found |= {fields[name]: value for name, value in settings.items() if name in fields}
-    if settings.get("load_in_4bit"):
-        found["method"] = "qlora"
-    elif "use_peft" in settings or request.model is None:
-        found["method"] = "lora" if settings.get("use_peft") else "full"
-    if "lora_modules_to_save" in settings:
-        found["saved_modules"] = settings["lora_modules_to_save"]
-    return replace(request, **found)
+    asked: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in given}
+    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(given) and given.get(
+        "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
+        asked["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
+    if "attn_implementation" in given:
+        kernel = config.attn_implementation
+        asked["attention"] = "flash" if kernel == "flash_attention_2" else kernel
+    if config.layout:
+        asked["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
+        asked["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
+        if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
+            asked["global_batch"] = None
+    return replace(request, train=replace(train_of(request), **asked))
+
+
+# What a forecast goes by -> its name there.
+_PLANNED = {
+    "max_length": "sequence_length", "packing": "packing", "lora_r": "lora_rank",
+    "lora_target_modules": "lora_targets", "lora_modules_to_save": "saved_modules", "max_steps": "steps",
+}  # fmt: skip
 
 
 def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:

@@ -123,13 +123,24 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
         from agent.terminal.advice import rejected
 
         rejected(console(), advice)
-        raise NothingFitsError("no layout fits: nothing to launch")
+        raise NothingFitsError(_nothing(advice))
     if given["api"] != "local":
         _launch_there(advice, found, form or "yaml" if dry_run else None, given)
     elif dry_run:
         _print_here(advice, folder, form or "yaml", given)
     else:
         _launch_here(advice, found, folder, timeout, given)
+
+
+def _nothing(advice: Recommendation) -> str:
+    """Why nothing is launched, and what could be: the settings' own words, where they say what cannot run."""
+    from planner.recommend import AS_ASKED
+
+    for row in advice.rejected[:1]:
+        if row.what == AS_ASKED:
+            could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
+            return f"nothing to launch: {row.reason}{could}"
+    return "no layout fits: nothing to launch"
 
 
 def _refuse_options_of_elsewhere(api: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from agent import units
 from agent.advise import Request
-from agent.cli.job_settings import EMBEDDED_MODEL, planned_for, said
+from agent.cli.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
 from agent.cli.output import Progress
 from agent.gate import bars
 from collectives.bench.calibrate import CalibrationRequest, calibrate
@@ -181,8 +181,12 @@ def flight_request(given: Mapping[str, Any]) -> Request:
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """The job that is to fly: the model named, else the one that its settings name, else the embedded one."""
-    request = planned_for(request, said(config, overrides))
-    return replace(request, **EMBEDDED_REQUEST) if request.model is None else request
+    job, given, _ = settings(config, overrides)
+    if request.model is None:
+        name = str(given.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
+        embedded = {**EMBEDDED_REQUEST, "global_batch": request.global_batch or EMBEDDED_REQUEST["global_batch"]}
+        request = replace(request, **(embedded if name == EMBEDDED_MODEL else {"model": name}))
+    return planned_for(request, job, given)
 
 
 def step_shape(model: str, layout: str) -> StepShape:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,4 +307,5 @@ class TrainSpec:
     )
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has
+    asked: tuple[tuple[str, Any], ...] = ()  # members of contracts.layout.Layout that the job's settings give
     host_threads: int = 1  # OMP threads per rank, for an optimizer on the CPU; torchrun sets OMP_NUM_THREADS=1

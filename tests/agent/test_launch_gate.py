@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, RequestError, advise
+from agent.advise import Request, RequestError, advise, train_of
 from agent.cli.hosts import snapshots
 from agent.cli.launch import _gate, launch
 from agent.gate.preflight import Options, _stopping
@@ -138,15 +138,16 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
     asked = job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
-    assert (asked.model, asked.method, asked.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
-    assert (asked.sequence_length, asked.packing) == (1024, True)
-    assert job_request(Request(), job, ["use_peft=false"]).method == "full"
+    train = train_of(asked)
+    assert (asked.model, train.method, train.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
+    assert (train.sequence_length, train.packing) == (1024, True)
+    assert train_of(job_request(Request(), job, ["use_peft=false"])).method == "full"
     named = job_request(Request(model="GPT-2"), job, [])
-    assert (named.model, named.lora_rank, named.sequence_length) == ("GPT-2", 32, 1024)
-    assert job_request(Request(model="GPT-2", sequence_length=512), None, []).sequence_length == 512
+    assert (named.model, train_of(named).lora_rank, train_of(named).sequence_length) == ("GPT-2", 32, 1024)
+    assert train_of(job_request(Request(model="GPT-2", sequence_length=512), None, [])).sequence_length == 512
     assert job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
     assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
-    advice = advise(replace(asked, machine="dgx-h100", global_batch=64), tuple)
+    advice = advise(replace(asked, machine="dgx-h100"), tuple)
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):

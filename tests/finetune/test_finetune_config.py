@@ -299,5 +299,5 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
 )
 def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
     """However many the job comes to have."""
-    asked = layout_asked(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0], ranks, node)
+    asked = layout_asked(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)
     assert (asked["dp_replicate"], asked["dp_shard"]) == degrees
