@@ -65,6 +65,7 @@ class Request:
     nccl_version: str | None = None
     bench_file: Path | None = None
     calibration: Path | None = None
+    shape: ModelSpec | None = None  # of the model, where its hub was asked
     train: TrainSpec | None = None  # as the job's own settings have it, in place of what stands above
     allow_files: bool = True  # whether `model` may name a file: not over HTTP
 
@@ -77,8 +78,8 @@ class Request:
 
 def model_of(request: Request) -> ModelSpec | None:
     """The model asked for: a known name, or a config.json where files are allowed."""
-    if request.model is None:
-        return None
+    if request.model is None or request.shape is not None:
+        return request.shape
     path = Path(request.model)
     if request.allow_files and (path.suffix == ".json" or path.is_dir()):
         try:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from agent import units
-from agent.advise import Request
+from agent.advise import Request, RequestError
 from agent.cli.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
 from agent.cli.output import Progress
 from agent.gate import bars
+from agent.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
 from collectives.bench.run import visible_backend
 from planner.forecast.calibration import Calibration, parse_calibration
-from planner.forecast.models import model_named
+from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
 from probes.api import Snapshot
@@ -186,7 +187,11 @@ def job_request(request: Request, config: Path | None, overrides: Sequence[str])
         name = str(given.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.global_batch or EMBEDDED_REQUEST["global_batch"]}
         request = replace(request, **(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    return planned_for(request, job, given)
+    try:
+        shape = shape_of(request.model or "", job.model_revision)
+    except ModelError as error:
+        raise RequestError(str(error)) from None
+    return planned_for(replace(request, shape=shape), job, given)
 
 
 def step_shape(model: str, layout: str) -> StepShape:
