@@ -11,10 +11,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Tiers that start ranks, namespaces or guests run one after another: they measure, or take every core. Browsers and
 # Prometheus servers only wait, two at a time.
-ALONE := ranks or netns or rdma or kube or gpu
+ALONE := ranks or netns or rdma or kube or containers or gpu
 HEAVY := $(ALONE) or browser or prometheus
 
-.PHONY: run test test-all test-fast test-real test-rest lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom fuzz
+.PHONY: run test test-all test-fast test-real test-rest lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -85,6 +85,14 @@ audit: .cache/tools/pip-audit/bin/pip-audit
 # what the agent consists of: CycloneDX at reports/sbom.cdx.json, and the licences at docs/licences.md
 sbom: $(READY)
 	$(BIN)/python locks/inventory.py --sbom reports/sbom.cdx.json --licences docs/licences.md
+
+# the agent's image, and beside it what it consists of (CycloneDX); BASE names another image with Python 3.11 or newer
+image: VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+image:
+	podman build $(if $(BASE),--build-arg PYTHON_IMAGE=$(BASE)) -f deploy/images/Containerfile.agent -t topoflight:$(VERSION) .
+	mkdir -p reports
+	podman run --rm --network none -v $(CURDIR)/locks:/src/locks:ro --entrypoint python topoflight:$(VERSION) \
+		/src/locks/inventory.py --sbom /dev/stdout > reports/topoflight-$(VERSION).cdx.json
 
 # a minute of fuzzing; docs/measurements/fuzz.md has the long run's command
 fuzz: $(READY)

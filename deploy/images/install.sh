@@ -1,34 +1,58 @@
 #!/bin/sh
-# Installs Topoflight into PREFIX from the checkout this file lies in: the one build step of both images, and of any
-# host without containers.
-#   install.sh PREFIX [agent|finetune]
+# Installs Topoflight into PREFIX from the checkout this file lies in: the build step of both images, and of any host
+# without containers.
+#   install.sh PREFIX [agent|finetune] [all|packages|project]
+# `packages` makes the prefix with what the lock names, `project` adds Topoflight itself: two layers of an image, of
+# which a change of the code touches the second only. DESTDIR puts the project's files below another root.
 # PYTHON names the interpreter (3.11 or newer). The agent's prefix holds no torch.
 set -eu
-prefix=${1:?install.sh PREFIX [agent|finetune]}
+prefix=${1:?install.sh PREFIX [agent|finetune] [all|packages|project]}
 kind=${2:-agent}
+part=${3:-all}
 source=$(cd "$(dirname "$0")/../.." && pwd)
-python=${PYTHON:-python3}
 
 case $kind in
     agent | finetune) ;;
     *) echo "install.sh: $kind: must be agent or finetune" >&2; exit 2 ;;
 esac
-"$python" -m venv "$prefix"
-install() { "$prefix/bin/pip" install --quiet --no-cache-dir --disable-pip-version-check "$@"; }
-# everything by hash; what builds the wheel lies in a folder of its own and never comes into the prefix
-install --no-deps --require-hashes -r "$source/locks/$kind.txt"
-if [ "$kind" = finetune ]; then
-    # by version only: each machine has its own file of it (locks/README.md)
-    install "$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' "$source/pyproject.toml")"
-fi
+case $part in
+    all | packages | project) ;;
+    *) echo "install.sh: $part: must be all, packages or project" >&2; exit 2 ;;
+esac
+
+# pip works from an environment of its own, so that neither it nor what builds the wheel ever comes into the prefix
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
-install --no-deps --require-hashes --target "$tools" -r "$source/locks/build.txt"
-PYTHONPATH=$tools install --no-deps --no-build-isolation "$source"
-# what the running product never needs; older interpreters put setuptools into each venv, torch alone asks for it
-case $kind in agent) spare="setuptools wheel pip" ;; *) spare=pip ;; esac
-for name in $spare; do
-    # an absent one is a warning to pip, and no error
-    "$prefix/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check "$name" 2>/dev/null
-done
-"$prefix/bin/topoflight" --version
+"${PYTHON:-python3}" -m venv "$tools"
+pip() { "$tools/bin/pip" --quiet --no-cache-dir --disable-pip-version-check "$@"; }
+install() { pip --python "$prefix/bin/python" install --no-warn-script-location "$@"; }
+
+packages() {
+    "${PYTHON:-python3}" -m venv --without-pip "$prefix"
+    # everything by hash
+    install --no-deps --require-hashes -r "$source/locks/$kind.txt"
+    if [ "$kind" = finetune ]; then
+        # by version only: each machine has its own file of it (locks/README.md)
+        install "$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' "$source/pyproject.toml")"
+        return
+    fi
+    # Of kubernetes' 126 MB the agent imports the client's transport and the configuration alone
+    # (docs/decisions/0009): neither the asynchronous copy, with the packages that serve it only, nor the classes of
+    # each object and API group. torch alone asks for setuptools.
+    pip --python "$prefix/bin/python" uninstall --yes aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl
+    for package in "$prefix"/lib/python*/site-packages/kubernetes; do
+        rm -rf "$package/aio"
+        find "$package/client/models" "$package/client/api" -type f ! -name __init__.py -delete
+        find "$package" -depth -type d -empty -delete
+    done
+}
+
+project() {
+    pip install --no-deps --require-hashes -r "$source/locks/build.txt"
+    pip wheel --no-deps --no-build-isolation --wheel-dir "$tools/wheel" "$source"
+    install --no-deps ${DESTDIR:+--root "$DESTDIR"} "$tools"/wheel/*.whl
+}
+
+case $part in all | packages) packages ;; esac
+case $part in all | project) project ;; esac
+[ -n "${DESTDIR:-}" ] || [ "$part" = packages ] || "$prefix/bin/topoflight" --version

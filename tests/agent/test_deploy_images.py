@@ -1,10 +1,9 @@
-"""The images' own steps, run in a clean folder: what is copied is enough to build, and the agent brings no torch."""
+"""The images' files as text, and their build step on a host; tests/images builds and runs them."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -16,45 +15,25 @@ ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"
 
 
-def build_stage(containerfile: Path, place: Path) -> list[str]:
-    """Do the first stage's COPY lines under `place`; returns its RUN lines as they would be run there."""
-    commands = []
-    for line in containerfile.read_text().split("\nFROM ")[1].splitlines():
-        word, _, rest = line.partition(" ")
-        if word == "COPY":
-            *sources, target = shlex.split(rest)
-            for source in sources:
-                goal = place / target.lstrip("/")
-                if (ROOT / source).is_dir():
-                    shutil.copytree(ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    goal.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(ROOT / source, goal)
-        elif word == "RUN":
-            commands.append(rest.replace("/src/", f"{place}/src/").replace(" /opt/", f" {place}/opt/"))
-    return commands
-
-
 @pytest.mark.timeout(900)
-def test_agent_image_steps_give_an_agent_without_torch(tmp_path: Path) -> None:
-    """Build, then ask the new prefix: the verbs answer, every module it needs is there, torch and transformers not."""
-    (command,) = build_stage(IMAGES / "Containerfile.agent", tmp_path)
+def test_install_gives_a_host_without_containers_an_agent_without_torch(tmp_path: Path) -> None:
+    """The images' step on a host: the verbs answer from the new prefix, torch and what installs are not in it."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    prefix = tmp_path / "opt"
     done = subprocess.run(
-        shlex.split(command), env={**clean, "PYTHON": sys.executable, "PYTHONNOUSERSITE": "1"}, cwd=tmp_path,
-        capture_output=True, text=True, check=False, timeout=800,
+        ["sh", IMAGES / "install.sh", prefix, "agent"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**clean, "PYTHON": sys.executable, "PYTHONNOUSERSITE": "1"}, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    binaries = tmp_path / "opt/topoflight/bin"
     code = (
         "import importlib.util as u, agent.http.server, agent.cli.serve, agent.gate.preflight, pathlib, sys\n"
         "assert str(pathlib.Path(agent.http.server.__file__)).startswith(sys.prefix), agent.http.server.__file__\n"
         "unwanted = 'torch', 'transformers', 'setuptools', 'pkg_resources', 'wheel', 'pip'\n"
         "assert not [n for n in unwanted if u.find_spec(n)], [n for n in unwanted if u.find_spec(n)]\n"
     )
-    subprocess.run([binaries / "python", "-c", code], cwd=tmp_path, env=clean, check=True, timeout=250)
+    subprocess.run([prefix / "bin/python", "-c", code], cwd=tmp_path, env=clean, check=True, timeout=250)
     for words in (["--help"], ["preflight", "--list-checks"], ["explain", "rdma.port.down"]):
-        subprocess.run([binaries / "topoflight", *words], cwd=tmp_path, env=clean, check=True, timeout=250,
+        subprocess.run([prefix / "bin/topoflight", *words], cwd=tmp_path, env=clean, check=True, timeout=250,
                        stdout=subprocess.DEVNULL)  # fmt: skip
 
 
@@ -64,7 +43,8 @@ def test_one_digest_pins_every_stage(name: str) -> None:
     lines = (IMAGES / name).read_text().splitlines()
     bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
     copied = [line for line in lines if line.startswith("COPY --from=")]
-    assert set(bases) == {"${PYTHON_IMAGE}"} and all(line.startswith("COPY --from=build ") for line in copied)
+    assert set(bases) == {"${PYTHON_IMAGE}", "packages"} and len(copied) == 2
+    assert all(line.split()[1] in ("--from=packages", "--from=project") for line in copied)
     assert sum(line.startswith("ARG PYTHON_IMAGE=") for line in lines) == 1
 
 
@@ -112,8 +92,8 @@ def test_the_build_context_is_what_the_images_copy() -> None:
         assert not admitted(path), path
 
 
-def test_both_images_are_built_from_every_room(tmp_path: Path) -> None:
-    """A room that is added to the wheel is added to the images."""
+def test_both_images_are_built_from_every_package(tmp_path: Path) -> None:
+    """A package that is added to the wheel is added to the images."""
     import tomllib
 
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
