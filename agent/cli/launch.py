@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,27 @@ if TYPE_CHECKING:
     from planner.advice import Recommendation
     from probes.api import Snapshot
 
+
+class _Api(click.Choice[str]):
+    """This host, or an API that jobs are rendered for; the renderers are loaded once one is named."""
+
+    def __init__(self) -> None:
+        self.case_sensitive = True
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        from agent.jobs.cluster_job import APIS
+
+        return ("local", *APIS)
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name; an error lists all."""
+        return value if value == "local" else super().convert(value, param, ctx)
+
+
 cluster_options = (
-    click.option("--api", default="local", type=click.Choice(["local", "trainjob", "pytorchjob", "job"]),
-                 show_default=True, help="Where to launch: torchrun here, or a job for the cluster."),
+    click.option("--api", default="local", type=_Api(), show_default=True,
+                 help="Where to launch: torchrun here, or a job for the cluster."),
     click.option("--context", default=None, help="Cluster: the kubeconfig's context. Default: its current one."),
     click.option("--image", default=None, help="Cluster: the fine-tune image."),
     click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
@@ -150,7 +169,7 @@ def _refuse_options_of_elsewhere(api: str) -> None:
         if context.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
             continue
         if api == "local" and option.name in OF_A_CLUSTER:
-            raise click.UsageError(f"{option.opts[0]}: is of a job on a cluster: --api job, pytorchjob or trainjob")
+            raise click.UsageError(f"{option.opts[0]}: is of a job on a cluster: it wants --api")
         if api != "local" and option.name in OF_THIS_HOST:
             raise click.UsageError(f"{option.opts[0]}: is of a launch on this host, without --api {api}")
 

@@ -398,14 +398,6 @@ def offered(client: Client, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(name for name, count in having.items() if count >= (given["nodes"] or 1)))
 
 
-PLURALS = {
-    "PersistentVolumeClaim": "persistentvolumeclaims",
-    "ConfigMap": "configmaps", "Service": "services", "Job": "jobs", "TrainJob": "trainjobs",
-    "TrainingRuntime": "trainingruntimes", "PyTorchJob": "pytorchjobs",
-    "ResourceClaimTemplate": "resourceclaimtemplates",
-}  # fmt: skip
-
-
 GONE_SECONDS = 150.0  # for a job that failed to be deleted after its pods, which have 120 s to end
 
 
@@ -447,7 +439,7 @@ def named(document: Document) -> str:
 
 def _path(client: Client, document: Document, name: str = "") -> str:
     namespace = document["metadata"].get("namespace") or client.namespace
-    return path_of(document["apiVersion"], PLURALS[document["kind"]], name, namespace=namespace)
+    return path_of(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
 
 
 def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
@@ -488,10 +480,10 @@ def stored(client: Client, document: Document) -> Document:
 
 
 def job_state(job: Document) -> str:
-    """ "failed", "complete" or "": by the conditions of a Job, a TrainJob or a PyTorchJob."""
+    """ "failed", "complete" or "": by the conditions that the APIs of jobs write."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
-    return "failed" if "Failed" in true else "complete" if true & {"Complete", "Succeeded"} else ""
+    return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
 
 
 def _delete(client: Client, job: Document) -> None:

@@ -107,9 +107,8 @@ def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[st
 
 def _silence(client: Client, job: Json, namespace: str, seconds: float, api: str) -> str:
     """Neither pods nor an event: what the job itself says, or that no controller works on it."""
-    plural = {"job": "jobs", "trainjob": "trainjobs", "pytorchjob": "pytorchjobs"}[api]
     try:
-        now = client.get(path_of(job["apiVersion"], plural, job["metadata"]["name"], namespace=namespace))
+        now = client.get(path_of(job["apiVersion"], f"{api}s", job["metadata"]["name"], namespace=namespace))
     except ApiError as error:
         return f"no pod within {seconds:.0f} s, and the job cannot be read: {error}"
     conditions: Sequence[Mapping[str, Any]] = (now.get("status") or {}).get("conditions") or ()
