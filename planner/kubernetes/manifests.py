@@ -1,8 +1,8 @@
-"""Renders one JobSpec for the job APIs in use: TrainJob with its TrainingRuntime, PyTorchJob, plain Indexed Job.
+"""Renders one JobSpec for the job APIs in use: TrainJob with its TrainingRuntime, PyTorchJob, JobSet, Indexed Job.
 
 Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3), kubeflow.org/v1 (Training Operator 1.7 to
-1.9; resource claims need 1.9), batch/v1, resource.k8s.io/v1. Documents are dicts: text is made by the YAML library
-alone, so hostile names stay data.
+1.9; resource claims need 1.9), jobset.x-k8s.io/v1alpha2, batch/v1, resource.k8s.io/v1. Documents are dicts: text is
+made by the YAML library alone, so hostile names stay data.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ POD_LABELS = {
     "job": "job-name",
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
+    "jobset": "jobset.sigs.k8s.io/jobset-name",
 }
 PORT = 29500  # where pod 0 listens for the others: torchrun's own default
 GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
@@ -76,10 +77,9 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     resources = {} if spec.resource_claim_template else container.pop("resources", {})
     environment = container.pop("env", [])
     command = container.pop("command")
-    # Said once more than the Trainer needs: Kueue 0.15.0 counts a TrainJob's pods by its runtime's Job, not by numNodes
-    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, **_failures(spec), "template": pod}
-    if spec.active_deadline_seconds:  # of the batch/v1 Job below: a TrainJob has a deadline of its own from 2.2 only
-        body["activeDeadlineSeconds"] = spec.active_deadline_seconds
+    # More than the Trainer needs: Kueue 0.15.0 counts a TrainJob's pods by its runtime's Job, not by numNodes, and a
+    # TrainJob has a deadline of its own from 2.2 only.
+    body = _child(spec, pod)
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -121,6 +121,32 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     if spec.queue:
         job["spec"]["suspend"] = True  # Kueue admits it
     return (*claim_templates(spec), runtime, job)
+
+
+def jobset(spec: JobSpec) -> tuple[Document, ...]:
+    """A JobSet of one Job, whose pods meet through the Service that JobSet makes: needs its controller and no Kubeflow.
+
+    The Job counts failures and has the deadline: a JobSet restarts as a whole only where it says so, and has none.
+    """
+    pod = pod_template(spec, api="jobset", container="rank", meet=f"{spec.name}-node-0-0.{spec.name}")
+    pod["spec"]["restartPolicy"] = "Never"
+    job: Document = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(spec, labels=_queue(spec)),
+        "spec": {"replicatedJobs": [{"name": "node", "template": {"spec": _child(spec, pod)}}]},
+    }
+    if spec.queue:
+        job["spec"]["suspend"] = True
+    return (*claim_templates(spec), job)
+
+
+def _child(spec: JobSpec, pod: Document) -> Document:
+    """The batch/v1 Job that JobSet makes, for itself or for a TrainJob; JobSet makes it an indexed one."""
+    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, **_failures(spec), "template": pod}
+    if spec.active_deadline_seconds:
+        body["activeDeadlineSeconds"] = spec.active_deadline_seconds
+    return body
 
 
 def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
@@ -415,5 +441,6 @@ def _queue(spec: JobSpec) -> dict[str, str]:
 APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {
     "trainjob": trainjob,
     "pytorchjob": pytorchjob,
+    "jobset": jobset,
     "job": indexed_job,
 }

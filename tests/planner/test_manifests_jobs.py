@@ -71,14 +71,15 @@ def meant_for_retry(job: dict[str, Any], code: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("api", ["job", "trainjob"])
+@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
 def test_75_and_lost_pods_come_again_and_other_codes_end_the_job(api: str) -> None:
     """Of the Job, and of the one that JobSet makes of a TrainJob; a pod that went with its node is counted."""
     documents = manifests.APIS[api](SPEC)
     if api == "job":
         spec = documents[-1]["spec"]
     else:
-        (replicated,) = documents[0]["spec"]["template"]["spec"]["replicatedJobs"]
+        spec = documents[0]["spec"]
+        (replicated,) = (spec["template"]["spec"] if api == "trainjob" else spec)["replicatedJobs"]
         spec = replicated["template"]["spec"]
     assert spec["backoffLimit"] == SPEC.restarts * SPEC.nodes
     assert [code for code in range(1, 256) if meant_for_retry(spec, code)] == [75, 137, 143]
@@ -102,7 +103,8 @@ def test_a_pytorchjob_makes_pods_anew_where_they_count_by_themselves() -> None:
 def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
     """The names that each controller gives it; torchrun's own words follow."""
     command = command_of(manifests.APIS[api](SPEC))
-    meet = {"job": "sft-0.sft", "trainjob": "sft-node-0-0.sft", "pytorchjob": "sft-master-0"}[api]
+    of_jobset = "sft-node-0-0.sft"
+    meet = {"job": "sft-0.sft", "trainjob": of_jobset, "jobset": of_jobset, "pytorchjob": "sft-master-0"}[api]
     assert command[:3] == ["python", "-m", "finetune.pod"]
     assert {"--nodes=3", "--ranks=2", f"--meet={meet}:29500", "--restarts=3", "--wait=3600"} <= set(command)
     assert command[command.index("--") + 1 :] == ["torchrun", "-m", "finetune.train"]
@@ -176,7 +178,8 @@ def test_what_rdma_needs_beyond_it_is_all_that_there_is(api: str) -> None:
 @pytest.mark.parametrize("api", APIS)
 def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
     """By the label that the job's controller gives its pods; a single pod needs none of it."""
-    label = {"job": "job-name", "trainjob": "jobset.sigs.k8s.io/jobset-name",
+    of_jobset = "jobset.sigs.k8s.io/jobset-name"
+    label = {"job": "job-name", "trainjob": of_jobset, "jobset": of_jobset,
              "pytorchjob": "training.kubeflow.org/job-name"}[api]  # fmt: skip
     for template in templates(list(manifests.APIS[api](SPEC))):
         (term,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
