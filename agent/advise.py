@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,13 +14,14 @@ from agent.gate.verdict import Check
 from agent.jobs import result_store as keep
 from agent.view import Group, View, grouped, look
 from collectives.bench.results import Measurement
+from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import LayoutError
 from planner import stacks
-from planner.advice import ExportError, Interval, Note, Recommendation, request_of
+from planner.advice import ExportError, Interval, Note, RankedLayout, Recommendation, request_of
 from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
-from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
+from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.recommend import recommend
@@ -60,6 +62,11 @@ class Request:
     saved_modules: tuple[str, ...] = ()  # trained whole beside the adapters
     steps: int | None = None  # of the whole run
     tokens: int | None = None  # of the whole run, in place of steps
+    epochs: float | None = None  # of the whole run, in place of steps: passes over the rows
+    rows: int | None = None  # of the data set
+    tokenizer: str | None = None  # that measures the data set's rows; None: the model's
+    unmeasured: str = ""  # why the data set's rows were not measured
+    price: str | None = None  # of a node-hour: a number, or a YAML file of numbers by machine
     hours: float | None = None  # of the whole run, in place of both: how many steps fit
     ranks_per_node: int | None = None
     nccl_version: str | None = None
@@ -127,22 +134,95 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
         raise RequestError(str(error)) from None
 
 
-def with_budget(advice: Recommendation, request: Request) -> Recommendation:
-    """The same advice with the length of the whole run, where a budget of steps or tokens was given."""
-    given = [name for name in ("steps", "tokens", "hours") if getattr(request, name) is not None]
+def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
+    """The same advice with length and cost of the whole run on so many nodes, where a budget was given."""
+    given = [name for name in ("steps", "tokens", "hours", "epochs") if getattr(request, name) is not None]
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)}: give one budget")
+    price = price_of(request)
+    unknowns = (*advice.unknowns, request.unmeasured) if request.unmeasured else advice.unknowns
+    advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
     if advice.chosen is None or not given:
         return advice
     step = advice.chosen.forecast.step_seconds
-    steps = request.steps
-    if request.hours is not None:
-        steps = int(request.hours * 3600 / step.mid)
-    elif steps is None:
-        per_step = advice.chosen.forecast.tokens_per_second * step.mid
-        steps = max(1, math.ceil((request.tokens or 0) / per_step))
+    if request.epochs is not None and request.unmeasured and rows_of(request) is None:
+        return advice
+    steps = steps_of(request, advice.chosen)
     whole = Interval(low=step.low * steps, mid=step.mid * steps, high=step.high * steps)
-    return replace(advice, total_steps=steps, total_seconds=whole)
+    cost = None
+    if price is not None:
+        each = price * nodes / 3600.0
+        cost = Interval(low=whole.low * each, mid=whole.mid * each, high=whole.high * each)
+    return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
+
+
+def steps_of(request: Request, chosen: RankedLayout) -> int:
+    """Optimizer steps of the whole run, at least one. RequestError where epochs are of nobody knows how many rows."""
+    forecast = chosen.forecast
+    if request.steps is not None:
+        return request.steps
+    if request.hours is not None:
+        return int(request.hours * 3600 / forecast.step_seconds.mid)
+    if request.tokens is not None:
+        return max(1, math.ceil(request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)))
+    rows = rows_of(request)
+    if rows is None:
+        raise RequestError("epochs: how many rows the data has is not known; give rows, lengths or dataset")
+    histogram = histogram_of(request.lengths)
+    if request.packing and histogram:  # rows are packed into sequences
+        rows = math.ceil(rows * mean_length(histogram, request.sequence_length) / request.sequence_length)
+    return max(1, int((request.epochs or 1.0) * max(1, rows // chosen.layout.global_batch)))
+
+
+def rows_of(request: Request) -> int | None:
+    """Rows of the data: as given, else those of the lengths."""
+    if request.rows is not None:
+        return request.rows
+    return sum(count for _, count in histogram_of(request.lengths)) or None
+
+
+_MOST_PRICE = 1e9
+
+
+def price_of(request: Request) -> float | None:
+    """Of a node-hour: the number given, or this machine's in the file given; None where none is."""
+    if request.price is None:
+        return None
+    prices = prices_of(request.price, files=request.allow_files)
+    if isinstance(prices, float):
+        return prices
+    name = machines.machine(request.machine).name if request.machine else ""
+    return prices.get(name)
+
+
+def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
+    """ "98.32" as a number; a YAML file as a price for each machine of the catalogue that it names."""
+    number = None
+    with contextlib.suppress(ValueError):
+        number = float(text)
+    if number is not None:
+        return _price("price", number)
+    if not files:
+        raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
+    try:
+        raw = read_mapping(Path(text))
+    except ConfigError as error:
+        raise RequestError(f"--price {error}") from None
+    found = {}
+    for name, value in raw.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"--price {text}: {name}: must be a number, of a node-hour")
+        try:
+            found[machines.machine(str(name)).name] = _price(str(name), float(value))
+        except machines.MachineError as error:
+            raise RequestError(f"--price {text}: {error}") from None
+    return found
+
+
+def _price(name: str, value: float) -> float:
+    if not 0.0 <= value <= _MOST_PRICE:
+        raise RequestError(f"{name}={value:g}: must be from 0 to {_MOST_PRICE:g}")
+    return value
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
@@ -247,7 +327,7 @@ def of_cluster(
         nccl_version=version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
         multi_node=spans_nodes(request, cluster), findings=findings,
     )  # fmt: skip
-    return with_faults(with_budget(advice, request), checks)
+    return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 
 def spans_nodes(request: Request, cluster: ClusterTopology) -> bool | None:

@@ -102,8 +102,3 @@ def duration(value: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
-
-
-def hours(value: Interval) -> str:
-    """A long interval: "2.5 h (2.1 to 3.0)"."""
-    return f"{value.mid / 3600:.3g} h ({value.low / 3600:.3g} to {value.high / 3600:.3g})"

@@ -74,7 +74,9 @@ class Forecast:
     time_parts: tuple[Part, ...]
     memory_parts: tuple[Part, ...]
     dominant: str  # in words: "compute-bound: GEMMs are 71 % of the step"
-    tokens_per_second: float
+    tokens_per_second: float  # of all ranks, padding not counted
+    tokens_per_second_per_rank: float = 0.0
+    mfu: float | None = None  # of the data sheet's bf16 peak, as the run counts it; None without a GPU that has it
     capacity_bytes: float | None = None
     inputs: tuple[str, ...] = ()  # each number used: "all_gather 48.1 GB/s: measured", "... derived", "... assumed"
 
@@ -117,6 +119,9 @@ class Recommendation:
     sound_here: RankedLayout | None = None  # that layout on the nodes as they are
     total_steps: int | None = None  # of the whole run, where a budget of steps or tokens was given
     total_seconds: Interval | None = None  # of the whole run
+    total_cost: Interval | None = None  # of the whole run, in the money of the user's price
+    node_hour_price: float | None = None  # as the user gave it
+    rows: int | None = None  # of the data set, where it was counted
     schema_version: int = SCHEMA_VERSION
 
 

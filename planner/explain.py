@@ -12,7 +12,7 @@ from planner.advice import Forecast, Interval, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
-from planner.forecast.specs import trained_weights, weights
+from planner.forecast.specs import active_weights, trained_weights, weights
 from planner.forecast.step_time import (
     ADAM_RANK_BYTES_PER_SECOND,
     Job,
@@ -191,9 +191,24 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         memory_parts=memory_parts,
         dominant=dominant_words(parts, job.links, layout),
         tokens_per_second=tokens / candidate.seconds,
+        tokens_per_second_per_rank=tokens / candidate.seconds / layout.world_size,
+        mfu=_mfu(job, layout, tokens / candidate.seconds),
         capacity_bytes=capacity,
         inputs=(*job.rates.inputs, *sorted(used)),
     )
+
+
+def _mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
+    """Model FLOPs over the GPUs' bf16 peak, as a finished run counts them (finetune.recorder.flops_per_token)."""
+    gpu = gpu_named(job.rates.device)
+    if gpu is None or not gpu.bf16:
+        return None
+    model, count = job.model, weights(job.model)
+    multiplied = active_weights(model) - (count.embedding if count.head else 0)
+    trained = multiplied if job.train.method == "full" else trained_weights(model, job.train)
+    attention = 6.0 * model.layers * model.heads * model.head_dim * job.sequence(layout.micro_batch)
+    flops = 4.0 * multiplied + 2.0 * trained + attention
+    return flops * tokens_per_second / (gpu.peak_bf16 * layout.world_size)
 
 
 def why_not(job: Job, winner: Candidate, other: Candidate) -> str:

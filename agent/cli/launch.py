@@ -121,7 +121,8 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     """
     from agent.advise import RequestError, advise, with_fsdp
     from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL
+    from agent.cli.job_settings import EMBEDDED_MODEL, said
+    from agent.dataset import with_rows
     from agent.jobs.benchmark import flight_request
 
     if given["measure"] and given["no_preflight"]:
@@ -132,7 +133,7 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     _refuse_options_of_elsewhere(given["api"])
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
     try:
-        request = flight_request(given)
+        request = with_rows(flight_request(given), said(given["config"], given["overrides"]))
     except RequestError as error:
         raise click.UsageError(str(error)) from None
     advice = advise(request, lambda: found)

@@ -36,6 +36,13 @@ LINT_KINDS = (
 @click.option(
     "--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are, where they are padded."
 )
+@click.option("--dataset", default=None, metavar="FILE|OWNER/NAME[:PART]",
+              help="Count its rows and measure them with the model's tokenizer.")  # fmt: skip
+@click.option("--tokenizer", default=None, metavar="FOLDER|OWNER/NAME", help="Default: the model's.")
+@click.option("--rows", default=None, type=click.IntRange(1), help="Of the data set, where it is not named.")
+@click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
+@click.option("--price", default=None, metavar="NUMBER|FILE",
+              help="Of a node-hour, or a YAML file of such prices by machine: forecasts the run's cost.")  # fmt: skip
 @click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run: forecasts its length.")
 @click.option("--tokens", default=None, type=click.IntRange(1), help="Of the whole run, in place of --steps.")
@@ -72,6 +79,12 @@ def recommend(**options: object) -> None:
     refuse_two_sources(options)
     _refuse_unused(options)
     request = Request.from_options(options)
+    if options["dataset"]:
+        from agent import dataset
+
+        with waiting("recommend: measuring rows"):
+            settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
+            request = dataset.with_rows(request, settings)
     if options["sweep"] or options["compare"]:
         from agent import whatif
 
@@ -110,7 +123,7 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
             f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"
         )
     if options["model"] is None:
-        for name in ("steps", "tokens", "hours", "lengths", "explain"):
+        for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths", "explain"):
             if options[name]:
                 raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
 

@@ -253,6 +253,9 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         steps: Annotated[int | None, Query(ge=1, le=10**9)] = None,
         tokens: Annotated[int | None, Query(ge=1, le=10**18)] = None,
         hours: Annotated[float | None, Query(gt=0, le=1e6)] = None,
+        epochs: Annotated[float | None, Query(gt=0, le=1e6)] = None,
+        rows: Annotated[int | None, Query(ge=1, le=10**12)] = None,
+        price: Annotated[float | None, Query(ge=0, le=1e9, description="Of a node-hour.")] = None,
         machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
         nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
         ranks_per_node: Annotated[int | None, Query(ge=1, le=1024, description="Default: one per GPU.")] = None,
@@ -264,6 +267,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             "model": model, "method": method, "sequence_length": sequence_length, "global_batch": global_batch,
             "engine": engine, "precision": precision, "optimizer": optimizer, "packing": packing, "lengths": lengths,
             "lora_rank": lora_rank, "steps": steps, "tokens": tokens, "hours": hours, "machine": machine,
+            "epochs": epochs, "rows": rows, "price": None if price is None else str(price),
             "nodes": nodes, "nccl_version": nccl, "ranks_per_node": ranks_per_node, "allow_files": False,
         }  # fmt: skip
         view = _current(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from agent import units
 from agent.terminal.tables import indented, point, table
@@ -55,26 +56,72 @@ def layout(out: Console, advice: Recommendation) -> None:
             rejected(out, advice)
         return
     chosen = advice.chosen
-    out.print(f"\n[bold]Layout[/bold] for {advice.model.name if advice.model else 'the model'}")
-    for ranked in (chosen, *advice.runners_up[:3]):
-        mark = "[green]✓[/green]" if ranked is chosen else " "
-        out.print(f"{mark} {layout_title(ranked.layout)}")
-        memory = units.interval(ranked.forecast.memory_bytes, "B")
-        point(
-            out,
-            "   ",
-            f"step {units.interval(ranked.forecast.step_seconds, 's')}, memory {memory} per {device_of(advice)}",
-        )
-        point(out, "   ", escape(ranked.forecast.dominant if ranked is chosen else ranked.why))
+    name = advice.model.name if advice.model else "the model"
+    out.print(f"\n[bold]Layout[/bold] for {escape(name)}: [green]✓[/green] {layout_title(chosen.layout)}")
+    shown = Table.grid(padding=(0, 1))
+    for word, line in summary(advice, chosen):
+        shown.add_row(f"  [bold]{word}[/bold]", escape(line))
+    out.print(shown)
     for line in as_it_is(advice):
         point(out, "!", escape(line))
-    if advice.total_seconds is not None:
-        out.print(f"the whole run: {advice.total_steps} steps, {units.hours(advice.total_seconds)}")
+    for ranked in advice.runners_up[:3]:
+        out.print(f"  {layout_title(ranked.layout)}")
+        memory = units.interval(ranked.forecast.memory_bytes, "B")
+        step = units.interval(ranked.forecast.step_seconds, "s")
+        point(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
     rejected(out, advice)
     for help_ in advice.helps_most:
         point(out, "→", escape(help_))
     for unknown in advice.unknowns:
         point(out, "?", escape(unknown))
+
+
+def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str]]:
+    """What one asks first: speed, time, money, memory; then what the batch and the sharding of the layout mean."""
+    forecast, device = chosen.forecast, device_of(advice)
+    mfu = f", MFU {forecast.mfu:.0%}" if forecast.mfu is not None else ""
+    speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.tokens_per_second_per_rank:,.0f} per {device}{mfu}"
+    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {speed}")]
+    if advice.total_seconds is not None:
+        whole = advice.total_seconds
+        low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
+        lines.append(("time", f"{mid} ({low} to {high}) for {advice.total_steps:,} steps"))
+    if advice.total_cost is not None:
+        cost = advice.total_cost
+        range_ = f"({cost.low:,.2f} to {cost.high:,.2f})"
+        lines.append(("money", f"{cost.mid:,.2f} {range_} at {advice.node_hour_price:,.2f} a node-hour"))
+    held = f" of {units.size(forecast.capacity_bytes)}" if forecast.capacity_bytes else ""
+    lines.append(("memory", f"{units.interval(forecast.memory_bytes, 'B')}{held} per {device}"))
+    lines.append(("batch", batch_words(chosen.layout)))
+    if sharding := sharding_words(chosen.layout):
+        lines.append(("weights", sharding))
+    lines.append(("spent on", forecast.dominant))
+    return lines
+
+
+def batch_words(shape: Layout) -> str:
+    """ "64 sequences a step: 2 at once on each of 16 data-parallel ranks, 2 times before the optimizer runs"."""
+    times = shape.gradient_accumulation
+    often = "" if times == 1 else f", {times} times before each optimizer step (gradient accumulation)"
+    ranks = units.count(shape.data_parallel, "data-parallel rank")
+    return f"{units.count(shape.global_batch, 'sequence')} a step: micro-batch {shape.micro_batch} on {ranks}{often}"
+
+
+def sharding_words(shape: Layout) -> str:
+    """What data parallelism does with the weights, and whether FSDP reshards them; "" where it is off."""
+    if shape.data_parallel == 1:
+        return ""
+    if shape.sharding == "ddp" or shape.dp_shard == 1:
+        return "whole on every data-parallel rank; gradients are all-reduced"
+    if shape.sharding in ("zero1", "zero2"):
+        parts = "optimizer states" if shape.sharding == "zero1" else "optimizer states and gradients"
+        return f"whole on every data-parallel rank; {parts} in {shape.dp_shard} parts"
+    replicas = f", {shape.dp_replicate} replicas" if shape.dp_replicate > 1 else ""
+    if shape.reshard_after_forward:
+        return (
+            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, given up after it, gathered again backward"
+        )
+    return f"in {shape.dp_shard} parts{replicas}; gathered layer by layer and kept until the backward pass (no reshard)"
 
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:

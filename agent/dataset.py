@@ -1,0 +1,82 @@
+"""The rows of the data set that a job trains on: counted, and measured with the model's tokenizer, in a child process.
+
+The planner's process loads no transformers. Where data or tokenizer are not at hand the rows stay unknown, and the
+advice says why.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.advise import Request
+from planner.forecast.models import hub_id
+
+TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
+_NAMES = (
+    "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
+    "tokenizer_name", "tokenizer_revision", "model_name_or_path", "model_revision", "chat_template",
+    "completion_only_loss",
+)  # fmt: skip
+
+
+def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
+    """The question with the lengths of the rows that these settings of the job name; user's lengths stand above them.
+
+    The data that the job makes itself, and a model of a name that no hub has, are left as they are.
+    """
+    name = settings.get("dataset_name")
+    if not isinstance(name, str) or name.startswith("synthetic:") or request.lengths:
+        return request
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
+        return replace(request, unmeasured=_words(name, "not on this host", request))
+    asked = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
+    if "model_name_or_path" not in asked and "tokenizer_name" not in asked:
+        tokenizer = hub_id(request.model) if request.model else None
+        if tokenizer is None:
+            why = f"no tokenizer of {request.model or 'the model'} is known"
+            return replace(request, unmeasured=_words(name, why, request))
+        asked["tokenizer_name"] = tokenizer
+    try:
+        found = _measured(asked)
+    except LookupError as error:
+        return replace(request, unmeasured=_words(name, str(error), request))
+    lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
+    return replace(request, lengths=lengths, rows=request.rows or found["rows"])
+
+
+def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
+    """The job's settings for "openai/gsm8k:main", a file or a folder; a model that lies in a folder spells its rows."""
+    name, _, part = dataset.rpartition(":") if not Path(dataset).exists() else (dataset, "", "")
+    settings = {"dataset_name": name, "dataset_config": part} if name and part else {"dataset_name": dataset}
+    if tokenizer is None and model is not None and Path(model).is_dir():
+        tokenizer = model
+    return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
+
+
+def _words(name: str, why: str, request: Request) -> str:
+    return (
+        f"the rows of {name} were not measured ({why}): each is taken for {request.sequence_length} tokens; give "
+        "lengths and rows"
+    )
+
+
+def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask the job's own reader. LookupError says why there is no answer."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True, text=True,
+            timeout=TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no words"]
+        raise LookupError(last[0][:300])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
