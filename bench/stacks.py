@@ -82,6 +82,7 @@ STACKS: tuple[Stack, ...] = (
         engine=Fsdp(
             name="llm-foundry", attention="flash1", reduce_every_micro_batch=True, fused_cross_entropy=False,
             gradient_bytes=2,  # its benchmarks' mixed_precision: PURE
+            logits_bytes=4.0,  # loss_fn: fused_crossentropy (flash-attn's): logits and their gradient in bf16
         ),
         pattern=r"llm.?foundry|composer|mosaic",
     ),
@@ -132,6 +133,9 @@ STACKS: tuple[Stack, ...] = (
     Stack(
         engine=ENGINES["trl"],
         pattern=r"^(?!.*deepspeed).*(\btrl|accelerate|transformers|hf trainer|hugging ?face|axolotl|swift|unsloth)",
+    ),
+    Stack(  # Qwen's own code computes the loss in bf16: logits, their shifted copy, log-softmax, two gradients
+        engine=replace(ENGINES["deepspeed"], logits_bytes=10.0), pattern=r"finetune\.py",
     ),
     Stack(engine=ENGINES["deepspeed"], pattern=r"deepspeed"),
     Stack(engine=ENGINES["torchtitan"], pattern=r"torchtitan"),

@@ -20,6 +20,7 @@ from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
     attention_columns,
+    lora_weights,
     mlp_width,
     routed_weights,
     trained_weights,
@@ -69,6 +70,7 @@ class Share:
     ends: float  # weights of the embedding, and of the head where no other stage has it
     local: float  # all its weights
     trained: float  # those that get a gradient
+    whole: float  # of these, beside adapters, modules that train in the model's own type
     routed: float  # of the weights, those of experts that expert parallelism has divided
     routed_trained: float
 
@@ -142,6 +144,7 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
         ends=ends,
         local=local,
         trained=local if train.method == "full" else adapters,
+        whole=0.0 if train.method == "full" else (trained_weights(model, train) - lora_weights(model, train)) / tp,
         routed=layers * mixtures * experts if divided else 0.0,
         routed_trained=(layers * mixtures * experts if train.method == "full" else routed_trained) if divided else 0.0,
     )
@@ -171,7 +174,8 @@ class Engine:
     states: StateBytes = IN_HALF
     adapter_bytes: float = 4.0  # of an adapter's weight
     logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
-    bucket_bytes: float = 0.0  # flat communication buffers outside the parts
+    compiled_logits_bytes: float = 12.0  # where the loss is compiled with the model
+    bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients throughout the step
     ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
     ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
@@ -261,7 +265,14 @@ class Engine:
         # Each expert's input, and its result before the results of a token are summed.
         mixtures = (model.layers - model.dense_layers) / model.layers
         kept += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
+        if self.fused and layout.precision == "fp8":
+            # Transformer Engine keeps what a product needs of its input in a byte: of two norms, and of the MLP.
+            kept -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
         return share.tokens * share.element * kept + share.tokens * self.score_bytes(share)
+
+    def selective_activations(self, share: Share, boundary: float) -> float:
+        """What one layer keeps under selective recomputation: its input, `boundary` bytes, and half of the rest."""
+        return (self.layer_activations(share) + boundary) / 2.0
 
     def kept_tensors(self, share: Share) -> tuple[float, float]:
         """How many hidden-sized and how many MLP-sized tensors a layer keeps."""
@@ -275,6 +286,9 @@ class Engine:
         inner = 4.0 if share.model.gated_mlp else 3.0
         if fused:
             inner -= 1.0
+        elif not share.model.gated_mlp and share.model.family != "gpt2" and not share.in_fp32:
+            # torch's own layer norm and GELU keep their input; transformers' GPT-2 spells its GELU out.
+            hidden, inner = 5.0, 2.0
         if train.method == "lora":  # a frozen product keeps its input only where an adapter needs it
             inner -= 0.0 if "down_proj" in train.lora_targets else 1.0
             hidden -= 0.0 if "up_proj" in train.lora_targets else 1.0
@@ -293,7 +307,8 @@ class Engine:
         """The loss's logits and their gradients."""
         vocab = share.model.vocab
         if not share.layout.fused_cross_entropy:
-            return share.tokens * vocab / share.layout.tp * self.logits_bytes
+            each = self.logits_bytes if not share.layout.compile else min(self.logits_bytes, self.compiled_logits_bytes)
+            return share.tokens * vocab / share.layout.tp * each
         whole = share.tokens * vocab / share.layout.tp * 2.0
         return min(whole, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of a thousand tokens
 

@@ -16,8 +16,10 @@ class MemoryConstants:
     """What the allocator and the libraries take beyond the tensors; docs/model.md."""
 
     fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
-    reserved_bytes: float = 1.3 * GIB  # cuBLAS workspaces, communication buffers of the framework
-    context_bytes: float = 1.2 * GIB  # CUDA context, kernels, NCCL: outside the allocator
+    reserved_bytes: float = 0.9 * GIB  # cuBLAS workspaces
+    reserved_ranks_bytes: float = 0.4 * GIB  # buffers of the framework for communication, of more than one rank
+    context_bytes: float = 0.6 * GIB  # CUDA context and kernels: outside the allocator
+    nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, of more than one rank
     # What the fine-tune job loads after torch on a CPU, counted with a model of no size; docs/decisions/0023.
     cpu_bytes: float = 0.04 * GIB  # transformers' model code, tokenizer, rows
     cpu_peft_bytes: float = 0.06 * GIB  # PEFT and what it imports
@@ -84,9 +86,17 @@ def memory_parts(
         logits=logits,
         # CUDA's caching allocator; on a CPU the job counts what is allocated (finetune/recorder.py, return_freed)
         fragmentation=0.0 if on_cpu else held * (constants.fragmentation - 1.0),
-        reserved=0.0 if on_cpu else constants.reserved_bytes + engine.bucket_bytes,
-        context=loaded if on_cpu else constants.context_bytes,
+        reserved=0.0 if on_cpu else _reserved(engine, layout, constants),
+        context=loaded if on_cpu else constants.context_bytes + (layout.world_size > 1) * constants.nccl_bytes,
     )
+
+
+def _reserved(engine: Engine, layout: Layout, constants: MemoryConstants) -> float:
+    """Workspaces; of several ranks the buffers that they send from, too."""
+    if layout.world_size == 1:
+        return constants.reserved_bytes
+    buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
+    return constants.reserved_bytes + constants.reserved_ranks_bytes + buckets
 
 
 def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
@@ -101,8 +111,10 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
         adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
         layers = share.frozen_bytes * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
         ends = share.element * share.part(share.ends, 0.0, sharded=share.zero == 3)
-        in_weights = layers + ends + adapter * trained(share.zero == 3)
-        gradients, optimizer = adapter * gradients, 2.0 * adapter * optimizer
+        # Modules that PEFT copies to train them whole stay in the model's type, and so do their states.
+        mean = adapter + (share.element - adapter) * share.whole / max(1.0, share.trained)
+        in_weights = layers + ends + mean * trained(share.zero == 3)
+        gradients, optimizer = mean * gradients, 2.0 * mean * optimizer
     else:
         each = engine.state_bytes(share)
         in_weights, gradients = each.weights * trained(share.zero == 3), each.gradients * gradients
@@ -131,7 +143,7 @@ def _kept(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
     copies = engine.casts(share)
     boundary = share.element * share.tokens * share.model.hidden / (layout.tp if layout.sequence_parallel else 1)
     if layout.checkpointing == "selective" and not engine.selective_attention:
-        per_layer = (per_layer + boundary) / 2.0
+        per_layer = engine.selective_activations(share, boundary)
     full = layout.checkpointing == "full"
     kept = share.layers * (boundary if full else per_layer)
     if layout.checkpointing == "none":  # the graph of each micro-batch held has the weights it was made with

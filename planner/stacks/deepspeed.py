@@ -9,9 +9,25 @@ import json
 from typing import Any
 
 from planner.advice import ExportRequest, Formats, refuse
-from planner.forecast.engine import Engine, StateBytes
+from planner.forecast.engine import Engine, Share, StateBytes
 
-ENGINE = Engine(
+# sub_group_size: so many weights of ZeRO-3 are stepped at a time, each with its gradient in fp32 (zero/config.py)
+_SUB_GROUP = 1e9
+
+
+class DeepSpeed(Engine):
+    """ZeRO-1 and 2 cast all of a rank's gradients to fp32 for the step, ZeRO-3 those of a group of weights."""
+
+    def state_bytes(self, share: Share) -> StateBytes:
+        """The optimizer's fp32 gradients, as far as they exist at once."""
+        stored = super().state_bytes(share)
+        if share.zero < 3 or share.in_fp32 or share.train.optimizer != "adamw":
+            return stored
+        here = share.part(share.trained, share.routed_trained, sharded=True)
+        return stored._replace(optimizer=12.0 + 4.0 * min(1.0, _SUB_GROUP / here))
+
+
+ENGINE = DeepSpeed(
     name="deepspeed",
     can=frozenset({"ddp", "zero1", "zero2", "zero3"}),
     together=frozenset(),
@@ -20,7 +36,7 @@ ENGINE = Engine(
     interleaved=False,
     reshard=False,
     states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy is the optimizer's
-    logits_bytes=20.0,
+    logits_bytes=14.0,  # transformers', as in trl
     bucket_bytes=1e9,  # reduce_bucket_size, 5e8 half-precision values by default
     gradient_buffer=True,
     reduce_every_micro_batch=True,

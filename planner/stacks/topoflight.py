@@ -16,7 +16,7 @@ from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
-from planner.forecast.specs import ModelSpec, TrainSpec, weights
+from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_width, weights
 from planner.rules import engine_lacks, method_lacks
 
 
@@ -67,6 +67,17 @@ class Topoflight(Fsdp):
         if whole and share.layout.checkpointing == "full":
             return 2.0 * max(share.largest, weights(share.model).head / share.layout.tp)
         return whole
+
+    def selective_activations(self, share: Share, boundary: float) -> float:
+        """The layer's input and the result of every product and of attention (finetune/parallel.py, KEPT)."""
+        model = share.model
+        products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
+        kept = products + model.hidden
+        return boundary + share.tokens * share.element * kept / share.layout.tp
+
+    def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
+        """Selectively: what lies between the products it keeps."""
+        return (0.0, 0.0, 1.0) if checkpointing == "selective" else super().recomputed(checkpointing)
 
     def gathers(self, layout: Layout) -> int:
         """What it keeps gathered, it keeps until the step is over."""

@@ -8,9 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 from planner.advice import ExportRequest, Formats, refuse
-from planner.forecast.engine import Fsdp
+from planner.forecast.engine import Fsdp, Share
 
-ENGINE = Fsdp(
+
+class Torchtitan(Fsdp):
+    """Its selective checkpointing keeps every second product of a layer, and attention's result."""
+
+    def selective_activations(self, share: Share, boundary: float) -> float:
+        """The layer's input; of q, k, v, o, w1, w3 and w2 the results of the first, third, fifth and seventh."""
+        model = share.model
+        if model.experts or model.kv_rank or model.linear_layers or not model.gated_mlp:
+            return super().selective_activations(share, boundary)
+        q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        kept = 2.0 * q + kv + model.ffn + model.hidden
+        return boundary + share.tokens * share.element * kept / share.layout.tp
+
+
+ENGINE = Torchtitan(
     name="torchtitan",
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}),
     methods=frozenset({"full"}),
@@ -18,6 +32,7 @@ ENGINE = Fsdp(
     compile=True,
     fused_cross_entropy=False,
     logits_bytes=10.0,
+    compiled_logits_bytes=4.0,  # the compiled loss reads bf16 logits and writes their gradient
     ends_apart=True,
     tp_overlap=True,
 )

@@ -1,0 +1,83 @@
+"""Memory by stack: bytes counted by hand from what each stack's code keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from contracts.layout import Layout
+from hardware.units import GIB
+from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec, lora_weights, weights
+from planner.stacks import engine_named
+
+MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 14336
+FULL = TrainSpec(method="full", sequence_length=8192)
+TOKENS = 2 * 8192.0
+HALF = 2.0
+
+
+def test_torchtitan_keeps_every_second_product() -> None:
+    """The layer's input, the results of wq, wv, w1 and w2, and attention's: 4096 x 4 + 1024 + 14336 columns."""
+    layout = Layout(world_size=32, dp_shard=32, micro_batch=2, checkpointing="selective")
+    parts = memory_parts(MODEL, FULL, layout, engine_named("torchtitan"))
+    assert parts.activations == pytest.approx(32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336))
+
+
+def test_the_job_keeps_every_product() -> None:
+    """Input, q, k, v, attention's result, o, gate, up and down."""
+    layout = Layout(world_size=32, dp_shard=32, micro_batch=2, checkpointing="selective")
+    parts = memory_parts(MODEL, FULL, layout, engine_named("topoflight"))
+    by_hand = 32 * TOKENS * HALF * (5 * 4096 + 2 * 1024 + 2 * 14336)
+    assert parts.activations == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_a_compiled_loss_keeps_the_logits_and_their_gradient() -> None:
+    """Two bytes each; uncompiled, torchtitan's loss has fp32 copies."""
+    layout = Layout(world_size=32, dp_shard=32, micro_batch=2)
+    plain, compiled = (
+        memory_parts(MODEL, FULL, at, engine_named("torchtitan")).logits
+        for at in (layout, replace(layout, compile=True))
+    )
+    assert compiled == TOKENS * 128256 * 4.0
+    assert plain == TOKENS * 128256 * 10.0
+
+
+def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
+    """Of 2 x 4.0 B weights: 2 + 2 + 12 bytes each, and fp32 gradients of 1e9 of them; ZeRO-2 casts all of its share."""
+    engine, count = engine_named("deepspeed"), weights(MODEL).total / 2
+    three = memory_parts(MODEL, FULL, Layout(world_size=2, dp_shard=2), engine)
+    two = memory_parts(MODEL, FULL, Layout(world_size=2, dp_shard=2, sharding="zero2"), engine)
+    assert three.weights + three.gradients + three.optimizer == pytest.approx(16.0 * count + 4e9)
+    assert two.optimizer == pytest.approx(16.0 * count)
+
+
+def test_modules_trained_whole_beside_adapters_stay_in_half_precision() -> None:
+    """PEFT copies the embedding and the head in the model's type: 2 bytes of weight, 2 of gradient, 4 of AdamW."""
+    lora = replace(FULL, method="lora")
+    ends = replace(lora, saved_modules=("embed_tokens", "lm_head"))
+    layout, engine = Layout(world_size=1, gradient_accumulation=8, checkpointing="full"), engine_named("trl")
+    plain, more = (memory_parts(MODEL, train, layout, engine) for train in (lora, ends))
+    held = [parts.weights + parts.gradients + parts.optimizer for parts in (plain, more)]
+    assert held[1] - held[0] == pytest.approx(2 * 128256 * 4096 * 8.0)
+    assert held[0] == pytest.approx(2.0 * weights(MODEL).total + 16.0 * lora_weights(MODEL, lora))
+
+
+def test_one_gpu_alone_has_no_communication_buffers() -> None:
+    """Neither NCCL's nor DeepSpeed's bucket of 5e8 half-precision values."""
+    engine = engine_named("deepspeed")
+    one, two = (
+        memory_parts(MODEL, FULL, at, engine)
+        for at in (Layout(world_size=1), Layout(world_size=2, dp_replicate=2, sharding="ddp"))
+    )
+    assert two.reserved - one.reserved == DEFAULT_MEMORY.reserved_ranks_bytes + 1e9
+    assert two.context - one.context == DEFAULT_MEMORY.nccl_bytes > 0.3 * GIB
+
+
+def test_transformer_engine_keeps_what_products_need_in_a_byte() -> None:
+    """Of the two norms' outputs and of the MLP's inner tensor: 2 x 4096 + 14336 bytes less per token and layer."""
+    layout, engine = Layout(world_size=8, dp_replicate=8, sharding="ddp"), engine_named("megatron")
+    half, fp8 = (memory_parts(MODEL, FULL, at, engine).activations for at in (layout, replace(layout, precision="fp8")))
+    assert half - fp8 == pytest.approx(32 * 8192.0 * (2 * 4096 + 14336))
