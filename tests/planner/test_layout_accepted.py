@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from contracts.families import TRAINED
 from contracts.layout import Layout
+from hardware.gpus import gpu_named
+from hardware.machines import catalogue
+from planner.forecast import machines
 from planner.forecast.engine import Question
 from planner.forecast.links import links_of
 from planner.forecast.memory import memory_parts
-from planner.forecast.models import model_named
+from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, search_planned
 from planner.rules import first_broken
@@ -24,6 +29,7 @@ from topology.build import build
 from topology.graph import ClusterTopology, NodeTopology
 
 MACHINES = Path(__file__).resolve().parents[1] / "machines"
+NVIDIA = [row.name for row in catalogue() if (gpu := gpu_named(row.gpu)) and gpu.maker == "NVIDIA"]
 TRAINS = (
     TrainSpec(method="lora", sequence_length=2048, global_batch=64),
     TrainSpec(method="full", sequence_length=2048, global_batch=64),
@@ -45,7 +51,7 @@ def shape(name: str, method: str = "lora") -> SimpleNamespace:
     return SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings,
-        quantization_config={} if method == "qlora" else None,
+        quantization_config={} if method == "qlora" else None, sliding_window=model.sliding_window,
     )  # fmt: skip
 
 
@@ -64,6 +70,39 @@ def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
                 lora = train.method != "full"
                 why = refusals(candidate.layout, shape(model, train.method), lora=lora)
                 assert why == [], candidate.layout
+
+
+def questions(count: int) -> list[tuple[str, str, int, TrainSpec]]:
+    """Model, machine, nodes and run, drawn the same each time from all that the tables have."""
+    draw = random.Random("models x machines x methods")
+    return [
+        (draw.choice(KNOWN).name, draw.choice(NVIDIA), draw.choice((1, 1, 2, 3, 4, 16, 64)), TrainSpec(
+            method=draw.choice(("full", "lora", "qlora")), sequence_length=draw.choice((512, 2048, 8192, 32768)),
+            packing=draw.choice((True, False)), attention=draw.choice(("sdpa", "flash", "eager")),
+            global_batch=draw.choice((None, None, 48, 256)), precision=draw.choice(("bf16", "bf16", "fp32", "fp8")),
+        ))
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def test_whatever_is_recommended_for_the_job_it_accepts() -> None:
+    """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
+    pytest.importorskip("torch", reason="the fine-tune extra is not installed")
+    from finetune.plan import refusals
+
+    ranked = 0
+    for model, name, nodes, train in questions(300):
+        asked = model, name, nodes, train
+        best = search_planned(plan(machines.cluster(name, nodes), (), model_named(model), train)).best
+        if model_named(model).family not in TRAINED:
+            assert not best, asked
+        for candidate in best:
+            lora = train.method != "full"
+            config = shape(model, train.method)
+            config._attn_implementation = {"flash": "flash_attention_2"}.get(train.attention, train.attention)
+            assert refusals(candidate.layout, config, lora=lora) == [], (asked, candidate.layout)
+            ranked += 1
+    assert ranked > 300
 
 
 COMBINED = [

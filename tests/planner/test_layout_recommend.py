@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hardware.machines import catalogue
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
@@ -137,3 +138,10 @@ def test_a_gain_beyond_the_error_is_taken() -> None:
     for gain, chosen in ((0.05, plain), (0.20, split)):
         split.seconds = plain.seconds * (1 - gain)
         assert simplest(job, [plain, split], tie=1.02) is chosen
+
+
+def test_every_machine_to_plan_for_has_host_memory_to_offload_to() -> None:
+    """8B in full on four L40S, whose 48 GB do not hold their share of states and activations by sharding alone."""
+    assert all(row.host_gib for row in catalogue())
+    best = found("4xl40s", 1, "Llama-3.1-8B", TrainSpec(method="full", sequence_length=2048))
+    assert any(c.layout.offload == "all" for c in best)
