@@ -49,6 +49,8 @@ class Request:
     root: str = "/"
     machine: str | None = None
     nodes: int | None = None
+    network: str | None = None  # "100G": what joins the nodes, in place of what they have
+    transport: str | None = None  # "rdma", "tcp": of that network
     model: str | None = None
     method: str = "lora"
     sequence_length: int = 2048
@@ -355,7 +357,17 @@ def default_ranks(request: Request, cluster: ClusterTopology) -> int | None:
 
 
 def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None = None) -> ClusterTopology:
-    """The cluster meant: a catalogue machine, one host several times over, or the hosts given.
+    """The cluster meant, over the network that was named."""
+    found = _nodes_of(request, snapshots, ranks)
+    if request.network is not None:
+        return machines.over_network(found, request.network, request.transport)
+    if request.transport is not None:
+        raise RequestError(f"transport {request.transport}: of which network; name its speed too, as 100G")
+    return found
+
+
+def _nodes_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None) -> ClusterTopology:
+    """The nodes: a catalogue machine, one host several times over, or the hosts given.
 
     `ranks` per node, where named, use so many of a node's GPUs. ValueError where it has fewer.
     """

@@ -25,6 +25,9 @@ LINT_KINDS = (
 @root_option
 @machine_option
 @click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
+@click.option("--network", default=None, metavar="100G", help="What joins the nodes: bits per second of each.")
+@click.option("--rdma", "transport", flag_value="rdma", default=None, help="--network is RDMA.")
+@click.option("--tcp", "transport", flag_value="tcp", default=None, help="--network is TCP.")
 @click.option("--model", default=None, help="Known model name, or a Hugging Face config.json.")
 @click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
 @click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
@@ -118,6 +121,8 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
         raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
     if options["sweep"] and options["compare"]:
         raise click.UsageError("--sweep and --compare: give one of them")
+    if options["sweep"] and options["network"]:
+        raise click.UsageError("--network and --sweep: give one of them; a sweep is over a machine's own network")
     if options["sweep"] and options["nodes"]:
         raise click.UsageError(
             f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"

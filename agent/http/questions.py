@@ -149,6 +149,8 @@ def question(asked: Mapping[str, str]) -> advise.Request:
         method=method,
         machine=(asked.get("machine") or "")[:64] or None,
         nodes=_whole(asked, "nodes", 100_000),
+        network=(asked.get("network") or "").strip()[:32] or None,
+        transport=(asked.get("transport") or "")[:32] or None,
         sequence_length=_whole(asked, "sequence_length", 10_000_000) or 2048,
         global_batch=_whole(asked, "global_batch", 10_000_000),
         allow_files=False,

@@ -258,6 +258,8 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         price: Annotated[float | None, Query(ge=0, le=1e9, description="Of a node-hour.")] = None,
         machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
         nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
+        network: Annotated[str | None, Query(max_length=32, description="What joins the nodes: 100G of each.")] = None,
+        transport: Annotated[str | None, Query(pattern="^(rdma|tcp)$", description="Of that network.")] = None,
         ranks_per_node: Annotated[int | None, Query(ge=1, le=1024, description="Default: one per GPU.")] = None,
         nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
         scope: Scope = "node",
@@ -268,7 +270,8 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             "engine": engine, "precision": precision, "optimizer": optimizer, "packing": packing, "lengths": lengths,
             "lora_rank": lora_rank, "steps": steps, "tokens": tokens, "hours": hours, "machine": machine,
             "epochs": epochs, "rows": rows, "price": None if price is None else str(price),
-            "nodes": nodes, "nccl_version": nccl, "ranks_per_node": ranks_per_node, "allow_files": False,
+            "nodes": nodes, "network": network, "transport": transport, "nccl_version": nccl,
+            "ranks_per_node": ranks_per_node, "allow_files": False,
         }  # fmt: skip
         view = _current(state)
         if form is not None and form not in advise.FORMATS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -124,6 +125,32 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
     )
     # what RCCL makes of xGMI is not judged, so nothing is expected of it
     return with_reach(replace(node, expectations=node_expectations(node))) if nvidia else node
+
+
+_NETWORK = re.compile(r"(?:(\d{1,2})x)?(\d{1,6}(?:\.\d{1,3})?)([GMT])(?:b/s|bps|bit)?", re.IGNORECASE)
+TRANSPORTS = ("rdma", "tcp")
+
+
+def over_network(cluster: ClusterTopology, network: str, transport: str | None = None) -> ClusterTopology:
+    """The same nodes, joined by a network of the user's: "100G", "8x400G" of each node, as RDMA or TCP.
+
+    Without `transport` it is the one that the nodes have, else TCP. Raises MachineError.
+    """
+    parts = _NETWORK.fullmatch(network.strip())
+    if parts is None or float(parts[2]) == 0:
+        raise MachineError(f"network={network!r}: must be the bits per second of a node, as 100G, 2x200G or 800M")
+    if transport is not None and transport not in TRANSPORTS:
+        raise MachineError(f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}")
+    if len(cluster.nodes) < 2:
+        raise MachineError(f"network={network!r}: joins nodes, and this is one; name how many")
+    if cluster.inter_node_transport == "nvlink":
+        raise MachineError(f"network={network!r}: these {len(cluster.nodes)} nodes are one NVLink domain")
+    bits = int(parts[1] or 1) * float(parts[2]) * {"M": 1e-3, "G": 1.0, "T": 1e3}[parts[3].upper()] * GIGA
+    had = cluster.inter_node_transport
+    return replace(
+        cluster, inter_node_bytes_per_second=bits / 8.0,
+        inter_node_transport=transport or (had if had in ("rdma", "efa") else "tcp"),
+    )  # fmt: skip
 
 
 def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> ClusterTopology:

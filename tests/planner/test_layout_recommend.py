@@ -8,7 +8,7 @@ from hardware.machines import catalogue
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import plan, recommend, search_planned
+from planner.recommend import forecast_named, plan, recommend, search_planned
 from planner.search import Candidate, simplest
 from topology.graph import ClusterTopology, NodeTopology
 
@@ -145,3 +145,24 @@ def test_every_machine_to_plan_for_has_host_memory_to_offload_to() -> None:
     assert all(row.host_gib for row in catalogue())
     best = found("4xl40s", 1, "Llama-3.1-8B", TrainSpec(method="full", sequence_length=2048))
     assert any(c.layout.offload == "all" for c in best)
+
+
+def test_a_network_of_ones_own_joins_the_nodes() -> None:
+    """8B sharded over two nodes of two A40: slower over 25 Gb/s than over 400, and sockets have a ceiling."""
+    train = TrainSpec(method="lora", sequence_length=2048, global_batch=64)
+    base = machines.cluster("2xa40-roce", 2)
+
+    def seconds(network: str, transport: str | None = None) -> float:
+        planned = plan(machines.over_network(base, network, transport), (), model_named("Llama-3.1-8B"), train)
+        return forecast_named(planned, {"dp_shard": 4}).forecast.step_seconds.mid
+
+    assert seconds("400G") < seconds("25G", "rdma") < seconds("800M")
+    assert seconds("2x200G") == seconds("400G", "rdma") == seconds("0.4T")
+    assert seconds("400G", "tcp") == seconds("100G", "tcp") > seconds("100G")
+    for network, why in (("fast", "100G"), ("0G", "100G"), ("-1G", "100G")):
+        with pytest.raises(machines.MachineError, match=why):
+            machines.over_network(base, network)
+    with pytest.raises(machines.MachineError, match="this is one"):
+        machines.over_network(machines.cluster("2xa40-roce"), "100G")
+    with pytest.raises(machines.MachineError, match="NVLink domain"):
+        machines.over_network(machines.cluster("gb200-nvl72", 4), "100G")
