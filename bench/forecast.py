@@ -89,9 +89,14 @@ def _needed(row: Row, layout: Layout) -> float:
     return memory_parts(row.model, row.train, layout, row.stack.engine).total
 
 
+# A row that ran did not recompute more than its memory asked for; what is forecast to be this much larger than the card
+# did not fit without.
+CERTAINLY_TOO_LARGE = 1.3
+
+
 def as_run(row: Row) -> Layout:
-    """The row's layout; where recomputation was not published, what the stack does by itself, or the lightest that
-    fits in the card, as it ran."""
+    """The row's layout; where recomputation was not published, what the stack does by itself, or the lightest that may
+    have fitted."""
     if row.checkpointing is not None:
         return row.layout
     choice = row.stack.default_checkpointing
@@ -100,7 +105,8 @@ def as_run(row: Row) -> Layout:
     if row.stack.engine.name == "torchtune" and row.train.method != "qlora":
         choice = "none"  # its tables give the larger card the faster run without it; QLoRA's is for the least memory
     options = _heavier(row, replace(row.layout, checkpointing=choice))
-    return next((option for option in options if _needed(row, option) <= row.gpu.memory_bytes), options[-1])
+    most = CERTAINLY_TOO_LARGE * row.gpu.memory_bytes
+    return next((option for option in options if _needed(row, option) <= most), options[-1])
 
 
 def _job(row: Row, precision: Precision, constants: Constants) -> Job:

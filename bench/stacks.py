@@ -57,6 +57,7 @@ _MEGATRON = Stack(
         ENGINES["megatron"], states=StateBytes(2.0, 2.0, 12.0, copy=4.0), gradient_bytes=2, replica_gradient_bytes=2
     ),
     default_sharding="zero1",
+    lora_targets=("q_proj", "k_proj", "v_proj"),  # NeMo's default
     pattern=r"megatron|nemo\b|nemo[_ ]|nemo/|mcore|nvidia release|nvidia pytorch|ngc pytorch|transformer.?engine",
 )  # fmt: skip
 
