@@ -23,16 +23,24 @@ from pathlib import Path
 
 from rows import Row, Unread, read_rows
 from stacks import unknown_stack
+from widths import LEAST_ROWS, Sample, inside, learn, write
 
 from contracts.layout import Checkpointing, Layout, Precision
-from planner.explain import SIGMA_CALIBRATED, Z80, sigma_of
+from hardware.gpus import Gpu
+from planner.explain import sigma_of_links
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
+from planner.forecast.intervals import FILE as INTERVALS
+from planner.forecast.intervals import Widths, key_of, kinds_of, widths
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.search import search
+from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
 FILES = ("published.csv", "published2.csv")
+# Multiplications in four bits are in no table: no faster than in eight, or as much as Blackwell's data sheet says.
+FOUR_BITS = 2.0
+LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
 
 # Fitted on published rows; all others are read off data sheets, kernels or papers (docs/model.md).
 FITTED = (
@@ -57,7 +65,8 @@ class Answer:
 
     row: Row
     seconds: float
-    sigma: float  # of log time
+    extra: float  # standard deviation of log time by what nobody measured and the row leaves open
+    kinds: tuple[str, ...]  # what its width goes by
     memory_bytes: float
     safe: bool
     refused: bool  # it would not fit in any way that the row leaves open
@@ -66,6 +75,11 @@ class Answer:
     def ratio(self) -> float:
         """Forecast over measured time."""
         return self.seconds / (self.row.seconds or math.nan)
+
+    @property
+    def sample(self) -> Sample:
+        """What a width is learned from."""
+        return Sample(source=self.row.source, kinds=self.kinds, error=math.log(self.ratio), extra=self.extra)
 
     @property
     def scored(self) -> bool:
@@ -109,9 +123,9 @@ def as_run(row: Row) -> Layout:
     return next((option for option in options if _needed(row, option) <= most), options[-1])
 
 
-def _job(row: Row, precision: Precision, constants: Constants) -> Job:
+def _job(row: Row, precision: Precision, constants: Constants, gpu: Gpu | None = None) -> Job:
     engine = row.stack.engine
-    rates = gpu_rates(row.gpu, row.train, engine, precision, constants)
+    rates = gpu_rates(gpu or row.gpu, row.train, engine, precision, constants)
     return Job(model=row.model, train=row.train, links=row.links, rates=rates, engine=engine, constants=constants)
 
 
@@ -134,22 +148,25 @@ def _parts(job: Job, row: Row, layout: Layout) -> StepParts:
     return StepParts(*(a + (b - a) * row.recompute_share for a, b in zip(none, full, strict=True)))
 
 
-def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, float, float]:
-    """Seconds, the links' part of sigma with that of the device, and half the distance of the precisions left open."""
-    times, sigma = [], 0.0
-    for precision in row.precisions:
+def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, float]:
+    """Seconds, and what assumed links and a precision that the row leaves open add to sigma."""
+    times, links = [], 0.0
+    variants: list[tuple[Precision, Gpu]] = [(precision, row.gpu) for precision in row.precisions]
+    if row.four_bits and row.gpu.matmul_fp8:
+        variants.append(("fp8", replace(row.gpu, matmul_fp8=FOUR_BITS * row.gpu.matmul_fp8)))
+    for precision, gpu in variants:
         at = layout if precision == layout.precision else replace(layout, precision=precision)
-        job = _job(row, precision, constants)
+        job = _job(row, precision, constants, gpu)
         parts = _parts(job, row, at)
         times.append(parts.total)
-        sigma = max(sigma, sigma_of(job, at, parts, calibrated=False))
-    return math.sqrt(min(times) * max(times)), sigma, math.log(max(times) / min(times)) / 2.0
+        links = max(links, sigma_of_links(job, at, parts))
+    return math.sqrt(min(times) * max(times)), math.hypot(links, math.log(max(times) / min(times)) / 2.0)
 
 
-def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
+def answer(row: Row, layout: Layout, constants: Constants = DEFAULT, *, seen_gpu: bool = True) -> Answer:
     """Forecast one row."""
     engine = row.stack.engine
-    seconds, sigma, apart = seconds_of(row, layout, constants)
+    seconds, extra = seconds_of(row, layout, constants)
     printed = fullest = memory_parts(row.model, row.train, layout, engine)
     if row.first_stage:
         printed = memory_parts(row.model, row.train, layout, engine, first_stage=True)
@@ -160,7 +177,8 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     return Answer(
         row=row,
         seconds=seconds,
-        sigma=math.hypot(sigma, apart),
+        extra=extra,
+        kinds=kinds_of(_job(row, row.precision, constants), seen_engine=row.stack.known, seen_gpu=seen_gpu),
         memory_bytes=memory,
         safe=fullest.total <= safe,
         refused=all(_needed(row, option) > safe for option in _heavier(row, layout)),
@@ -190,9 +208,9 @@ class Fit:
         trials = [replace(PRIOR, **{name: value * factor}) for factor in (0.6, 1.0 / 0.6)]
         return [i for i, was in enumerate(self.start) if any(abs(self._error(i, t) - was) > 1e-9 for t in trials)]
 
-    def without(self, source: str | None, passes: int = 5) -> Constants:
-        """The constants fitted on all sources but one: coordinate descent from `PRIOR`."""
-        used = [i for i, s in enumerate(self.sources) if s != source]
+    def without(self, rows: Collection[str], passes: int = 5) -> Constants:
+        """The constants fitted on all rows but those of these names: coordinate descent from `PRIOR`."""
+        used = [i for i, (row, _) in enumerate(self.pairs) if row.name not in rows]
         members: dict[str, list[int]] = defaultdict(list)
         for i in used:
             members[self.sources[i]].append(i)
@@ -253,17 +271,64 @@ def unknown_to_others(row: Row, engines: Collection[str]) -> Row:
     return replace(row, stack=stack, layout=stack.engine.as_run(row.layout))
 
 
-def left_out(rows: Sequence[Row], say: Callable[[str], None]) -> list[Answer]:
-    """Each source forecast by constants and stacks that never saw it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Every source, and every generation of GPUs, forecast by what never saw it."""
+
+    answers: list[Answer]
+    engines: dict[str, str]  # of each row, by its name
+    unseen_gpu: list[Answer]  # the same rows again, by constants fitted without any row of such a GPU
+
+
+def left_out(rows: Sequence[Row], say: Callable[[str], None]) -> LeftOut:
+    """Forecast each row by constants and stacks that never saw its source, and again that never saw its GPU."""
     engines = tied(rows)
     fit = Fit([(row, as_run(row)) for row in rows])
-    out = []
+    apart = [unknown_to_others(row, engines.get(row.source, ())) for row in rows]
+
+    def forecast(members: Iterable[Row], constants: Constants, *, seen_gpu: bool) -> list[Answer]:
+        return [
+            answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants,
+                   seen_gpu=seen_gpu)
+            for row in members
+        ]  # fmt: skip
+
+    everything = fit.without(())
+    sources: list[Answer] = []
     for source in dict.fromkeys(row.source for row in rows):
-        constants = fit.without(source) if source in fit.sources else fit.without(None)
-        for row in (unknown_to_others(r, engines.get(source, ())) for r in rows if r.source == source):
-            out.append(answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants))
+        constants = everything
+        if source in fit.sources:
+            constants = fit.without({row.name for row in rows if row.source == source})
+        sources += forecast((row for row in apart if row.source == source), constants, seen_gpu=True)
         say(f"left out {source}")
-    return out
+    gpus: list[Answer] = []
+    for capability in dict.fromkeys(row.gpu.compute_capability for row in rows):
+        constants = fit.without({row.name for row in rows if row.gpu.compute_capability == capability})
+        gpus += forecast((row for row in apart if row.gpu.compute_capability == capability), constants, seen_gpu=False)
+        say(f"left out GPUs of compute capability {capability}")
+    return LeftOut(answers=sources, unseen_gpu=gpus, engines={row.name: row.stack.engine.name for row in rows})
+
+
+def samples_of(answers: Iterable[Answer]) -> list[Sample]:
+    """What widths are learned from: no row whose time depends on what the reader filled in."""
+    return [a.sample for a in answers if a.scored and not a.row.assumed_much]
+
+
+def learned(result: LeftOut, without: str | None = None) -> Widths:
+    """The widths, of all sources or of all but one."""
+    answers = [a for a in result.answers if a.scored and a.row.source != without]
+    again = [a for a in result.unseen_gpu if a.scored and a.row.source != without]
+    seen = Counter(result.engines[a.row.name] for a in answers)
+    gpus = Counter(a.row.gpu.compute_capability for a in answers if a.row.gpu.compute_capability)
+    known = [a for a in answers if not a.row.assumed_much]
+    scaled = [
+        Sample(source=a.row.source, kinds=(), error=math.log(ratio), extra=0.0) for a, ratio in with_scalar(known)
+    ]
+    return learn(
+        samples_of([*answers, *again]), scaled,
+        engines={name for name, count in seen.items() if name in ENGINES and count >= LEAST_OF_A_SOURCE},
+        capabilities={capability for capability, count in gpus.items() if count >= LEAST_OF_A_SOURCE},
+    )  # fmt: skip
 
 
 def as_shipped(rows: Sequence[Row]) -> list[Answer]:
@@ -278,8 +343,8 @@ def _family(row: Row) -> tuple[str, str, str]:
     return row.framework, row.gpu.name, row.precision
 
 
-def with_scalar(answers: Sequence[Answer]) -> list[float]:
-    """Ratios after one scalar per family, learnt on the family's other rows (never on the row itself)."""
+def with_scalar(answers: Sequence[Answer]) -> list[tuple[Answer, float]]:
+    """Rows with their ratio after one scalar per family, learnt on the family's others (never on the row itself)."""
     families: dict[tuple[str, str, str], list[Answer]] = defaultdict(list)
     for one in answers:
         families[_family(one.row)].append(one)
@@ -289,7 +354,7 @@ def with_scalar(answers: Sequence[Answer]) -> list[float]:
         for i, log in enumerate(logs):
             others = logs[:i] + logs[i + 1 :]
             if others:
-                out.append(math.exp(log - statistics.median(others)))
+                out.append((members[i], math.exp(log - statistics.median(others))))
     return out
 
 
@@ -298,27 +363,42 @@ def error(ratios: Sequence[float]) -> float:
     return statistics.mean(abs(r - 1.0) for r in ratios) if ratios else math.nan
 
 
-def coverage(answers: Sequence[Answer]) -> float:
+Table = Callable[[str], Widths]  # by source
+
+
+def covers(one: Answer, table: Table) -> bool:
+    """Whether the measured time lies in its 80 % interval."""
+    return inside(one.sample, table(one.row.source).sigma(one.kinds))
+
+
+def coverage(answers: Sequence[Answer], table: Table) -> float:
     """Share of measured times inside the 80 % interval."""
-    inside = [abs(math.log(a.ratio)) <= Z80 * a.sigma for a in answers]
-    return statistics.mean(inside) if inside else math.nan
+    return statistics.mean(covers(a, table) for a in answers) if answers else math.nan
 
 
-def coverage_with_scalar(ratios: Sequence[float]) -> float:
+def coverage_with_scalar(scaled: Sequence[tuple[Answer, float]], table: Table) -> float:
     """The same for the calibrated interval."""
-    inside = [abs(math.log(r)) <= Z80 * SIGMA_CALIBRATED for r in ratios]
-    return statistics.mean(inside) if inside else math.nan
+    held = [
+        inside(Sample(source="", kinds=(), error=math.log(r), extra=0.0), table(a.row.source).calibrated)
+        for a, r in scaled
+    ]
+    return statistics.mean(held) if held else math.nan
 
 
 _SAME = ("source", "framework", "model", "params_b", "kind", "seq", "gpu", "world", "gbs", "precision", "compile",
          "lora_rank", "layers", "hidden", "heads")  # fmt: skip
 
 
+def same_job(row: Row) -> tuple[str, ...]:
+    """What rows have in common that differ in their layout only."""
+    return tuple(row.raw.get(name) or "" for name in _SAME)
+
+
 def regrets(answers: Sequence[Answer]) -> list[tuple[float, str, int]]:
     """Per group of rows that differ only in their layout: how much slower the one ranked first is than the best."""
     groups: dict[tuple[str, ...], list[Answer]] = defaultdict(list)
     for one in answers:
-        groups[tuple(one.row.raw.get(name) or "" for name in _SAME)].append(one)
+        groups[same_job(one.row)].append(one)
     out = []
     for key, members in groups.items():
         if len({m.row.layout for m in members}) < 2 or len(members) < 2:
@@ -354,9 +434,9 @@ def _by_source(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
     return found
 
 
-def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]], float], least: int = 10) -> float:
+def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]], float]) -> float:
     """A score of each source with at least so many rows, averaged."""
-    scores = [score(members) for members in _by_source(answers).values() if len(members) >= least]
+    scores = [score(members) for members in _by_source(answers).values() if len(members) >= LEAST_OF_A_SOURCE]
     known = [value for value in scores if not math.isnan(value)]
     return statistics.mean(known) if known else math.nan
 
@@ -384,28 +464,44 @@ def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
         print(f"assumed in {count}: {gap}")
 
 
-def print_times(title: str, answers: Sequence[Answer]) -> None:
+def _ratios(members: Sequence[Answer]) -> list[float]:
+    return [m.ratio for m in members]
+
+
+def print_times(title: str, answers: Sequence[Answer], table: Table) -> None:
     """The table of step times."""
     groups = _by_source(answers)
     lines = [("source", "rows", "error", "median ratio", "in 80 %", "error, one scalar", "in 80 %, one scalar")]
-
-    def ratios(members: Sequence[Answer]) -> list[float]:
-        return [m.ratio for m in members]
-
-    for source, members in [*groups.items(), ("all", list(answers))]:
-        scaled = with_scalar(members)
-        lines.append((
-            source, str(len(members)), _percent(error(ratios(members))), f"{statistics.median(ratios(members)):.3f}",
-            _percent(coverage(members)), _percent(error(scaled)), _percent(coverage_with_scalar(scaled)),
-        ))  # fmt: skip
-    large = sum(len(members) >= 10 for members in groups.values())
     scores: list[Callable[[Sequence[Answer]], float]] = [
-        lambda m: error(ratios(m)), coverage, lambda m: error(with_scalar(m)),
-        lambda m: coverage_with_scalar(with_scalar(m)),
+        lambda m: error(_ratios(m)), lambda m: coverage(m, table), lambda m: error([r for _, r in with_scalar(m)]),
+        lambda m: coverage_with_scalar(with_scalar(m), table),
     ]  # fmt: skip
-    one, two, three, four = (_percent(mean_of_sources(answers, score)) for score in scores)
-    lines.append(("mean of sources of 10 rows", str(large), one, "-", two, three, four))
+    for source, members in [*groups.items(), ("all", list(answers))]:
+        off, held, scaled, held_scaled = (_percent(score(members)) for score in scores)
+        middle = f"{statistics.median(_ratios(members)):.3f}"
+        lines.append((source, str(len(members)), off, middle, held, scaled, held_scaled))
+    large = str(sum(len(members) >= LEAST_OF_A_SOURCE for members in groups.values()))
+    off, held, scaled, held_scaled = (_percent(mean_of_sources(answers, score)) for score in scores)
+    lines.append((f"mean of sources of {LEAST_OF_A_SOURCE} rows", large, off, "-", held, scaled, held_scaled))
     _print_table(title, lines)
+
+
+def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
+    """The table of widths: each combination, and each single mark, of enough rows."""
+    answers = [a for a in (*result.answers, *result.unseen_gpu) if a.scored and not a.row.assumed_much]
+    marks = sorted({kind for a in answers for kind in a.kinds})
+    groups = {key_of(kinds): [a for a in answers if a.kinds == kinds] for kinds in sorted({a.kinds for a in answers})}
+    groups |= {f"any: {mark}": [a for a in answers if mark in a.kinds] for mark in marks}
+    lines = [("kind of job", "rows", "sources", "sigma", "in 80 %", "in 80 %, width of the other sources")]
+    for name, members in groups.items():
+        if len(members) >= LEAST_ROWS:
+            sigma = shipped.kinds.get(name) or shipped.any_with.get(name.removeprefix("any: "))
+            lines.append((
+                name, str(len(members)), str(len(_by_source(members))), f"{sigma:.3f}" if sigma else "-",
+                _percent(coverage(members, lambda _: shipped)), _percent(coverage(members, table)),
+            ))  # fmt: skip
+    lines.append(("one step of the stack measured", "", "", f"{shipped.calibrated:.3f}", "", ""))
+    _print_table("Width of the interval by the kind of job", lines)
 
 
 def print_regret(answers: Sequence[Answer]) -> None:
@@ -462,11 +558,25 @@ def print_worst(answers: Sequence[Answer], count: int) -> None:
     _print_table("Furthest off", lines)
 
 
+def print_scores(title: str, answers: Sequence[Answer], table: Table) -> None:
+    """Step times and ranking."""
+    scored = [a for a in answers if a.scored]
+    if not scored:
+        print("\nNo row has a time to score.")
+        return
+    print_times(title, scored, table)
+    print_regret(scored)
+    mixtures = [a for a in scored if a.row.model.experts]
+    if mixtures:
+        print_times(f"{title}: mixtures of experts", mixtures, table)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("rows", nargs="*", type=Path, default=[CORPUS / "layouts" / name for name in FILES])
     parser.add_argument("--as-shipped", action="store_true", help="in sample: shipped constants, nothing left out")
+    parser.add_argument("--write-intervals", action="store_true", help="write the widths that the planner ships")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N rows furthest off")
     options = parser.parse_args(arguments)
     for file in options.rows:
@@ -475,26 +585,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     started = time.perf_counter()
     rows, unread = read_rows(options.rows)
-    alone = len({row.source for row in rows}) < 2  # nothing would be left to fit on
-    answers = as_shipped(rows) if options.as_shipped or alone else left_out(rows, lambda s: print(s, file=sys.stderr))
-    print_rows(answers, unread)
-    scored = [a for a in answers if a.scored]
-    if scored:
-        if alone or options.as_shipped:
-            print_times(
-                "Step time, constants and stacks as shipped: in sample for the sources of docs/model.md", scored
-            )
-        else:
-            print_times("Step time, each source left out", scored)
-            for source, engines in tied(rows).items():
-                print(f"left out with {source}: stack {', '.join(engines)}")
-        print_regret(scored)
-        mixtures = [a for a in scored if a.row.model.experts]
-        if mixtures:
-            print_times("Step time of mixtures of experts", mixtures)
+    if options.as_shipped or len({row.source for row in rows}) < 2:  # with one source nothing is left to fit on
+        answers = as_shipped(rows)
+        print_rows(answers, unread)
+        print_scores("Step time, constants and stacks as shipped (in sample)", answers, lambda _: widths())
+    else:
+        result = left_out(rows, lambda text: print(text, file=sys.stderr))
+        answers = result.answers
+        others = {source: learned(result, source) for source in {row.source for row in rows}}
+        print_rows(answers, unread)
+        print_scores("Step time, each source left out", answers, others.__getitem__)
+        for source, engines in tied(rows).items():
+            print(f"left out with {source}: stack {', '.join(engines)}")
+        print_kinds(result, learned(result), others.__getitem__)
+        if options.write_intervals:
+            write(learned(result), INTERVALS)
     print_memory(answers)
     if options.worst:
-        print_worst(scored, options.worst)
+        print_worst([a for a in answers if a.scored], options.worst)
     print(f"\n{time.perf_counter() - started:.1f} s")
     return 0
 

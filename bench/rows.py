@@ -57,6 +57,7 @@ class Row:
     framework: str
     gpu: Gpu
     precisions: tuple[Precision, ...]  # several where the row does not say which
+    four_bits: bool  # it multiplies in four bits, which no table has
     model: ModelSpec
     train: TrainSpec
     layout: Layout
@@ -73,6 +74,11 @@ class Row:
     out_of_memory: bool
     set_aside: str  # why its time is not scored; empty: it is
     raw: Raw
+
+    @property
+    def name(self) -> str:
+        """Of all rows of all files."""
+        return f"{self.source} {self.row_id}"
 
     @property
     def precision(self) -> Precision:
@@ -176,14 +182,16 @@ def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
     return min(world, machine.gpus if machine else 4 if gpu.of_a_rack else 8)
 
 
+_FOUR_BITS = re.compile(r"(?<!b)(?:nv|mx)?fp4")
+
+
 def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, ...], bool]:
     """What is multiplied in, likeliest first, and whether the row says so.
 
     A row that does not say is not bf16: where GPU and stack have FP8, it may be either.
     """
     for text in (words(raw, "precision"), words(raw, "note", "model")):
-        if re.search(r"fp4|mxfp4|nvfp4", text) and "nf4" not in text.replace("nvfp4", ""):
-            # Multiplications in four bits are in no table: as in eight, and said to be assumed.
+        if _FOUR_BITS.search(text):
             return (("fp8",) if gpu.matmul_fp8 else ("bf16",)), False
         if re.search(r"fp8|float8|e4m3|mxfp8", text):
             return ("fp8",), True
@@ -557,7 +565,8 @@ def read_row(given: Raw) -> Row:
     printed = words(raw, "mem_kind")
     return Row(
         row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?",
-        gpu=gpu, precisions=precisions, model=model, train=read_train(raw, stack, sequence, precisions[0]),
+        gpu=gpu, precisions=precisions, four_bits=bool(_FOUR_BITS.search(words(raw, "precision"))),
+         model=model, train=read_train(raw, stack, sequence, precisions[0]),
         layout=layout, links=links, stack=stack, checkpointing=checkpointing,
         assumed=tuple(name for name, gap in gaps.items() if gap),
         recompute_share=share, seconds=seconds, exact_seconds=exact, memory_bytes=memory, memory_kind=memory_kind,

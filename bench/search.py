@@ -53,11 +53,10 @@ def pairs(files: Sequence[Path]) -> None:
     import forecast
 
     groups = defaultdict(list)
-    for file in files:
-        rows, _ = forecast.read_rows(file)
-        for row in forecast.timed(rows):
-            one = forecast.answer(row, forecast._layout(row))
-            groups[tuple(row.raw.get(name) or "" for name in forecast._SAME)].append(one)
+    rows, _ = forecast.read_rows(files)
+    for one in forecast.as_shipped(rows):
+        if one.scored:
+            groups[forecast.same_job(one.row)].append(one)
     errors: dict[bool, list[float]] = {False: [], True: []}
     jobs = dict.fromkeys(errors, 0)
     for members in groups.values():

@@ -10,6 +10,7 @@ from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Interval, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
+from planner.forecast.intervals import job_kinds, widths
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import active_weights, trained_weights, weights
@@ -22,10 +23,8 @@ from planner.forecast.step_time import (
 )
 from planner.search import SIGMA_LINK_ASSUMED, Candidate, difference_sigma
 
-# Standard deviation of log(measured / forecast) of the step time on published rows of stacks not fitted on
-# (bench/forecast.py prints it); an 80 % interval is 1.2816 of them to each side.
-SIGMA_DERIVED = 0.18
-SIGMA_CALIBRATED = 0.08
+# Standard deviations of log(measured / forecast) that no published row tells: the others are planner.forecast's
+# intervals. An 80 % interval is 1.2816 of them to each side.
 SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
 SIGMA_MEMORY = 0.06
@@ -98,18 +97,23 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
 
 
 def base_sigma(job: Job, *, calibrated: bool) -> float:
-    """Uncertainty of log step time from the device alone."""
+    """Uncertainty of log step time by the kind of job, all links known."""
     if job.rates.how == "assumed":
         return SIGMA_ASSUMED
     if job.rates.device == "CPU":
         return SIGMA_CALIBRATED_CPU
-    return SIGMA_CALIBRATED if calibrated else SIGMA_DERIVED
+    table = widths()
+    return min(table.calibrated, table.sigma(job_kinds(job))) if calibrated else table.sigma(job_kinds(job))
 
 
 def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
-    """Uncertainty of log step time: that of the compute, and of links nobody measured by their share."""
-    variance = base_sigma(job, calibrated=calibrated) ** 2
-    total = parts.total
+    """Uncertainty of log step time: that of the kind of job, and of links nobody measured by their share."""
+    return math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
+
+
+def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
+    """What links add that nobody measured."""
+    variance, total = 0.0, parts.total
     for name in COMMUNICATION:
         seconds = getattr(parts, name)
         link = link_of(job.links, layout, name)
