@@ -16,7 +16,7 @@ from hardware.gpus import gpu_named, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
-from planner.explain import base_sigma, forecast_of, helps_most, ranked
+from planner.explain import forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
@@ -270,7 +270,6 @@ def search_planned(planned: Planned, named: Mapping[str, object] | None = None) 
     return search(
         planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
-        sigma=base_sigma(planned.job, calibrated=planned.calibrated),
         named=planned.asked if named is None else named,
     )  # fmt: skip
 

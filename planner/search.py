@@ -22,9 +22,9 @@ _FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
 _LEAST_TOKENS = 1024  # of a sequence, on a context-parallel rank: with fewer no published run splits one
-# Two forecasts nearer than a ninth of their standard deviation (2 % where the GPU is known) are equal: the one that
-# leaves more memory free is taken.
-TIE_SHARE = 0.11
+# Two forecasts of one job nearer than this are equal: the one that leaves more memory free is taken. A third of
+# SIGMA_PAIR_SAME, and no matter how far off both may be together.
+TIE = 1.02
 # Standard deviation of the error in the difference of two forecasts (log) of one job, whose common errors cancel:
 # `python bench/search.py --pairs ROWS.csv...`, from the median over pairs of published runs that differ only so.
 SIGMA_PAIR = 0.11  # in their degrees
@@ -193,7 +193,7 @@ def _key(layout: Layout) -> str:
 
 def search(
     job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
-    scale: float = 1.0, sigma: float = 0.18, named: Mapping[str, object] | None = None,
+    scale: float = 1.0, named: Mapping[str, object] | None = None,
 ) -> Found:  # fmt: skip
     """Forecast every allowed layout; `scale` is the calibration's factor on time.
 
@@ -201,7 +201,7 @@ def search(
     """
     run = _Search(
         job=job, world=world, global_batch=global_batch, precision=precision,
-        budget=capacity * DEFAULT_MEMORY.safe_share if capacity else None, scale=scale, tie=1.0 + TIE_SHARE * sigma,
+        budget=capacity * DEFAULT_MEMORY.safe_share if capacity else None, scale=scale,
         named=named or {},
     )  # fmt: skip
     for split in run.splits():
@@ -221,7 +221,6 @@ class _Search:
     precision: Precision
     budget: float | None
     scale: float
-    tie: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
     best: dict[tuple[str, bool], Candidate] = field(default_factory=dict)  # of each family, with room and tight
@@ -334,8 +333,8 @@ class _Search:
         held = self.best.get(slot)
         if (
             held is None
-            or seconds < held.seconds / self.tie
-            or (seconds <= self.tie * self.fastest[slot] and memory.total < held.memory.total)
+            or seconds < held.seconds / TIE
+            or (seconds <= TIE * self.fastest[slot] and memory.total < held.memory.total)
         ):
             self.best[slot] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight)
         return seconds
@@ -362,27 +361,25 @@ class _Search:
         families: dict[str, list[Candidate]] = {}
         for (key, _), candidate in self.best.items():
             families.setdefault(key, []).append(candidate)
-        best = sorted(
-            (simplest(self.job, members, tie=self.tie) for members in families.values()), key=lambda c: c.seconds
-        )
+        best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
-            winner = simplest(self.job, best, tie=self.tie)
+            winner = simplest(self.job, best)
             best.remove(winner)
             best.insert(0, winner)
         self.found.best = best
 
 
-def simplest(job: Job, candidates: Sequence[Candidate], *, tie: float) -> Candidate:
+def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Of those that are as fast as the fastest within the error of the difference, the one with least to go wrong.
 
-    Of equally simple ones the fastest; of equally fast ones, nearer than `tie`, the one that fills least.
+    Of equally simple ones the fastest; of equally fast ones, nearer than `TIE`, the one that fills least.
     """
     first = min(candidates, key=lambda c: c.seconds)
     near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
     least = min(len(c.complications) for c in near)
     simple = [c for c in near if len(c.complications) == least]
     fastest = min(c.seconds for c in simple)
-    return min((c for c in simple if c.seconds <= tie * fastest), key=lambda c: c.memory.total)
+    return min((c for c in simple if c.seconds <= TIE * fastest), key=lambda c: c.memory.total)
 
 
 def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:

@@ -137,7 +137,7 @@ def test_a_gain_beyond_the_error_is_taken() -> None:
     split = next(c for c in best if c.complications == ("TP",))
     for gain, chosen in ((0.05, plain), (0.20, split)):
         split.seconds = plain.seconds * (1 - gain)
-        assert simplest(job, [plain, split], tie=1.02) is chosen
+        assert simplest(job, [plain, split]) is chosen
 
 
 def test_every_machine_to_plan_for_has_host_memory_to_offload_to() -> None:
