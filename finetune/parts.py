@@ -20,7 +20,7 @@ from contracts.run_record import Communication, Compared, Measured, RunForecast,
 
 # Part -> the members of the forecast's time_parts that it is held against.
 PARTS: dict[str, tuple[str, ...]] = {
-    "compute": ("gemm", "attention", "elementwise", "recompute"),
+    "compute": ("gemm", "attention", "elementwise", "dequantize", "recompute"),
     "gather": ("gather",),
     "reduce": ("reduce",),
     "tensor_parallel": ("tensor_parallel",),

@@ -37,6 +37,7 @@ _WORDS = {
     "gemm": "matrix multiplications",
     "attention": "attention",
     "elementwise": "norms, activations and the loss over HBM",
+    "dequantize": "unpacking 4-bit weights",
     "recompute": "recomputed activations",
     "host": "the host starting kernels",
     "tensor_parallel": "tensor-parallel all-reduces",
@@ -49,7 +50,7 @@ _WORDS = {
     "optimizer": "the optimizer",
     "offload": "offloading to the host",
 }
-_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host")
+_COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
 
 def link_of(links: Links, layout: Layout, part: str) -> Speed | None:

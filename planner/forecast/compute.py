@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hardware.gpus import Gpu
 from hardware.units import GIB
-from planner.forecast.engine import Engine
+from planner.forecast.engine import NF4_BYTES, Engine
 from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width
 
 # What an unknown CPU core does in a float32 multiplication; wide, and said to be assumed. AVX2 at 2.5 GHz is
@@ -49,6 +49,11 @@ class Constants:
     hidden_passes_eager: float = 19.0
     ffn_passes_fused: float = 3.0
     ffn_passes_eager: float = 5.0
+    # 4-bit weights become 16-bit ones before each product. Of the data sheet's bandwidth the kernels that do so reach
+    # 0.24 (bitsandbytes on A100, litgpt's tables of LoRA beside QLoRA), 0.16 (torchao on RTX 4090, torchtune's) and 0.10
+    # (GPTQ on A100, Qwen's).
+    dequantize_share: float = 0.16
+    dequantize_kernels: float = 3.0  # per product: the scales' own scales, their offset, the weights
     launch_seconds: float = 6e-6  # the host needs this long to start one kernel
     kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
@@ -157,6 +162,7 @@ class LayerCost(NamedTuple):
     attention: float
     elementwise: float
     host: float
+    dequantize: float = 0.0  # once per pass over the weights, whatever the tokens
 
 
 def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
@@ -165,14 +171,15 @@ def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
 
 def layer_cost(
     model: ModelSpec, tokens: float, sequence: float, tp: int, sequence_parallel: bool, rates: Rates, engine: Engine,
-    *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, constants: Constants = DEFAULT,
+    *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, four_bit: bool = False,
+    constants: Constants = DEFAULT,
 ) -> LayerCost:  # fmt: skip
     """Forward seconds of one layer for `tokens` on this rank, of sequences `sequence` long."""
     kinds = _kinds(model)
     if len(kinds) > 1:  # the mean over the layers
         costs = [
             layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, engine, ep=ep, lora_targets=lora_targets,
-                       compiled=compiled, constants=constants)
+                       compiled=compiled, four_bit=four_bit, constants=constants)
             for kind, _ in kinds
         ]  # fmt: skip
         shares = [share for _, share in kinds]
@@ -193,11 +200,18 @@ def layer_cost(
         inputs = 1.0 if fused else constants.lora_inputs
         moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
         kernels += constants.lora_kernels
+    dequantize = 0.0
+    if four_bit:
+        products = [into * out * copies for _, out, into, copies in _shapes(model, tokens, tp, ep)]
+        kernels += constants.dequantize_kernels * len(products)
+        share = constants.dequantize_share / constants.hbm_share
+        dequantize = sum(products) * (NF4_BYTES + rates.element_bytes) / (rates.hbm * share)
     return LayerCost(
         _products(model, tokens, tp, ep, constants) / rates.gemm,
         _attention(model, tokens, sequence, tp, rates, constants),
         moved / rates.hbm,
         kernels * rates.launch_seconds,
+        dequantize,
     )
 
 
@@ -230,6 +244,11 @@ def _routing_passes(model: ModelSpec, ep: int) -> float:
 
 def _products(model: ModelSpec, tokens: float, tp: int, ep: int, constants: Constants) -> float:
     """FLOPs of a layer's multiplications, each raised by what its shape loses."""
+    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in _shapes(model, tokens, tp, ep))
+
+
+def _shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[tuple[float, float, float, int], ...]:
+    """Rows, columns, depth and number of a layer's multiplications on one rank."""
     h, width = float(model.hidden), model.ffn / tp
     rows, copies = tokens, 1
     if model.experts:  # one of the local experts, balanced, and how many there are; see engine.share_of for TP
@@ -244,7 +263,7 @@ def _products(model: ModelSpec, tokens: float, tp: int, ep: int, constants: Cons
     if model.experts and model.shared_expert_ffn:
         shared = model.shared_expert_ffn / tp
         shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))
-    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes)
+    return shapes
 
 
 def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates: Rates, constants: Constants) -> float:

@@ -24,6 +24,7 @@ class StepParts(NamedTuple):
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
+    dequantize: float = 0.0  # 4-bit weights, for each pass
     recompute: float = 0.0
     host: float = 0.0  # the GPU waits for kernels to be started
     tensor_parallel: float = 0.0
@@ -92,7 +93,8 @@ class Job(Question):
             adapters = self.train.lora_targets if self.train.method != "full" else ()
             cost = self._layers[key] = layer_cost(
                 self.model, tokens, self.sequence(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
-                self.engine, ep=layout.ep, lora_targets=adapters, compiled=layout.compile, constants=self.constants,
+                self.engine, ep=layout.ep, lora_targets=adapters, compiled=layout.compile,
+                four_bit=self.train.method == "qlora", constants=self.constants,
             )  # fmt: skip
         return cost
 
@@ -188,6 +190,7 @@ class _Layer(NamedTuple):
     forward: float
     backward: float
     recompute: float
+    dequantize: float  # in all passes
     host: float
     tensor_parallel: float
     context_parallel: float
@@ -228,6 +231,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         gemm=m * (layers * cost.gemm * (1.0 + (2.0 if step.full else 1.0)) + micro.head_gemm * head_passes),
         attention=m * layers * cost.attention * 3.5,
         elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + exchange.copied),
+        dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
         tensor_parallel=m * layers * layer.tensor_parallel,
@@ -266,6 +270,7 @@ def _layer(step: _Step) -> _Layer:
         forward=forward,
         backward=backward,
         recompute=gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise,
+        dequantize=cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0),
         host=_host(step, forward, backward),
         tensor_parallel=_tensor_parallel(step),
         context_parallel=_context_parallel(step),
@@ -316,8 +321,10 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     head_gemm, head_loss = step.job.head(step.layout, step.tokens)
     head = head_gemm * (2.0 + (1.0 if step.full else 0.0)) + head_loss
     tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
-    forward = step.layers * (layer.forward + tp / 2.0 + cp / 3.0 + ep / 2.0)
-    backward = step.layers * (layer.backward + layer.recompute + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host)
+    once = step.cost.dequantize
+    forward = step.layers * (layer.forward + once + tp / 2.0 + cp / 3.0 + ep / 2.0)
+    again = layer.recompute + layer.dequantize - once
+    backward = step.layers * (layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host)
     return _Micro(forward, backward + head, head, head_gemm, head_loss)
 
 
