@@ -50,11 +50,13 @@ class Constants:
     ffn_passes_fused: float = 3.0
     ffn_passes_eager: float = 5.0
     # 4-bit weights become 16-bit ones before each product. Of the data sheet's bandwidth the kernels that do so reach
-    # 0.24 (bitsandbytes on A100, litgpt's tables of LoRA beside QLoRA), 0.16 (torchao on RTX 4090, torchtune's) and 0.10
-    # (GPTQ on A100, Qwen's).
+    # 0.24 (bitsandbytes on A100, litgpt's tables of LoRA beside QLoRA), 0.16 (torchao on RTX 4090, torchtune's) and
+    # 0.10 (GPTQ on A100, Qwen's).
     dequantize_share: float = 0.16
     dequantize_kernels: float = 3.0  # per product: the scales' own scales, their offset, the weights
-    launch_seconds: float = 6e-6  # the host needs this long to start one kernel
+    launch_seconds: float = (
+        12e-6  # the host needs this long to start one operator of eager PyTorch; docs/decisions/0023
+    )
     kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
     kernels_routing: float = 25.0  # more per layer with experts: scores, top k, counts, permutations, all-to-alls

@@ -185,6 +185,7 @@ class Engine:
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
+    splits_documents: bool = False  # attention in packed rows stays within each sample, and costs no more than that
     selective_attention: bool = False  # selective recomputation runs attention's core again, not every second product
 
     # What runs.

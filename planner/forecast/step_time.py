@@ -15,7 +15,7 @@ from typing import NamedTuple
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.forecast.engine import NF4_BYTES, Question, Share, share_of
-from planner.forecast.specs import Weights, expected_longest, mean_length, weights
+from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
 
 
 class StepParts(NamedTuple):
@@ -79,6 +79,13 @@ class Job(Question):
                 return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
 
+    def attended(self, micro_batch: int) -> float:
+        """Tokens per sequence as attention sees it: packed samples look at themselves only, where the stack says so."""
+        train = self.train
+        if train.packing and train.length_histogram and self.engine.splits_documents and train.attention != "eager":
+            return document_length(train.length_histogram, train.sequence_length)
+        return self.sequence(micro_batch)
+
     def real_tokens(self, micro_batch: int) -> float:
         """Tokens per sequence that are not padding."""
         if self.train.length_histogram and not self.train.packing and self.train.mean_tokens is None:
@@ -92,7 +99,7 @@ class Job(Question):
         if cost is None:
             adapters = self.train.lora_targets if self.train.method != "full" else ()
             cost = self._layers[key] = layer_cost(
-                self.model, tokens, self.sequence(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
+                self.model, tokens, self.attended(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
                 self.engine, ep=layout.ep, lora_targets=adapters, compiled=layout.compile,
                 four_bit=self.train.method == "qlora", constants=self.constants,
             )  # fmt: skip

@@ -90,6 +90,7 @@ class Topoflight(Fsdp):
 
 ENGINE = Topoflight(
     name="topoflight",
+    splits_documents=True,
     can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
     offloads=("all",),
     ends_apart=True,

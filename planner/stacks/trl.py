@@ -24,6 +24,7 @@ ENGINE = Fsdp(
     interleaved=False,
     # transformers' ForCausalLMLoss: the logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
     logits_bytes=14.0,
+    splits_documents=True,  # packed rows carry positions, which flash attention takes for lengths
     gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype as param_dtype
     ddp_bucket_copies=True,  # accelerate leaves gradient_as_bucket_view at torch's default, which is off
 )

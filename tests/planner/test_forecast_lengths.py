@@ -12,6 +12,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import LengthsError, TrainSpec, check_histogram, expected_longest, histogram_of, mean_length
 from planner.forecast.step_time import step_parts
 from planner.recommend import plan, recommend
+from planner.stacks import engine_named
 
 DIE = histogram_of([1, 2, 3, 4, 5, 6])
 
@@ -40,6 +41,23 @@ def test_padding_makes_a_large_micro_batch_dearer_and_packing_does_not() -> None
     assert many > 3 * few  # a single short sequence multiplies less efficiently, else it were five times
     packed = plan(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-8B"), replace(train, packing=True))
     assert packed.job.sequence(16) == 2048
+
+
+def test_attention_in_packed_rows_follows_the_samples() -> None:
+    """900 rows of 100 tokens and 100 of 2000: a token's sample has (900 x 100^2 + 100 x 2000^2) / 290,000 tokens.
+
+    Each meets half as many keys: 2 x 2 FLOPs per key and column of a head, 3.5 passes, at half the rate for 480 tokens.
+    """
+    tail = ((100, 900), (2000, 100))
+    train = TrainSpec(method="full", sequence_length=4096, length_histogram=tail, packing=True, global_batch=8)
+    job = plan(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-8B"), train).job
+    length = (900 * 100**2 + 100 * 2000**2) / 290_000
+    assert job.attended(1) == pytest.approx(length) != job.sequence(1)
+    by_hand = 32 * 3.5 * 4 * 4096 * (length + 480) / 2 * 4096 / job.rates.attention
+    layout = Layout(world_size=8, dp_shard=8)
+    assert step_parts(job, layout).attention == pytest.approx(by_hand)
+    whole = replace(job, engine=engine_named("torchtitan"), _layers={}, _heads={})
+    assert step_parts(whole, layout).attention == pytest.approx(by_hand * (4096 + 480) / (length + 480))
 
 
 def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:
