@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from contracts.layout import Layout
 from hardware.units import GIB, GIGA
-from planner.forecast.engine import Engine, Question
+from planner.forecast.engine import NF4_BYTES, Engine, Question
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 
 Rule = Callable[[Question, Layout], str | None]
@@ -208,7 +208,8 @@ def host_memory_holds(q: Question, at: Layout) -> str | None:
         return None
     if q.host_memory_bytes is None:
         return "offloading needs host memory, and how much the nodes have is unknown"
-    each = (12.0 if at.offload == "optimizer" else 16.0) if q.train.method == "full" else 2.0
+    frozen = NF4_BYTES if q.train.method == "qlora" else 2.0
+    each = (12.0 if at.offload == "optimizer" else 16.0) if q.train.method == "full" else frozen
     needed = each * weights(q.model).total * at.dp_replicate / max(1, q.links.nodes)
     usable = 0.8 * q.host_memory_bytes
     if needed > usable:
