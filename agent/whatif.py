@@ -1,8 +1,9 @@
-"""What if: more nodes (--sweep), or another layout (--compare)."""
+"""What if: more nodes (--sweep), another layout (--compare), other machines and networks (--frontier)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +12,16 @@ import click
 from rich.console import Console
 
 from agent import units
-from agent.advise import Request, RequestError, cluster_of, default_ranks, model_of, train_of
+from agent.advise import (
+    Request,
+    RequestError,
+    cluster_of,
+    default_ranks,
+    model_of,
+    prices_of,
+    rows_of,
+    train_of,
+)
 from agent.cli.hosts import snapshots
 from agent.cli.output import emit, waiting
 from agent.documents import write_atomic
@@ -20,10 +30,12 @@ from agent.terminal.tables import table
 from contracts.layout import Checkpointing, LayoutError, Offload, Precision, Schedule, Sharding
 from planner.forecast import machines
 from planner.forecast.machines import MachineError
+from planner.forecast.specs import TrainSpec, mean_length
 from planner.recommend import forecast_named, plan
-from planner.sweep import compare, sweep, sweep_svg
+from planner.sweep import FrontierPoint, compare, frontier, frontier_svg, sweep, sweep_svg
 
 MOST_POINTS = 64
+DEFAULT_NODES = "nodes=1,2,4,8"
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _COUNTS = (*_DEGREES, "micro_batch", "gradient_accumulation", "virtual_stages")
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -37,23 +49,112 @@ def run(request: Request, options: Mapping[str, Any], form: str) -> None:
     if form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
     if request.model is None:
-        raise click.UsageError("--sweep and --compare need --model")
-    if options["sweep"]:
+        raise click.UsageError("--sweep, --compare and --frontier need --model")
+    if options["frontier"]:
+        _frontier(request, str(options["sweep"] or DEFAULT_NODES), options["plot"], form)
+    elif options["sweep"]:
         _sweep(request, str(options["sweep"]), options["plot"], form)
     else:
         _compare(request, tuple(options["compare"]), form)
 
 
-def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
+def _numbers(text: str) -> list[int]:
+    """ "nodes=1,2,4" as numbers."""
     name, _, numbers = text.partition("=")
     words = numbers.split(",")
     if name != "nodes" or not all(w.isdecimal() and 1 <= int(w) <= 100_000 for w in words) or len(words) > MOST_POINTS:
         raise click.UsageError(f"--sweep {text}: must be nodes=1,2,4 with at most {MOST_POINTS} numbers up to 100000")
+    return [int(word) for word in words]
+
+
+def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:
+    """Machines, nodes and networks of a question with the same batch and the same tokens for all.
+
+    Without a budget the run is a billion tokens. Raises RequestError.
+    """
+    model, train = model_of(request), train_of(request)
+    assert model is not None  # noqa: S101 - asked before
+    prices = prices_of(request.price, files=request.allow_files) if request.price else None
+    named = [word for word in (request.machine or "").split(",") if word]
+    names = named or list(prices if isinstance(prices, dict) else ())
+    if not names:
+        raise RequestError("frontier: name the machines (--machine A,B,...), or give their prices in a file")
+    networks = [None, *(word for word in (request.network or "").split(",") if word)]
+    if len(names) * len(nodes) * len(networks) > MOST_POINTS:
+        count = f"{len(names)} machines x {len(nodes)} numbers of nodes x {len(networks)} networks"
+        raise RequestError(f"frontier: {count} are more than {MOST_POINTS} points")
+    try:
+        if train.global_batch is None:  # one batch for all points, or they would do different jobs
+            sizes = [machines.cluster(name, max(nodes)) for name in names]
+            largest = max(sizes, key=lambda cluster: cluster.world_size)
+            train = replace(train, global_batch=plan(largest, (), model, train).global_batch)
+        return frontier(
+            names,
+            nodes,
+            networks,
+            model,
+            train,
+            tokens=tokens_of(request, train),
+            prices=prices,
+            transport=request.transport,
+        )
+    except (MachineError, ValueError) as error:
+        raise RequestError(str(error)) from None
+
+
+PER_TOKENS = 1e9
+
+
+def tokens_of(request: Request, train: TrainSpec) -> float:
+    """Real tokens of the whole run, a billion where no budget is given."""
+    histogram = train.length_histogram
+    mean = mean_length(histogram, train.sequence_length) if histogram else float(train.sequence_length)
+    if request.tokens is not None:
+        return float(request.tokens)
+    if request.epochs is not None and (rows := rows_of(request)):
+        return request.epochs * rows * mean
+    if request.steps is not None:
+        return request.steps * (train.global_batch or 1) * mean
+    return PER_TOKENS
+
+
+def _frontier(request: Request, text: str, plot: Path | None, form: str) -> None:
+    with waiting("recommend: forecasting the frontier"):
+        points = frontier_of(request, _numbers(text))
+    if plot is not None:
+        _write(plot, frontier_svg(points, f"{request.model}, {request.method}"))
+
+    def show(out: Console) -> None:
+        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", "money")
+        for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
+            if p.seconds is None:
+                rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * 5)
+                continue
+            rows.add_row(
+                "✓" if p.best else "", p.machine, str(p.nodes), p.network, p.layout, f"{p.tokens_per_second:,.0f}",
+                f"{p.mfu:.0%}" if p.mfu is not None else "-", units.duration(p.seconds.mid), f"{p.gpu_hours:,.1f}",
+                f"{p.cost.mid:,.2f}" if p.cost else "-",
+            )  # fmt: skip
+        out.print(rows)
+        spent = "money" if all(p.cost for p in points if p.seconds) else "GPU-hours"
+        out.print(f"✓ nothing else takes less time and less {spent} for the same tokens")
+
+    emit([asdict(point) for point in points], form, show)
+
+
+def _write(plot: Path, drawn: str) -> None:
+    try:
+        write_atomic(plot, drawn)
+    except OSError as error:
+        raise click.UsageError(f"--plot {plot}: {error.strerror or error}") from None
+
+
+def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
     if request.machine is None:
         raise click.UsageError("--sweep needs --machine: a sweep is over nodes of one kind")
     model = model_of(request)
     assert model is not None  # noqa: S101 - `run` has refused otherwise
-    nodes, train = [int(word) for word in words], train_of(request)
+    nodes, train = _numbers(text), train_of(request)
     try:
         if train.global_batch is None:  # one batch for all points, or the curve would compare different jobs
             largest = machines.cluster(request.machine, max(nodes), gpus_per_node=request.ranks_per_node)
@@ -64,10 +165,7 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
     except (MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
     if plot is not None:
-        try:
-            write_atomic(plot, sweep_svg(points, f"{model.name} on {request.machine}"))
-        except OSError as error:
-            raise click.UsageError(f"--plot {plot}: {error.strerror or error}") from None
+        _write(plot, sweep_svg(points, f"{model.name} on {request.machine}"))
 
     def show(out: Console) -> None:
         rows = table("nodes", "ranks", "layout", "step", "tokens/s", "efficiency")

@@ -375,7 +375,7 @@ def recommend(
         again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
         if again.world == planned.world:
             again = replace(again, global_batch=planned.global_batch)
-        sound = _best(again) if links else None
+        sound = best_layout(again) if links else None
         if sound is not None and again.world == planned.world:
             sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
@@ -527,7 +527,7 @@ def _shorter(planned: Planned) -> int | None:
 _SHORTEST = 128  # tokens: shorter rows hold no question and answer
 
 
-def _best(planned: Planned) -> RankedLayout | None:
+def best_layout(planned: Planned) -> RankedLayout | None:
     """The best layout alone."""
     found = search_planned(planned).best[:1]
     return next(

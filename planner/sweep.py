@@ -1,14 +1,18 @@
-"""Sweeps: the best layout over a range of nodes, as a table of points and as an SVG plot."""
+"""Sweeps: the best layout over nodes, and over machines and networks what no other beats in time and in money.
+
+Each as a table of points and as an SVG plot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from planner.advice import RankedLayout
+from planner.advice import Interval, RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.recommend import plan, search_planned, unjudged
+from planner.recommend import best_layout, plan, search_planned, unjudged
 from topology.svg import escape
 
 
@@ -63,6 +67,90 @@ def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float
     return (*rows, ("step", first.forecast.step_seconds.mid, second.forecast.step_seconds.mid))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """So many machines of one kind over one network: how long the same training takes there, and what it costs."""
+
+    machine: str
+    nodes: int
+    network: str  # "as sold", "100G tcp"
+    ranks: int
+    layout: str = ""  # "" where nothing fits
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_bytes: float | None = None
+    seconds: Interval | None = None  # of the whole run
+    gpu_hours: float | None = None
+    cost: Interval | None = None  # None without a price
+    best: bool = False  # nothing else is both faster and cheaper (without prices: of fewer GPU-hours)
+    reason: str = ""  # why nothing fits
+
+
+def frontier(
+    names: Sequence[str], nodes: Sequence[int], networks: Sequence[str | None], model: ModelSpec,
+    train: TrainSpec, *, tokens: float, prices: float | Mapping[str, float] | None = None,
+    transport: str | None = None,
+) -> tuple[FrontierPoint, ...]:  # fmt: skip
+    """Every machine, number of nodes and network, with the best layout of each; `tokens` are those of the whole run.
+
+    `prices` are of a node-hour, one for all or by machine; `networks` as `machines.over_network` reads them, None for
+    the machine's own. Points of one node have no network and come once.
+    """
+    points = [
+        _point(machines.machine(name).name, count, (network, transport), model, train, tokens, prices)
+        for name in names
+        for count in nodes
+        for network in (networks if count > 1 else networks[:1])
+    ]
+    spent = {id(p): p.cost.mid if p.cost else p.gpu_hours or math.inf for p in points}
+    fits = [p for p in points if p.seconds is not None]
+    priced = all(p.cost for p in fits)
+    beaten = {
+        id(p) for p in fits for q in fits
+        if q is not p and q.seconds and p.seconds and q.seconds.mid <= p.seconds.mid
+        and spent[id(q)] <= spent[id(p)] and (q.seconds.mid, spent[id(q)]) != (p.seconds.mid, spent[id(p)])
+    }  # fmt: skip
+    comparable = priced or not any(p.cost for p in fits)
+    return tuple(replace(p, best=comparable and p.seconds is not None and id(p) not in beaten) for p in points)
+
+
+def _point(
+    name: str, count: int, network: tuple[str | None, str | None], model: ModelSpec, train: TrainSpec, tokens: float,
+    prices: float | Mapping[str, float] | None,
+) -> FrontierPoint:  # fmt: skip
+    cluster, (speed, transport) = machines.cluster(name, count), network
+    over = "-" if count == 1 else " ".join(filter(None, network)) if speed else "as sold"
+    here = FrontierPoint(machine=name, nodes=count, network=over, ranks=cluster.world_size)
+    if speed and count > 1:
+        try:
+            cluster = machines.over_network(cluster, speed, transport)
+        except machines.MachineError as error:
+            return replace(here, reason=str(error))
+    if reason := unjudged(cluster):
+        return replace(here, reason=reason)
+    planned = plan(cluster, (), model, train)
+    best = best_layout(planned)
+    if best is None:
+        misses = [row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits"]
+        return replace(
+            here, reason=min(misses, key=lambda text: float(text.split()[0]), default="no layout is allowed")
+        )
+    forecast = best.forecast
+    step = forecast.step_seconds
+    mid = tokens / forecast.tokens_per_second
+    seconds = Interval(low=mid * step.low / step.mid, mid=mid, high=mid * step.high / step.mid)
+    price = prices.get(name) if isinstance(prices, Mapping) else prices
+    cost = None
+    if price is not None:
+        each = price * count / 3600.0
+        cost = Interval(low=seconds.low * each, mid=mid * each, high=seconds.high * each)
+    return replace(
+        here, layout=best.layout.family, tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
+        memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
+        cost=cost,
+    )  # fmt: skip
+
+
 _WIDTH, _HEIGHT, _MARGIN = 640, 360, 56
 
 
@@ -96,7 +184,44 @@ def sweep_svg(points: Sequence[SweepPoint], title: str) -> str:
     return _frame(title, "\n".join(body))
 
 
-def _frame(title: str, body: str) -> str:
+def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
+    """Hours against money, or GPU-hours where there are no prices; what nothing beats is filled and joined."""
+    good = [p for p in points if p.seconds is not None]
+    if not good:
+        return _frame(title, '<text x="320" y="180" text-anchor="middle">nothing fits on any of these</text>', "")
+    priced = all(p.cost for p in good)
+    places = [
+        (p, p.seconds.mid / 3600.0, p.cost.mid if priced and p.cost else p.gpu_hours or 0.0) for p in good if p.seconds
+    ]
+    right, top = (max(column) or 1.0 for column in ([hours for _, hours, _ in places], [spent for *_, spent in places]))
+
+    def at(hours: float, spent: float) -> tuple[float, float]:
+        return (
+            _MARGIN + hours / right * (_WIDTH - 2 * _MARGIN), _HEIGHT - _MARGIN - spent / top * (_HEIGHT - 2 * _MARGIN)
+        )  # fmt: skip
+
+    line = sorted(at(hours, spent) for p, hours, spent in places if p.best)
+    body = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in line)}" fill="none" stroke="#1f6feb"/>']
+    for p, hours, spent in places:
+        x, y = at(hours, spent)
+        name = f"{p.nodes} x {p.machine}{'' if p.network in ('-', 'as sold') else f', {p.network}'}"
+        words = f"{name}: {p.layout}, {hours:.3g} h, {spent:.4g} {'money' if priced else 'GPU-hours'}"
+        fill = "#1f6feb" if p.best else "#fff"
+        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="#1f6feb">'
+                    f"<title>{escape(words)}</title></circle>")  # fmt: skip
+        if p.best:
+            anchor = "end" if x > _WIDTH / 2 else "start"
+            body.append(
+                f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}" font-size="10">{escape(name)}</text>'
+            )
+    body += [
+        f'<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="end">{right:.3g} h</text>',
+        f'<text x="{_MARGIN}" y="{_MARGIN - 8}">{top:,.4g} {"money" if priced else "GPU-hours"}</text>',
+    ]
+    return _frame(title, "\n".join(body), "hours of the whole run (filled: nothing is both faster and cheaper)")
+
+
+def _frame(title: str, body: str, axis: str = "nodes (dashed: perfect scaling of tokens/s)") -> str:
     bottom, left, end = _HEIGHT - _MARGIN, _MARGIN, _WIDTH - _MARGIN
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"
  font-family="sans-serif" font-size="12">
@@ -105,7 +230,7 @@ def _frame(title: str, body: str) -> str:
 <text x="{_WIDTH / 2}" y="24" text-anchor="middle" font-size="14">{escape(title)}</text>
 <line x1="{left}" y1="{bottom}" x2="{end}" y2="{bottom}" stroke="#333"/>
 <line x1="{left}" y1="{_MARGIN}" x2="{left}" y2="{bottom}" stroke="#333"/>
-<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">nodes (dashed: perfect scaling of tokens/s)</text>
+<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{axis}</text>
 {body}
 </svg>
 """

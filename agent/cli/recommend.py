@@ -61,7 +61,11 @@ LINT_KINDS = (
 @click.option("-o", "--output", "form", default="table", show_default=True,
               help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
 @click.option("--sweep", default=None, metavar="nodes=1,2,4", help="Best layout for each number of nodes (--machine).")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep: write an SVG here.")
+@click.option("--frontier", is_flag=True, help="What nothing beats in time and money, over the --machine A,B,... (or "
+              "those of --price), nodes (--sweep) and --network A,B.")  # fmt: skip
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep or --frontier: write an SVG here."
+)
 @click.option("--explain", is_flag=True, help="Show the forecast part by part, with the numbers behind it.")
 @click.option("--compare", nargs=2, default=None, metavar="A B",
               help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
@@ -88,7 +92,7 @@ def recommend(**options: object) -> None:
         with waiting("recommend: measuring rows"):
             settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
             request = dataset.with_rows(request, settings)
-    if options["sweep"] or options["compare"]:
+    if options["sweep"] or options["compare"] or options["frontier"]:
         from agent import whatif
 
         whatif.run(request, options, form)
@@ -117,11 +121,11 @@ def recommend(**options: object) -> None:
 
 def _refuse_unused(options: Mapping[str, object]) -> None:
     """UsageError for what would not be answered: an answer without it would read as if it had been."""
-    if options["plot"] and not options["sweep"]:
+    if options["plot"] and not (options["sweep"] or options["frontier"]):
         raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
     if options["sweep"] and options["compare"]:
         raise click.UsageError("--sweep and --compare: give one of them")
-    if options["sweep"] and options["network"]:
+    if options["sweep"] and options["network"] and not options["frontier"]:
         raise click.UsageError("--network and --sweep: give one of them; a sweep is over a machine's own network")
     if options["sweep"] and options["nodes"]:
         raise click.UsageError(

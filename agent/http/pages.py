@@ -79,13 +79,13 @@ def install(
     @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse, responses=_FORM)
     async def what_if(
         request: Request, model: Field = "", method: Field = "", machine: Field = "", nodes: Field = "",
-        network: Field = "", transport: Field = "",
-        sequence_length: Field = "", global_batch: Field = "",
+        network: Field = "", transport: Field = "", sequence_length: Field = "", global_batch: Field = "",
+        price: Field = "",
     ) -> Response:  # fmt: skip
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        fields = {"model": model, "method": method, "machine": machine, "nodes": nodes,
-                  "network": network, "transport": transport,
-                  "sequence_length": sequence_length, "global_batch": global_batch}  # fmt: skip
+        fields = {"model": model, "method": method, "machine": machine, "nodes": nodes, "network": network,
+                  "transport": transport, "sequence_length": sequence_length, "global_batch": global_batch,
+                  "price": price}  # fmt: skip
         view, given = current(state), tuple(fields.items())
         answer = rendered.get(view, ("/what-if", given))
         if answer is None:

@@ -17,12 +17,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agent import advise
+from agent import advise, whatif
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
 from agent.documents import render
 from agent.http import cluster
 from agent.http.worker import Answer, Refusal, send
 from agent.view import View
+
+# What the page opens with, so that one sees what may be asked and what an answer looks like.
+EXAMPLES: tuple[dict[str, str], ...] = (
+    {"model": "Llama-3.1-8B", "method": "lora", "machine": "4xl40s", "nodes": "1", "sequence_length": "2048"},
+    {"model": "Llama-3.1-70B", "method": "full", "machine": "p5.48xlarge", "nodes": "8", "sequence_length": "8192"},
+    {"model": "Qwen2.5-32B", "method": "full", "machine": "p5en.48xlarge", "nodes": "4", "sequence_length": "4096"},
+)
+FRONTIER_NODES = (1, 2, 4, 8)
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +96,13 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
 
     asked, view = dict(fields), known.current()
     if not asked.get("model"):
-        return _page(pages.what_if_page(view, asked, None, ""))
+        worked = [(one, advise.for_view(view, question(one))) for one in EXAMPLES]
+        return _page(pages.what_if_page(view, asked, None, "", examples=worked))
     try:
-        return _page(pages.what_if_page(view, asked, advise.for_view(view, question(asked)), ""))
+        wanted = question(asked)
+        advice = advise.for_view(view, wanted)
+        points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
+        return _page(pages.what_if_page(view, asked, advice, "", points=points))
     except advise.RequestError as error:
         return _page(pages.what_if_page(view, asked, None, str(error)), 400)
 
@@ -153,6 +165,7 @@ def question(asked: Mapping[str, str]) -> advise.Request:
         transport=(asked.get("transport") or "")[:32] or None,
         sequence_length=_whole(asked, "sequence_length", 10_000_000) or 2048,
         global_batch=_whole(asked, "global_batch", 10_000_000),
+        price=(asked.get("price") or "").strip()[:16] or None,
         allow_files=False,
     )
 

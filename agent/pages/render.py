@@ -28,6 +28,7 @@ from agent.jobs import bench_history
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.pages.runs import by_network, shown, side_by_side
+from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
 from agent.terminal.tables import GLYPHS
 from agent.view import Group, grouped, passed_ids, reasons, unknown_ids
@@ -36,6 +37,7 @@ from contracts.plain import printable
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
+from planner.sweep import FrontierPoint, frontier_svg
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
@@ -95,7 +97,8 @@ def sentence(text: str) -> str:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch")  # of the what-if form
+# of the what-if form
+_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "price")
 _SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
 
 
@@ -110,7 +113,8 @@ def _environment(*, html: bool) -> Environment:
     )
     made.filters.update(
         expected=expected_words, expected_rate=expected_rate,
-        size=units.size, rate=units.rate, seconds=units.seconds, interval=units.interval, kind=_kind, when=when,
+        size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
+        interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
         headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
         shell_lines=render_shell, k8s_lines=render_k8s,
@@ -128,6 +132,8 @@ def _environment(*, html: bool) -> Environment:
         glance=page_nodes.glance,
         charts=charts,
         layouts=_layouts,
+        summary=summary,
+        as_it_is=as_it_is,
         shown=shown,
         side_by_side=side_by_side,
         by_network=by_network,
@@ -170,10 +176,17 @@ def fleet_page(fleet: Fleet, *, source: str, behind: str | None, more: str = "")
     )  # fmt: skip
 
 
-def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
-    """The form and, where it was answered, layouts side by side."""
+def what_if_page(
+    view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
+    examples: Sequence[tuple[Mapping[str, str], Recommendation]] = (), points: Sequence[FrontierPoint] = (),
+) -> str:  # fmt: skip
+    """The form and, where it was answered, layouts side by side and the frontier; without a question, examples."""
     given = {name: asked[name] for name in _FIELDS if asked.get(name)}
-    return _page("what_if", view, asked=given, query=given, advice=advice, error=error)
+    drawn = Markup(frontier_svg(points, "Time and cost by nodes")) if points else ""  # noqa: S704 - escaped there
+    return _page(
+        "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
+        drawn=drawn,
+    )  # fmt: skip
 
 
 def endpoints_page(document: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,23 @@ def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None,
     topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
     assert ("NCCL_IB_HCA" in topics) is networked
     assert ("NCCL_NET" in topics) is networked
+
+
+def test_the_frontier_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    """From the shell: machines by name or by their prices; a budget decides how many tokens."""
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("p5.48xlarge: 98\n2xa40-roce: 4\n", encoding="utf-8")
+    asked = ["--frontier", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,4", "--price", str(prices)]
+    drawn = tmp_path / "frontier.svg"
+    shown = CliRunner().invoke(recommend, [*asked, "--plot", str(drawn)])
+    assert shown.exit_code == 0, shown.output
+    assert "✓" in shown.output and "money" in shown.output and drawn.read_text(encoding="utf-8").startswith("<svg")
+    said = json.loads(CliRunner().invoke(recommend, [*asked, "-o", "json", "--tokens", "2000000000"]).output)
+    assert [(p["machine"], p["nodes"]) for p in said] == [(m, n) for m in ("p5.48xlarge", "2xa40-roce") for n in (1, 4)]
+    assert said[0]["seconds"]["mid"] * said[0]["tokens_per_second"] == pytest.approx(2e9)
+    for wrong, words in (
+        (["--frontier", "--model", "Llama-3.1-8B"], "name the machines"),
+        (["--frontier", "--machine", "p5.48xlarge"], "--model"),
+    ):
+        refused = CliRunner().invoke(recommend, wrong)
+        assert refused.exit_code == 2 and words in refused.output, refused.output

@@ -12,7 +12,7 @@ from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import Planned, forecast_layout, forecast_named, plan, recommend
-from planner.sweep import compare, sweep, sweep_svg
+from planner.sweep import compare, frontier, frontier_svg, sweep, sweep_svg
 
 TRAIN = TrainSpec(method="full", sequence_length=8192, global_batch=256, engine="torchtitan")
 
@@ -89,3 +89,38 @@ def test_a_comparison_refuses_a_batch_that_does_not_divide() -> None:
     planned, _ = a40()
     with pytest.raises(LayoutError, match=r"global batch 64 .* micro_batch 3"):
         forecast_named(planned, {"dp_shard": 8, "micro_batch": 3})
+
+
+def test_the_frontier_holds_what_nothing_beats_in_time_and_money() -> None:
+    """Of the same tokens: a point that is beaten in both is not on it, and the fastest and the cheapest always are."""
+    train = TrainSpec(method="full", sequence_length=2048, global_batch=512)
+    prices = {"p5.48xlarge": 98.0, "p4d.24xlarge": 33.0}
+    points = frontier(tuple(prices), (1, 4), (None,), model_named("Llama-3.1-8B"), train, tokens=1e9, prices=prices)
+    assert [(p.machine, p.nodes) for p in points] == [(name, count) for name in prices for count in (1, 4)]
+    for point in points:
+        assert point.seconds is not None and point.cost is not None and point.tokens_per_second is not None
+        assert point.seconds.mid == pytest.approx(1e9 / point.tokens_per_second)
+        assert point.cost.mid == pytest.approx(point.seconds.mid / 3600 * point.nodes * prices[point.machine])
+        beaten = any(
+            q.seconds and q.cost and q.seconds.mid < point.seconds.mid and q.cost.mid < point.cost.mid for q in points
+        )
+        assert point.best is not beaten
+    fastest = min(points, key=lambda p: p.seconds.mid if p.seconds else 1e99)
+    cheapest = min(points, key=lambda p: p.cost.mid if p.cost else 1e99)
+    assert fastest.best and cheapest.best
+    drawn = frontier_svg(points, "a <b>")
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")  # noqa: S314 - our own text
+    assert drawn.count("<circle") == 4
+    ElementTree.fromstring(frontier_svg((), "nothing"))  # noqa: S314 - our own text
+
+
+def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
+    """A slower network is never faster, one node has none, and a 70B model does not fit on one p5."""
+    model = model_named("Llama-3.1-70B")
+    points = frontier(("p5.48xlarge",), (1, 8), (None, "100G"), model, TRAIN, tokens=1e9, transport="tcp")
+    assert [p.network for p in points] == ["-", "as sold", "100G tcp"]
+    assert points[0].seconds is None and "over" in points[0].reason and not points[0].best
+    own, over_tcp = points[1:]
+    assert own.seconds is not None and over_tcp.seconds is not None
+    assert own.seconds.mid < over_tcp.seconds.mid
+    assert own.best and not over_tcp.best and own.cost is None
