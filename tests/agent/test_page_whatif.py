@@ -1,0 +1,45 @@
+"""The what-if page: worked examples before a question, and with it layouts, cost and what other numbers of nodes do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from agent.http import questions
+from agent.http.worker import Answer
+from agent.view import look
+from probes.host.recording import load
+from probes.scan import scan
+
+MACHINES = Path(__file__).parent.parent / "machines"
+
+
+def page(machine: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
+    known = questions.Known(view=look((scan(load(MACHINES / f"{machine}.json")),)))
+    answer = questions.answer(known, "what_if", {"fields": tuple(fields.items())})
+    assert isinstance(answer, Answer)
+    return answer.body.decode()
+
+
+def test_it_opens_with_worked_examples_that_are_questions_to_ask_again() -> None:
+    text = page()
+    assert text.count('<a href="what-if?model=') == len(questions.EXAMPLES)
+    table = text[text.index("Worked examples") :]
+    assert len(re.findall(r"\d+ (?:m?s|s) \(", table)) == len(questions.EXAMPLES), "each with its step"
+    assert "nothing fits" not in table
+
+
+def test_a_machine_of_the_catalogue_shows_time_and_money_by_nodes() -> None:
+    text = page(model="Llama-3.1-8B", method="full", machine="p5.48xlarge", nodes="2", price="90")
+    frontier = text[text.index('id="frontier"') :]
+    assert frontier.count("× p5.48xlarge</th>") == len(questions.FRONTIER_NODES)
+    assert "<svg" in frontier and "money" in frontier
+    assert 'name="price" maxlength="16" value="90"' in text
+    refused = page(model="Llama-3.1-8B", machine="p5.48xlarge", price="cheap")
+    assert "price=&#39;cheap&#39;: must be a number" in refused
+
+
+def test_what_this_host_loses_stands_beside_its_layouts() -> None:
+    text = page(model="Llama-3.1-8B", method="full", nodes="2")
+    assert "limits.memlock.low: no RDMA, TCP over eno1" in text and "slower than sound nodes" in text
+    assert "slower than sound nodes" not in page("hgx-h100-8xH100-8hca", model="Llama-3.1-8B", nodes="2")
