@@ -14,8 +14,8 @@ from probes.scan import scan
 MACHINES = Path(__file__).parent.parent / "machines"
 
 
-def page(machine: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
-    known = questions.Known(view=look((scan(load(MACHINES / f"{machine}.json")),)))
+def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
+    known = questions.Known(view=look((scan(load(MACHINES / f"{host}.json")),)))
     answer = questions.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)
     return answer.body.decode()
