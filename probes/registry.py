@@ -7,6 +7,7 @@ from typing import Any
 from probes.api import Probe
 from probes.gpu import probe as gpu
 from probes.hostinfo import probe as hostinfo
+from probes.imex import probe as imex
 from probes.interfaces import probe as interfaces
 from probes.limits import probe as limits
 from probes.pci import probe as pci
@@ -19,5 +20,6 @@ ALL: tuple[Probe[Any], ...] = (
     gpu.PROBE,
     rdma.PROBE,
     interfaces.PROBE,
+    imex.PROBE,
 )
 BY_NAME = {probe.name: probe for probe in ALL}

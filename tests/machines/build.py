@@ -359,6 +359,11 @@ def gb200(tree: Tree) -> Machine:
         product="GB200 NVL", vendor="NVIDIA", cpu=GRACE, kernel="6.8.0-1021-nvidia-64k", os="Ubuntu 24.04.1 LTS",
         nvml=answers(gpus, GRACE, "570.124.06", 12080), netdevs=(LOOPBACK, net), default_route=2, peermem=None,
         driver_proc="NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.124.06  Release Build",
+        files={
+            "/proc/devices": "Character devices:\n195 nvidia\n511 nvidia-caps-imex-channels\n",
+            "/dev/nvidia-caps-imex-channels/channel0": "",
+            "/etc/nvidia-imex/nodes_config.cfg": "".join(f"10.30.1.{number}\n" for number in range(11, 29)),
+        },
     )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Probe of IMEX, which shares GPU memory between the hosts of one NVLink domain."""
