@@ -54,7 +54,8 @@ class MegatronDeepSpeed(Engine):
 _MEGATRON_FP32 = Stack(engine=ENGINES["megatron"], default_sharding="zero1", pattern=r"megatron.?(core|lm)")
 _MEGATRON = Stack(
     engine=replace(
-        ENGINES["megatron"], states=StateBytes(2.0, 2.0, 12.0, copy=4.0), gradient_bytes=2, replica_gradient_bytes=2
+        ENGINES["megatron"], states=StateBytes(2.0, 2.0, 12.0, copy=4.0), gradient_bytes=2, replica_gradient_bytes=2,
+        sends_tokens_once=True,  # moe_flex_dispatcher_backend: deepep, hybridep
     ),
     default_sharding="zero1",
     lora_targets=("q_proj", "k_proj", "v_proj"),  # NeMo's default

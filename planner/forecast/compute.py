@@ -37,10 +37,13 @@ class Constants:
     fp8_share: float = 0.95  # of the fp8 rate after quantising and scaling around each multiplication
     attention_ampere: float = 0.66  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
     attention_hopper: float = 0.41  # FlashAttention-2 on Hopper
-    attention_hopper_3: float = 0.52  # FlashAttention-3, cuDNN 9
+    attention_hopper_3: float = 0.70  # FlashAttention-3, cuDNN 9
     attention_blackwell: float = 0.57
     attention_flash1: float = 0.55  # of FlashAttention-2's rate
-    attention_short: float = 480.0  # tokens: a sequence this long runs attention at half its rate
+    # Tokens of a sequence that runs attention at half its rate: FlashAttention-2 on A100, -3 on H100, causal, head of
+    # 128, forward and backward, by the lengths of their papers' figures.
+    attention_short: float = 480.0
+    attention_short_3: float = 950.0
     attention_unfused: float = 0.45  # batched multiplications with the scores written to memory
     score_passes: float = 5.0  # passes over the score matrix, forward, where it is stored
     hbm_share: float = 0.75  # of the data sheet's bandwidth that streaming kernels reach
@@ -81,6 +84,7 @@ class Rates:
     """What one rank computes with."""
 
     gemm: float  # FLOP/s of large multiplications in the precision of the run, sustained
+    head: float | None = None  # of the output projection, which fp8 recipes leave in bf16; None: the same
     attention: float  # FLOP/s of the attention kernel
     hbm: float  # bytes/s of streaming kernels
     memory_bytes: float | None  # of one rank's device
@@ -88,6 +92,7 @@ class Rates:
     how: str  # "measured", "derived", "assumed"
     device: str
     attention_unfused: bool = False
+    attention_short: float = DEFAULT.attention_short
     element_bytes: float = 2.0  # of an activation
     inputs: tuple[str, ...] = ()
 
@@ -129,6 +134,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
     return Rates(
         gemm=gemm,
+        head=bf16 if precision == "fp8" else None,
         attention=attention,
         hbm=gpu.hbm_bytes_per_second * constants.hbm_share,
         memory_bytes=gpu.memory_bytes,
@@ -136,6 +142,9 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         how=how,
         device=gpu.name,
         attention_unfused=kernel == "unfused",
+        attention_short=constants.attention_short_3
+        if (gpu.compute_capability or (0, 0)) >= (9, 0) and ("flash3" in (kernel, gpu.attention))
+        else constants.attention_short,
         element_bytes=4.0 if precision == "fp32" else 2.0,
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
     )
@@ -286,7 +295,7 @@ def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates:
     if rates.attention_unfused:
         return seconds + 2.0 * constants.score_passes * tokens * window * (model.heads / tp) / rates.hbm
     # Causal: the upper triangle is skipped, but for the tiles on the diagonal.
-    return seconds * (0.5 * (1.0 + constants.attention_short / window))
+    return seconds * (0.5 * (1.0 + rates.attention_short / window))
 
 
 def _window(model: ModelSpec, sequence: float) -> float:
@@ -319,7 +328,7 @@ def head_cost(
 ) -> tuple[float, float]:
     """Forward seconds of the output projection, and forward-and-backward seconds of the loss over the vocabulary."""
     n = model.vocab / tp
-    gemm = 2.0 * tokens * n * model.hidden * _rate_loss(tokens, n, model.hidden, constants) / rates.gemm
+    gemm = 2.0 * tokens * n * model.hidden * _rate_loss(tokens, n, model.hidden, constants) / (rates.head or rates.gemm)
     passes = 6.0 if fused else 16.0  # bytes per logit: bf16 read twice and written; fp32 copies, softmax, gradient
     return gemm, tokens * n * passes / rates.hbm
 

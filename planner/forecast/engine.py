@@ -182,6 +182,7 @@ class Engine:
     # its traffic
     gradient_bytes: int = 2  # of what FSDP or ZeRO reduces
     replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
+    sends_tokens_once: bool = False  # to a rank, or a domain, with several of a token's experts (DeepEP, HybridEP)
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation

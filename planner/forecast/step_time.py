@@ -318,10 +318,15 @@ def _expert_parallel(step: _Step) -> float:
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
-    sent = step.wide * step.tokens / layout.tp * model.experts_per_token * model.hidden
+    links, copies = step.job.links, float(model.experts_per_token)
+    if step.job.engine.sends_tokens_once:  # how many of the receivers have one of its k experts, at random
+        domains = layout.ep / max(links.island_size, links.ranks_per_node)
+        receivers = domains if domains > 1 else float(layout.ep)
+        copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
+    sent = step.wide * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
-    return mixtures * rounds * step.job.links.all_to_all_seconds(sent, layout.ep, 1)
+    return mixtures * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:

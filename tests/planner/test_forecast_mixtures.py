@@ -9,7 +9,7 @@ import pytest
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from planner.forecast.compute import gpu_rates
-from planner.forecast.engine import share_of
+from planner.forecast.engine import Engine, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
@@ -50,9 +50,11 @@ FULL = TrainSpec(method="full", sequence_length=4096)
 SLOW = Speed(bytes_per_second=1e9, how="measured", link="TCP")
 
 
-def parts_on_a_slow_network(model: ModelSpec, layout: Layout, engine: str, train: TrainSpec = FULL) -> StepParts:
+def parts_on_a_slow_network(
+    model: ModelSpec, layout: Layout, engine: str | Engine, train: TrainSpec = FULL
+) -> StepParts:
     """One GPU per node, all traffic over 1 GB/s and nothing lost to starting it."""
-    gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
+    gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine) if isinstance(engine, str) else engine
     assert gpu is not None
     links = Links(
         ranks_per_node=1, nodes=layout.world_size, island_size=1, island=SLOW, node=SLOW, network=SLOW,
@@ -112,6 +114,16 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
     sent = 3 * 4 * 4096 * 8 * 7168 * 2.0 * 7 / 8 / 1e9
     assert parts_on_a_slow_network(model, layout, "megatron").expert_parallel == pytest.approx(sent, rel=1e-3)
+
+
+def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
+    """Eight experts at random on 8 ranks are on 8 (1 - (7/8)^8) = 5.25 of them."""
+    model = replace(DEEPSEEK_V3, layers=4, dense_layers=0)
+    layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
+    every = parts_on_a_slow_network(model, layout, "megatron").expert_parallel
+    engine = replace(engine_named("megatron"), sends_tokens_once=True)
+    once = parts_on_a_slow_network(model, layout, engine).expert_parallel
+    assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
 
 
 def test_ranks_of_context_parallelism_shard_the_weights_too() -> None:
