@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from contracts.job_config import ConfigError, EndedError, JobConfig
 from contracts.layout import Layout
 from contracts.run_record import EvalLoss, RunModel
-from finetune import checkpoint, data, model, optim, parallel, parts, verify
+from finetune import checkpoint, data, model, optim, parallel, parts, verify, weights
 from finetune import recorder as runs
 from finetune.plan import Plan
 from finetune.rows import load_tokenizer
@@ -103,7 +104,8 @@ class Trainer:
         shape = model.causal_lm(net).config
         data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
-        self.engine = parallel.Engine(net, layout, device, mesh)
+        fill = partial(weights.fill, weights.source_of(config), config.seed)
+        self.engine = parallel.Engine(net, layout, device, mesh, fill)
         del net
         self.named = self.engine.named_parameters()
         self.optimizer = optim.build_optimizer(self.named.values(), config)

@@ -34,48 +34,53 @@ LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entro
 
 
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
-    """The causal language model on CPU, the same on every rank, with LoRA where asked."""
+    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA where asked."""
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-    torch.manual_seed(config.seed)
-    four_bit = _four_bit(config, precision, note)
+    name = config.model_name_or_path
     kernel: str = config.attn_implementation
+    if config.load_in_4bit:
+        _check_four_bit(config, note)
     if kernel == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
         kernel = "sdpa"
         note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
     kernel = attention.NAME if kernel == "sdpa" else kernel
-    name = config.model_name_or_path
-    stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
-    if not config.use_peft and stored not in (None, torch.float32):
-        stored = torch.float32  # weights that train are kept in fp32; the layout's precision is what they compute in
-    stored = stored or (torch.bfloat16 if config.use_peft and precision == "bf16" else torch.float32)
-    if name.startswith("random:"):
-        preset = RANDOM.get(name.removeprefix("random:"))
-        if preset is not None:
-            shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
-        elif Path(name.removeprefix("random:")).is_dir():
-            shape = _ours(name, AutoConfig.from_pretrained, name.removeprefix("random:"))
-        else:
+    preset = RANDOM.get(name.removeprefix("random:")) if name.startswith("random:") else None
+    if preset is not None:
+        shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    elif name.startswith("random:"):
+        folder = name.removeprefix("random:")
+        if not Path(folder).is_dir():
             raise ConfigError(
                 f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
             )
-        model = AutoModelForCausalLM.from_config(shape, attn_implementation=kernel, dtype=stored)
+        shape = _ours(name, AutoConfig.from_pretrained, folder)
     else:
+        shape = _ours(name, AutoConfig.from_pretrained, name, revision=config.model_revision)
+    if getattr(shape, "quantization_config", None) is not None:
+        raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
+    with init_empty_weights(include_buffers=False):
         model = _ours(
-            name, AutoModelForCausalLM.from_pretrained, name, revision=config.model_revision,
-            attn_implementation=kernel, dtype=stored, use_safetensors=True, **four_bit,
+            name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
+            dtype=stored_type(config, precision),
         )  # fmt: skip
     if model.config.model_type not in TRAINED:
         raise ConfigError(
             f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(TRAINED)}"
         )
     model.config.use_cache = False
-    for module in model.modules():
-        # On CPUs with AVX512-BF16 bitsandbytes would pack weights anew in the first evaluation, for a product that
-        # has no gradient, and keep them so.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    if config.load_in_4bit:
+        _into_four_bit(model, precision)
     return _add_lora(model, config) if config.use_peft else model
+
+
+def stored_type(config: JobConfig, precision: str) -> torch.dtype:
+    """In which weights lie in memory. Those that train: fp32; the layout's precision is what they compute in."""
+    asked = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
+    if not config.use_peft:
+        return torch.float32
+    return asked or (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
 def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
@@ -84,24 +89,36 @@ def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
         return load(*words, trust_remote_code=False, **more)
 
 
-def _four_bit(config: JobConfig, precision: str, note: Callable[[str], None]) -> dict[str, Any]:
-    if not config.load_in_4bit:
-        return {}
+def _check_four_bit(config: JobConfig, note: Callable[[str], None]) -> None:
     if config.model_name_or_path.startswith("random:"):
         raise ConfigError("load_in_4bit=true: random weights have nothing to quantise; needs a model")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
     if not torch.cuda.is_available():
         note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
+
+
+def _into_four_bit(model: Any, precision: str) -> None:
+    """Linear layers, but for the head, become those of bitsandbytes; `weights.fill` quantises."""
     from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
 
     # Stored in 16 bits, which FSDP gathers as they are in fp32 and in bf16: a cast would be another weight.
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        bnb_4bit_quant_storage=torch.bfloat16,
+    quantiser = AutoHfQuantizer.from_config(
+        BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        ),
+        pre_quantized=False,
     )  # fmt: skip
-    return {"quantization_config": quantised}
+    quantiser.preprocess_model(model, device_map=None)
+    quantiser.postprocess_model(model)
+    for module in model.modules():
+        # On CPUs with AVX512-BF16 bitsandbytes would pack weights anew in the first evaluation, for a product that
+        # has no gradient, and keep them so.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _add_lora(model: Any, config: JobConfig) -> Any:
@@ -112,7 +129,7 @@ def _add_lora(model: Any, config: JobConfig) -> Any:
         target_modules=list(config.lora_target_modules), modules_to_save=list(config.lora_modules_to_save) or None,
     )  # fmt: skip
     try:
-        return get_peft_model(model, lora)
+        return get_peft_model(model, lora, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"lora_target_modules={list(config.lora_target_modules)}: {error}") from None
 

@@ -11,14 +11,14 @@ import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -55,6 +55,16 @@ KEPT_NAMED = {
 }  # fmt: skip
 
 
+class Fill(Protocol):
+    """Gives the parameters of a chunk that have none their values; of one of its modules, where that is named."""
+
+    def __call__(self, chunk: nn.Module, device: torch.device, within: nn.Module | None = None, /) -> None: ...
+
+
+def leave(_chunk: nn.Module, _device: torch.device, _within: nn.Module | None = None, /) -> None:
+    """Parameters as they are."""
+
+
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
     """First and one-past-last layer of each pipeline stage; where even is impossible the first stages take one more."""
     stages = layout.pp * layout.virtual_stages
@@ -69,14 +79,15 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
 
 
-def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
-    """One chunk under the layout: TP, activation checkpointing, compile, then FSDP2/HSDP or DDP."""
+def parallelize(
+    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = leave
+) -> nn.Module:
+    """One chunk under the layout: TP, activation checkpointing, compile, then FSDP2/HSDP or DDP.
+
+    `fill` gives parameters their values once it is known which part of them this rank holds.
+    """
     if mesh is not None and layout.tp > 1:
         apply_tp(chunk, mesh["tp"], layout.sequence_parallel)
-        if device.type == "cpu":  # what stays whole are views of the mapped file, and one keeps all of it resident
-            for whole in chunk.parameters():
-                if not isinstance(whole, DTensor):
-                    whole.data = whole.data.clone()
     if layout.checkpointing != "none":
         for layer in chunk.layers:
             layer.forward = _checkpointed(layer.forward, layout.checkpointing)
@@ -87,9 +98,11 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
     low = torch.bfloat16 if layout.precision == "bf16" else None
     if mesh is None or layout.data_parallel == 1:
         chunk.autocast = low
+        fill(chunk, device)
         return chunk.to(device)
     if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
         chunk.autocast = low
+        fill(chunk, device)
         ids = [device.index] if device.type == "cuda" else None
         # Rotary frequencies are the only buffers, and every rank computes the same.
         return DistributedDataParallel(
@@ -110,9 +123,12 @@ def parallelize(chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: t
     if chunk.first and not getattr(lm.config, "tie_word_embeddings", False):
         shard(lm.model.embed_tokens)
     for layer in chunk.layers:
+        if getattr(lm, "is_loaded_in_4bit", False):  # quantised whole, then sharded: one layer at a time
+            fill(chunk, device, layer)
         shard(layer)
     # The output head is the last to run and the first to run backward: gathered once.
     wrapped: nn.Module = shard(chunk, reshard_after_forward=False)
+    fill(chunk, torch.device("cpu") if layout.offload == "all" else device)
     return wrapped
 
 
@@ -220,7 +236,9 @@ def _together(ends: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> torc
 class Engine:
     """The model under its layout; runs one global batch at a time, forward and backward."""
 
-    def __init__(self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = leave
+    ) -> None:
         self.layout, self.device, self.mesh = layout, device, mesh
         self.adapters = hasattr(model, "get_base_model")
         why = refusals(layout, causal_lm(model).config, self.adapters)
@@ -231,7 +249,7 @@ class Engine:
         self.numbers = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
         self.width = causal_lm(model).config.hidden_size, causal_lm(model).dtype
         self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
-        self.modules = [parallelize(chunk, layout, mesh, device) for chunk in self.chunks]
+        self.modules = [parallelize(chunk, layout, mesh, device, fill) for chunk in self.chunks]
         self.counts_loss = self.chunks[-1].last and (mesh is None or mesh.get_local_rank("tp") == 0)
         self.scale = 1.0
         self.schedule = self._build_schedule() if layout.pp > 1 else None

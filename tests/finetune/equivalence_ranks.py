@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from finetune.optim import build_optimizer, clip_gradients
 from finetune.parallel import Engine, build_mesh
 from finetune.rows import load_tokenizer
 from finetune.verify import compare, observe
+from finetune.weights import fill, place, source_of
 
 SEQUENCES = 16  # per optimizer step
 STEPS = 2
@@ -68,12 +70,14 @@ def run(case, layout, mesh, stored=None):
     config = config_for(case)
     examples = examples_of(case["packing"])
     model = build_model(config, stored or layout.precision)
+    source = source_of(config)
     if stored not in (None, layout.precision):
+        fill(source, config.seed, model, torch.device("cpu"))
         model.float()
-    randomise_lora_b(model)
-    engine = Engine(model, layout, torch.device("cpu"), mesh)
+    engine = Engine(model, layout, torch.device("cpu"), mesh, fill=partial(fill, source, config.seed))
     got = observe(engine) if mesh else None
     named = engine.named_parameters()
+    randomise_lora_b(named)
     optimizer = build_optimizer(named.values(), config)
     at = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard") if mesh else 0
     loader = Loader(
@@ -108,17 +112,20 @@ def run(case, layout, mesh, stored=None):
 def save_base(folder):
     """The micro Llama in a folder, of whole 64-weight blocks: random weights have nothing to quantise."""
     if dist.get_rank() == 0:
-        build_model(config_for({"method": "full", "packing": False}), "fp32").save_pretrained(folder)
+        config = config_for({"method": "full", "packing": False})
+        model = build_model(config, "fp32")
+        fill(source_of(config), config.seed, model, torch.device("cpu"))
+        model.save_pretrained(folder)
     dist.barrier()
     return str(folder)
 
 
-def randomise_lora_b(model):
-    """LoRA starts with B = 0, where A has no gradient to compare: give B values, the same on every rank."""
-    generator = torch.Generator().manual_seed(3)
-    for name, p in model.named_parameters():
+def randomise_lora_b(named):
+    """LoRA starts with B = 0, where A has no gradient to compare: give B values, the same under every layout."""
+    for name, p in named.items():
         if "lora_B" in name:
-            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.05)
+            generator = torch.Generator().manual_seed(zlib.crc32(name.removeprefix("module.").encode()))
+            place(p, torch.randn(p.shape, generator=generator) * 0.05)
 
 
 def shape_of(layout):

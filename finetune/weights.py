@@ -1,0 +1,222 @@
+"""Where weights come from, and into which shards they go: each rank reads the slices that it holds, and no others.
+
+Surface: safetensors files, with `model.safetensors.index.json` where they are several, in a folder or of a hub.
+Weights of `random:` models are drawn one at a time, from the seed and the weight's name, the same under every layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from contracts.job_config import ConfigError, JobConfig
+from finetune import hub
+from finetune.model import build_model
+
+# What PEFT puts between a module and the weights that came with it, and the names of its own.
+_WRAPPED = re.compile(r"(\.base_layer|\.original_module|\.modules_to_save\.default)+\.")
+_FACTOR = re.compile(r"\.lora_(embedding_)?([AB])\.default")
+Box = tuple[Sequence[int], Sequence[int]]  # where it begins, and its size, by dimension
+
+
+class Source(Protocol):
+    """Weights by the names that transformers' model gives them."""
+
+    plain: Any  # the model without values
+    dtype: torch.dtype | None  # that they are stored in; None: in none
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A part of one weight, or all of it, on the CPU."""
+
+
+def source_of(config: JobConfig) -> Source:
+    """The weights of the model that the settings name, as they are before adapters and 4 bits."""
+    plain = build_model(dataclasses.replace(config, use_peft=False, load_in_4bit=False), "fp32")
+    return Drawn(plain, config.seed) if config.model_name_or_path.startswith("random:") else Stored(config, plain)
+
+
+class Stored:
+    """Weights in safetensors files."""
+
+    def __init__(self, config: JobConfig, plain: Any) -> None:
+        self.config, self.plain = config, plain
+        self.dtype = plain.config.dtype
+        self._opened: dict[str, Any] = {}
+        index = self._find("model.safetensors.index.json")
+        if index is not None:
+            self._file_of: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        else:
+            self._file_of = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+
+    def _find(self, file: str) -> str | None:
+        from transformers.utils import cached_file
+
+        name, revision = self.config.model_name_or_path, self.config.model_revision
+        with hub.asking("model_name_or_path", name, f"model_revision={revision!r}"):
+            found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return str(found) if found else None
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            from safetensors import safe_open
+
+            path = self._find(file)
+            if path is None:
+                raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: holds no {file}")
+            self._opened[file] = safe_open(path, framework="pt")
+        return self._opened[file]
+
+    def _part(self, stored: str) -> Any:
+        if stored not in self._file_of:
+            raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: its files hold no {stored}")
+        return self._open(self._file_of[stored]).get_slice(stored)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Of a file that is mapped into memory: what is not read takes none."""
+        if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
+            name = "model.embed_tokens.weight"
+        if name in self._file_of:
+            whole: torch.Tensor = self._part(name)[_slices(box)]
+            return whole
+        shape = self.plain.get_parameter(name).shape
+        parts = stored_as(self.plain, name)
+        if len(parts) == 1:
+            renamed: torch.Tensor = self._part(next(iter(parts)))[_slices(box)]
+            return renamed
+        return self._fused(list(parts), shape[0], box or ([0] * len(shape), shape))
+
+    def _fused(self, names: Sequence[str], experts: int, box: Box) -> torch.Tensor:
+        """[experts, rows, columns] of matrices that are stored one by one: all experts' gates, then all their ups."""
+        (first, start, left), (count, rows, columns) = box
+        made = []
+        for expert in range(first, first + count):
+            at, found = 0, []
+            for name in names[expert::experts]:
+                part = self._part(name)
+                height = part.get_shape()[0]
+                low, high = max(start, at), min(start + rows, at + height)
+                if low < high:
+                    found.append(part[low - at : high - at, left : left + columns])
+                at += height
+            made.append(torch.cat(found))
+        return torch.stack(made)
+
+
+class Drawn:
+    """Weights that transformers would start a training from."""
+
+    dtype = None
+
+    def __init__(self, plain: Any, seed: int) -> None:
+        self.plain, self.seed = plain, seed
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Drawn whole, each time anew."""
+        path, _, key = name.rpartition(".")
+        if name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
+            path = "model.embed_tokens"
+        module = copy.deepcopy(self.plain.get_submodule(path)).to_empty(device="cpu").float()
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            torch.manual_seed(_seed(self.seed, f"{path}.{key}"))
+            self.plain._init_weights(module)
+        return module.get_parameter(key).detach()[_slices(box)]
+
+
+def stored_as(plain: Any, name: str, value: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """One weight under the names, and in the parts, that the model's makers store it in; without values by default."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    value = plain.get_parameter(name) if value is None else value
+    parts: dict[str, torch.Tensor] = revert_weight_conversion(plain, {name: value})
+    return parts
+
+
+def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within: nn.Module | None = None) -> None:
+    """Give the parameters of `net` that are on meta a place on `device`, and this rank's part of their values.
+
+    `within`: of one of its modules only. Parameters stay the objects that they are: optimizers, FSDP and tied modules
+    hold them.
+    """
+    chosen = set(within.modules()) if within is not None else None
+    for path, module in net.named_modules():
+        if chosen is not None and module not in chosen:
+            continue
+        for key, p in module._parameters.items():
+            if p is None or not p.is_meta:
+                continue
+            name = f"{path}.{key}".removeprefix("net.").removeprefix("base_model.model.")
+            if type(p).__name__ == "Params4bit":
+                _quantise(p, module, source.read(plain_name(name)), device)
+                continue
+            made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+            torch.utils.swap_tensors(p, made)
+            if _FACTOR.search(name):
+                place(p, _factor(name, p.shape, seed))
+            else:
+                _read_into(p, source, plain_name(name))
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight in the model without adapters."""
+    return _WRAPPED.sub(".", name)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+def _read_into(p: torch.Tensor, source: Source, name: str) -> None:
+    box = _box(p)
+    if math.prod(box[1]):
+        (p.to_local() if isinstance(p, DTensor) else p).copy_(source.read(name, box))
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+def place(p: torch.Tensor, whole: torch.Tensor) -> None:
+    """This rank's part of a value that every rank has."""
+    (p.to_local() if isinstance(p, DTensor) else p).copy_(whole[_slices(_box(p))])
+
+
+def _box(p: torch.Tensor) -> Box:
+    if not isinstance(p, DTensor):
+        return [0] * p.ndim, p.shape
+    (chunk,) = p.__create_chunk_list__()  # as torch.distributed.checkpoint asks for a rank's part
+    return chunk.offsets, chunk.sizes
+
+
+def _slices(box: Box | None) -> tuple[slice, ...]:
+    pairs = zip(*box, strict=True) if box else ()
+    return tuple(slice(start, start + size) for start, size in pairs) or (slice(None),)
+
+
+def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.device) -> None:
+    """NF4 of one weight, on the device that keeps it; its scales are of the whole, so the whole is read."""
+    made = type(p)(
+        value.to(device), requires_grad=False, compress_statistics=p.compress_statistics, quant_type=p.quant_type,
+        quant_storage=p.quant_storage, blocksize=p.blocksize, module=module,
+    ).to(device)  # fmt: skip
+    module.weight = made
+
+
+def _factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """PEFT's own start of a LoRA factor: A as a linear layer's weights, B zero; of embeddings A zero and B normal."""
+    found = _FACTOR.search(name)
+    embedding, letter = found.groups() if found else (None, "")
+    made = torch.zeros(*shape)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(_seed(seed, name))
+        if embedding and letter == "B":
+            return made.normal_()
+        return made if embedding or letter == "B" else nn.init.kaiming_uniform_(made, a=math.sqrt(5))
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
