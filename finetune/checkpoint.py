@@ -7,6 +7,7 @@ it; frozen weights come from the model again.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import nn
 
 from contracts.job_config import ConfigError, EndedError, JobConfig
+from finetune import weights
+from finetune.model import build_model, causal_lm, stored_type
 
 SCHEMA_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of a weights file's content: a model trained further differs everywhere
+FILE_BYTES = 2 << 30  # of an exported file: what a rank holds while it writes it
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -222,43 +228,101 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
-    """Adapter (or whole model) in Hugging Face format from a checkpoint; run by one process, on CPU."""
-    from finetune.model import build_model, causal_lm
+    """Adapter (or whole model) in Hugging Face format from a checkpoint; every rank writes its share of the files.
 
+    Each file is put together by itself from what is stored: of the trained model, and of a base beside it, no rank
+    needs more memory for it than one file's tensors take.
+    """
     folder = Path(config.output_dir)
-    if config.export_merged:  # into the weights as they came: merged into 4 bits, an adapter is mostly rounded away
-        config = dataclasses.replace(config, load_in_4bit=False)
-    model = build_model(config, precision)
-    trained = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that one process reads alone is meant
-        dcp.load(trained, checkpoint_id=path, no_dist=True)
+    source = weights.source_of(config)
+    stored = source.dtype or stored_type(config, precision)
+    wanted = stored if config.dtype == "auto" else stored_type(dataclasses.replace(config, use_peft=True), precision)
     if not config.use_peft:
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        _write_model(folder / "model", source.plain, wanted, lambda name: _load(path, name, source.plain, wanted))
+        _beside(folder / "model", tokenizer)
         return {"saved_model": str(folder / "model")}
+    model = build_model(dataclasses.replace(config, load_in_4bit=False), precision)
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device="cpu")))
+    trained = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    _read(path, trained)
     made = {"adapter": str(folder / "adapter")}
     if config.model_name_or_path.startswith("random:"):
         # Random weights are nowhere else: keep them, so that the adapter has a model to go on.
-        _save_base(config, precision, folder / "base")
         made["base"] = str(folder / "base")
+        _write_model(folder / "base", source.plain, wanted, source.read)
         for one in model.peft_config.values():
             one.base_model_name_or_path = made["base"]
-    model.save_pretrained(folder / "adapter")
-    tokenizer.save_pretrained(folder / "adapter")
-    if config.export_merged:
-        merged = model.merge_and_unload()
-        causal_lm(merged).save_pretrained(folder / "merged")
-        tokenizer.save_pretrained(folder / "merged")
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "adapter")
+    _beside(folder / "adapter", tokenizer)
+    if config.export_merged:  # into the weights as they came: merged into 4 bits, an adapter is mostly rounded away
         made["merged"] = str(folder / "merged")
+        _write_model(folder / "merged", source.plain, wanted, lambda name: _merged(model, name, source))
+        _beside(folder / "merged", tokenizer)
     return made
 
 
-def _save_base(config: JobConfig, precision: str, folder: Path) -> None:
-    from finetune.model import build_model
+def _read(path: Path, state: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process reads alone is meant
+        dcp.load(state, checkpoint_id=path, no_dist=True)
 
-    plain = dataclasses.replace(config, use_peft=False, dtype="float32", load_in_4bit=False)
-    build_model(plain, precision).save_pretrained(folder)
+
+def _load(path: Path, name: str, plain: Any, dtype: torch.dtype) -> torch.Tensor:
+    value = torch.empty_like(plain.get_parameter(name), device="cpu", dtype=dtype)
+    _read(path, {f"model.{name}": value})
+    return value
+
+
+def _merged(model: Any, name: str, source: weights.Source) -> torch.Tensor:
+    """One weight of the base with what its adapter adds, or as it was trained whole."""
+    path, _, key = name.rpartition(".")
+    module = causal_lm(model).get_submodule(path)
+    if hasattr(module, "modules_to_save"):
+        trained: torch.Tensor = module.modules_to_save["default"].get_parameter(key).detach()
+        return trained
+    value = source.read(name)
+    if hasattr(module, "get_delta_weight") and key == "weight":
+        with torch.no_grad():
+            return value.float() + module.get_delta_weight("default").float()
+    return value
+
+
+def _write_model(folder: Path, plain: Any, dtype: torch.dtype, read: Callable[[str], torch.Tensor]) -> None:
+    """Weights in files of at most FILE_BYTES, this rank's among them, with their index and the model's config.json.
+
+    `plain` is the model without values; `read` gives one weight, whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    owners: dict[str, str] = {}
+    shapes: dict[str, torch.Tensor] = {}
+    for name, p in plain.named_parameters():  # of tied ones the first alone
+        for part, like in weights.stored_as(plain, name, p.detach().to(dtype)).items():
+            owners[part], shapes[part] = name, like
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
+    for number, (file, parts) in enumerate(split.filename_to_tensors.items()):
+        if number % dist.get_world_size() != dist.get_rank():
+            continue
+        tensors: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(owners[part] for part in parts):
+            found = weights.stored_as(plain, name, read(name).to(dtype))
+            tensors |= {part: value.contiguous() for part, value in found.items() if part in parts}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if dist.get_rank() == 0:
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        shape = copy.deepcopy(plain.config)
+        shape.use_cache, shape.dtype, shape.architectures = True, dtype, [type(plain).__name__]
+        shape.save_pretrained(folder)
+        plain.generation_config.save_pretrained(folder)
+
+
+def _beside(folder: Path, tokenizer: Any) -> None:
+    if dist.get_rank() == 0:
+        tokenizer.save_pretrained(folder)
 
 
 def _sync_folder(folder: Path) -> None:

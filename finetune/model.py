@@ -35,7 +35,7 @@ LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entro
 
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
     """The causal language model without values: parameters on meta (`weights.fill`), with LoRA where asked."""
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     name = config.model_name_or_path
@@ -69,6 +69,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         raise ConfigError(
             f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(TRAINED)}"
         )
+    model.tie_weights()  # on meta each of two tied modules has made its own
     model.config.use_cache = False
     if config.load_in_4bit:
         _into_four_bit(model, precision)

@@ -58,7 +58,8 @@ KEPT_NAMED = {
 class Fill(Protocol):
     """Gives the parameters of a chunk that have none their values; of one of its modules, where that is named."""
 
-    def __call__(self, chunk: nn.Module, device: torch.device, within: nn.Module | None = None, /) -> None: ...
+    def __call__(self, chunk: nn.Module, device: torch.device, within: nn.Module | None = None, /) -> None:
+        """Leaves parameters that have values as they are."""
 
 
 def leave(_chunk: nn.Module, _device: torch.device, _within: nn.Module | None = None, /) -> None:

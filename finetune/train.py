@@ -98,24 +98,22 @@ def join_ranks() -> torch.device:
 
 
 def export(trainer: Trainer) -> None:
-    """Adapter and merged model, or the whole model, written by rank 0 from the last checkpoint."""
-    failed: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        last = checkpoint.list_checkpoints(trainer.store.folder)[-1]
-        made = trainer.recorder.record
-        made.checkpoint = str(last)
-        try:
-            for name, path in checkpoint.export(
-                trainer.config, trainer.layout.precision, last, trainer.tokenizer
-            ).items():
-                setattr(made, name, path)
-        except OSError as error:
-            if error.errno not in hub.DISK_ERRORS:
-                raise
-            failed = [f"export: {error}"]
-    dist.broadcast_object_list(failed, src=0)
-    if failed[0]:
-        raise checkpoint.SaveError(failed[0])
+    """Adapter and merged model, or the whole model, from the last checkpoint."""
+    made, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
+    made.checkpoint = str(last)
+    failed: str | None = None
+    try:
+        written = checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer)
+        for name, path in written.items():
+            setattr(made, name, path)
+    except OSError as error:
+        if error.errno not in hub.DISK_ERRORS:
+            raise
+        failed = f"export: {error}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, failed)
+    if why := next((one for one in everyone if one), None):
+        raise checkpoint.SaveError(why)
 
 
 if __name__ == "__main__":

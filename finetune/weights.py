@@ -51,13 +51,18 @@ class Stored:
 
     def __init__(self, config: JobConfig, plain: Any) -> None:
         self.config, self.plain = config, plain
-        self.dtype = plain.config.dtype
         self._opened: dict[str, Any] = {}
         index = self._find("model.safetensors.index.json")
         if index is not None:
             self._file_of: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
         else:
             self._file_of = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        name, first = next(iter(plain.named_parameters()))
+        self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype
+        if (generation := self._find("generation_config.json")) is not None:
+            from transformers import GenerationConfig
+
+            plain.generation_config = GenerationConfig.from_pretrained(Path(generation).parent)
 
     def _find(self, file: str) -> str | None:
         from transformers.utils import cached_file

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filled import filled_model
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
@@ -69,12 +70,11 @@ def run(case, layout, mesh, stored=None):
     """
     config = config_for(case)
     examples = examples_of(case["packing"])
-    model = build_model(config, stored or layout.precision)
-    source = source_of(config)
-    if stored not in (None, layout.precision):
-        fill(source, config.seed, model, torch.device("cpu"))
-        model.float()
-    engine = Engine(model, layout, torch.device("cpu"), mesh, fill=partial(fill, source, config.seed))
+    if stored in (None, layout.precision):
+        model = build_model(config, layout.precision)
+    else:
+        model = filled_model(config, stored).float()
+    engine = Engine(model, layout, torch.device("cpu"), mesh, fill=partial(fill, source_of(config), config.seed))
     got = observe(engine) if mesh else None
     named = engine.named_parameters()
     randomise_lora_b(named)
@@ -112,10 +112,7 @@ def run(case, layout, mesh, stored=None):
 def save_base(folder):
     """The micro Llama in a folder, of whole 64-weight blocks: random weights have nothing to quantise."""
     if dist.get_rank() == 0:
-        config = config_for({"method": "full", "packing": False})
-        model = build_model(config, "fp32")
-        fill(source_of(config), config.seed, model, torch.device("cpu"))
-        model.save_pretrained(folder)
+        filled_model(config_for({"method": "full", "packing": False})).save_pretrained(folder)
     dist.barrier()
     return str(folder)
 

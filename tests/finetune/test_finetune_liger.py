@@ -12,9 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CODE = """
 import json, sys, torch
+from filled import filled_model
+
 from contracts.job_config import JobConfig
 from finetune.data import collate, prepare
-from finetune.model import build_model, cut
+from finetune.model import cut
 from finetune.rows import load_tokenizer
 
 torch.set_num_threads(1)
@@ -26,7 +28,7 @@ for kind in ("fp32", "lora", "bf16", "autocast"):
         )
         rows, _ = prepare(config, "train", load_tokenizer(config))
         batch = collate(rows, 4, 32, 2)
-        (chunk,) = cut(build_model(config, "fp32"), [(0, 4)], [0], fused_loss=fused)
+        (chunk,) = cut(filled_model(config), [(0, 4)], [0], fused_loss=fused)
         if kind == "bf16":
             chunk = chunk.to(torch.bfloat16)
         if kind == "autocast":
@@ -48,7 +50,8 @@ def test_liger_s_loss_and_gradients_are_those_of_the_plain_path():
     absent = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"not installed: {', '.join(absent)} (pip install triton liger-kernel, 290 MB; no GPU needed)")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "TRITON_INTERPRET": "1"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/finetune"), *sys.path[1:]])
+    env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=env, timeout=280)
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     assert [kind for kind, *_ in lines] == ["fp32", "lora", "bf16", "autocast"], done.stderr[-3000:]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from filled import filled_model
 from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
 
 from contracts.job_config import ConfigError, JobConfig
@@ -63,7 +64,7 @@ def test_chunks_together_are_the_model(tmp_path, family, lora):
     """Cut in uneven thirds, with or without adapters, the loss is transformers' own."""
     config = job(tmp_path, family, use_peft=lora)
     batch = batch_of(config, packed=False)
-    whole = build_model(config, "fp32").eval()
+    whole = filled_model(config).eval()
     with torch.no_grad():
         logits = causal_lm(whole)(batch.tokens).logits.flatten(0, 1)
         expected = torch.nn.functional.cross_entropy(
@@ -83,7 +84,7 @@ def test_packed_rows_do_not_see_each_other(tmp_path, family):
     config = job(tmp_path, family)
     rows, _ = prepare(config, "train", load_tokenizer(config))
     batch, alone = collate(pack(rows[:6], 128), 3, 128, 2), collate(rows[:6], 6, 64, 2)
-    (chunk,) = cut(build_model(config, "fp32").eval(), [(0, 4)], [0], fused_loss=False)
+    (chunk,) = cut(filled_model(config).eval(), [(0, 4)], [0], fused_loss=False)
     with torch.no_grad():
         expected = float(total([chunk], alone))
         assert float(total([chunk], batch)) == pytest.approx(expected, rel=1e-5)

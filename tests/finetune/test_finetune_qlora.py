@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from filled import filled_model
 from peft import PeftModel
 from test_finetune_equivalence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
@@ -15,7 +16,6 @@ from contracts.job_config import JobConfig
 from contracts.layout import Layout
 from finetune import train
 from finetune.loop import weights_in
-from finetune.model import build_model
 from finetune.plan import refusals
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -49,7 +49,7 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base):
     config = JobConfig(
         model_name_or_path=str(base), tokenizer_name="builtin:bytes", use_peft=True, load_in_4bit=True, lora_r=4
     )
-    model = build_model(config, "fp32", notes.append)
+    model = filled_model(config, "fp32", notes.append)
     packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
     assert len(packed) == 3 * 7
     assert sum(p.numel() * p.element_size() for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3) // 2

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filled import filled_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
@@ -17,7 +18,6 @@ from agent.pages.runs import shown
 from contracts.job_config import JobConfig
 from contracts.run_record import own_exit_code, record_of
 from finetune.loop import multiplied
-from finetune.model import build_model
 from finetune.recorder import flops_per_token
 from planner.advice import Forecast, Interval
 
@@ -130,7 +130,7 @@ def test_what_a_token_is_multiplied_with_is_what_torch_counts(tied, saved, tmp_p
         model_name_or_path=f"random:{tmp_path}", use_peft=saved is not None, lora_modules_to_save=saved or (),
         attn_implementation="sdpa",
     )  # fmt: skip
-    net = build_model(config, "fp32")
+    net = filled_model(config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         net(input_ids=torch.zeros(1, 10, dtype=torch.long))
     done = counter.get_flop_counts()["Global"]

@@ -66,12 +66,12 @@ def test_a_tokenizer_that_brings_code_is_not_run(tmp_path: Path) -> None:
 
 def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     """pytorch_model.bin is a pickle: a folder that holds nothing else holds no weights."""
-    from finetune.model import build_model
+    from finetune.weights import source_of
 
     folder, mark = model_folder(tmp_path, "llama")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
-    with pytest.raises((ConfigError, OSError)):
-        build_model(JobConfig(model_name_or_path=str(folder)), "fp32")
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+        source_of(JobConfig(model_name_or_path=str(folder)))
     assert not mark.exists()
 
 

@@ -1,0 +1,13 @@
+"""A model with its weights in it, as one process alone holds it."""
+
+import torch
+
+from finetune.model import build_model
+from finetune.weights import fill, source_of
+
+
+def filled_model(config, precision="fp32", note=lambda _text: None):
+    """Whole, on the CPU."""
+    model = build_model(config, precision, note)
+    fill(source_of(config), config.seed, model, torch.device("cpu"))
+    return model
