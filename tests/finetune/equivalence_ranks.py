@@ -148,8 +148,8 @@ def alone(case, precision, stored):
     return told[0]
 
 
-def fork(path, world):
-    """Start the ranks; where one fails the others are ended. Returns the exit code."""
+def fork(path, world, main):
+    """Start the ranks, which run `main`; where one fails the others are ended. Returns the exit code."""
     torch.set_num_threads(1)
     build_model(config_for({"method": "lora", "packing": False}), "fp32")  # imports the rest; starts no thread
     ranks = []
@@ -222,4 +222,4 @@ def main(path, rank, world):
 
 
 if __name__ == "__main__":
-    sys.exit(fork(sys.argv[1], int(sys.argv[2])))
+    sys.exit(fork(sys.argv[1], int(sys.argv[2]), main))

@@ -1,0 +1,106 @@
+"""Ranks that load a model, and export it, each telling the most of its own memory that it took above where it began.
+
+`loading_ranks.py CASES RANKS`: forked from one process. One line of JSON for each case of rank 0, which has
+all ranks' numbers. Counted is RssAnon (proc(5)): pages of mapped files are the system's to take back.
+"""
+
+import contextlib
+import gc
+import json
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from equivalence_ranks import fork
+
+from contracts.job_config import JobConfig
+from contracts.layout import Layout
+from finetune import checkpoint
+from finetune.model import build_model
+from finetune.parallel import Engine, build_mesh
+from finetune.recorder import EXACT_BYTES, forget_highest_rss, return_freed
+from finetune.weights import fill, source_of
+
+
+def anonymous():
+    """Bytes of this process that no file holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+@contextlib.contextmanager
+def watched():
+    """A list that holds, once the block is over, the most that was seen above its beginning."""
+    gc.collect()  # modules refer to each other: what an earlier case made is still there
+    forget_highest_rss()
+    began, most, over, found = anonymous(), 0, threading.Event(), []
+
+    def look():
+        nonlocal most
+        while not over.is_set():
+            most = max(most, anonymous() - began)
+            time.sleep(0.001)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        looking.join()
+        found.append(max(most, anonymous() - began))
+
+
+class Beside:
+    """A tokenizer has nothing to say here."""
+
+    def save_pretrained(self, folder):
+        """Nothing."""
+
+
+def run(case, world, folder):
+    """Load under the case's layout; where asked export what was loaded. Returns the bytes of each."""
+    config = JobConfig(
+        model_name_or_path=str(folder / "base"), tokenizer_name="builtin:bytes", lora_r=4,
+        output_dir=str(folder / case["name"]), **case["settings"],
+    )  # fmt: skip
+    layout = Layout(world_size=world, precision="fp32", **case["layout"])
+    cpu = torch.device("cpu")
+    mesh = build_mesh(layout, cpu)
+    with watched() as loading:
+        model = build_model(config, layout.precision)
+        engine = Engine(model, layout, cpu, mesh, fill=partial(fill, source_of(config), config.seed))
+        del model
+    told = {"loading": loading[0]}
+    if case.get("export"):
+        path = folder / case["name"] / "checkpoint"
+        named = engine.named_parameters()
+        dcp.save({f"model.{n}": p.detach() for n, p in named.items() if p.requires_grad}, checkpoint_id=path)
+        checkpoint.FILE_BYTES = case["export"]
+        with watched() as exporting:
+            told |= checkpoint.export(config, layout.precision, path, Beside())
+        told["exporting"] = exporting[0]
+        dist.barrier()
+    return told
+
+
+def main(path, rank, world):
+    """Run the cases of a file."""
+    return_freed(EXACT_BYTES)
+    dist.init_process_group("gloo", init_method=f"file://{path}.{world}", rank=rank, world_size=world)
+    for case in json.loads(Path(path).read_text()):
+        told = [None] * world
+        dist.all_gather_object(told, run(case, world, Path(path).parent))
+        if rank == 0:
+            print("CASE " + json.dumps({"name": case["name"], "ranks": told}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(fork(sys.argv[1], int(sys.argv[2]), main))

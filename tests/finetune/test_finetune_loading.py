@@ -1,0 +1,104 @@
+"""What loading and exporting take of each rank's memory, and that an export is the model: real ranks on gloo."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_finetune_equivalence import HERE, ROOT
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+RANKS = 4
+MIB = 1 << 20
+# Python's objects for the modules, process groups, opened files: beside the weights, and alike for any size of them.
+ROOM = 24 * MIB
+FILE = 16 * MIB
+CASES = [
+    {"name": "FSDP full", "settings": {"dtype": "bfloat16"}, "layout": {"dp_shard": 4}, "export": FILE},
+    {"name": "TP x FSDP", "settings": {"use_peft": True, "export_merged": True}, "layout": {"tp": 2, "dp_shard": 2},
+     "export": FILE},
+    {"name": "PP x FSDP", "settings": {"use_peft": True},
+     "layout": {"pp": 2, "dp_shard": 2, "gradient_accumulation": 2}},
+    {"name": "FSDP QLoRA", "settings": {"use_peft": True, "load_in_4bit": True}, "layout": {"dp_shard": 4}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A model of 200 MiB in fp32, 12 layers in files of 40 MB, and what each case told."""
+    folder = tmp_path_factory.mktemp("loading")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=4096, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    model.save_pretrained(folder / "base", max_shard_size="40MB")
+    assert len(list((folder / "base").glob("*.safetensors"))) > 3
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    argv = [sys.executable, str(HERE / "loading_ranks.py"), str(folder / "cases.json"), str(RANKS)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=850)
+    lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if "CASE {" in x]
+    assert len(lines) == len(CASES), done.stderr[-3000:]
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    ends = size - 12 * layer
+    return folder, {one["name"]: one["ranks"] for one in lines}, {"whole": size, "layer": layer, "ends": ends}
+
+
+@pytest.mark.parametrize("name", ["FSDP full", "TP x FSDP", "PP x FSDP"])
+def test_a_rank_takes_its_share_of_the_model_while_it_loads(loaded, name):
+    """The whole would be four times as much. Under PP one stage has an end and the other has the other."""
+    _, told, size = loaded
+    assert size["whole"] > 180 * MIB
+    for rank in told[name]:
+        assert 0.8 * size["whole"] / RANKS < rank["loading"] < size["whole"] / RANKS + ROOM
+
+
+def test_weights_become_4_bit_a_layer_at_a_time(loaded):
+    """A rank's share of NF4 weights and of the ends, and one layer's weights at a time, whole, beside them."""
+    _, told, size = loaded
+    packed = 12 * size["layer"] / 8  # half a byte of four
+    for rank in told["FSDP QLoRA"]:
+        assert rank["loading"] < (packed + size["ends"]) / RANKS + size["layer"] / 8 + size["layer"] + ROOM
+
+
+@pytest.mark.parametrize("name", ["FSDP full", "TP x FSDP"])
+def test_an_export_takes_one_file_of_each_rank(loaded, name):
+    """And a matrix more, as it is read or merged in fp32."""
+    _, told, size = loaded
+    matrix = 512 * 4096 * 4
+    for rank in told[name]:
+        assert rank["exporting"] < FILE + 3 * matrix + ROOM < size["whole"] / 2
+
+
+def test_a_full_fine_tune_is_exported_in_the_type_asked_for(loaded):
+    """In several files that transformers loads as they are: the weights of the base, which nothing has trained."""
+    folder, told, size = loaded
+    exported = told["FSDP full"][0]["saved_model"]
+    files = list((folder / exported).glob("*.safetensors"))
+    assert len(files) > RANKS
+    assert sum(f.stat().st_size for f in files) == pytest.approx(size["whole"] / 2, rel=0.01)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).eval()
+    model, info = AutoModelForCausalLM.from_pretrained(exported, dtype="auto", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, base(tokens).logits, rtol=0, atol=0)
+
+
+def test_a_merged_model_has_the_type_that_the_base_came_in(loaded):
+    """Adapters that nothing has trained add nothing."""
+    folder, told, _ = loaded
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    merged = AutoModelForCausalLM.from_pretrained(told["TP x FSDP"][0]["merged"], dtype="auto").eval()
+    assert merged.dtype == torch.float32
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, base(tokens).logits, rtol=0, atol=0)
