@@ -35,7 +35,7 @@ class JobConfig:
     model_revision: str = "main"
     tokenizer_name: str | None = None  # None: the model's own; "builtin:bytes" needs no download
     tokenizer_revision: str = "main"  # of tokenizer_name; the model's own comes from its own revision
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of frozen weights and exports; auto: as they came
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of what is frozen and exported; auto: as stored
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
     load_in_4bit: bool = False
     chat_template: str | None = None  # text of a Jinja template; None: the tokenizer's own

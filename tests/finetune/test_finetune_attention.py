@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
+from filled import filled_model
 
 from contracts.job_config import JobConfig
 from finetune.attention import Documents, attend
 from finetune.data import collate, pack, prepare
-from finetune.model import build_model, cut
+from finetune.model import cut
 from finetune.rows import load_tokenizer
 
 LENGTH = 70
@@ -59,7 +60,7 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
     assert batch.ends is not None
     results = []
     for kernel in ("by_document", "sdpa"):
-        model = build_model(config, "fp32")
+        model = filled_model(config)
         model.set_attn_implementation(kernel)
         (chunk,) = cut(model, [(0, 4)], [0], fused_loss=False)
         loss = chunk(batch.tokens, batch.positions, batch.labels, batch.ends if kernel == "by_document" else None).sum()
