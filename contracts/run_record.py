@@ -61,6 +61,17 @@ class RunForecast:
     memory_bytes: Bounds | None = None
     tokens_per_second: Bounds | None = None
     time_parts: list[NamedValue] = field(default_factory=list)
+    memory_parts: list[NamedValue] = field(default_factory=list)
+
+    @property
+    def allocated_bytes(self) -> Bounds | None:
+        """Of memory_bytes what tensors take: without the allocator's losses, workspaces and the CUDA context."""
+        due, beside = self.memory_bytes, ("fragmentation", "reserved", "context")
+        if due is None or not self.memory_parts:
+            return None
+        total = sum(part.value for part in self.memory_parts)
+        share = sum(part.value for part in self.memory_parts if part.name not in beside) / total
+        return Bounds(low=due.low * share, mid=due.mid * share, high=due.high * share)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +128,7 @@ class Measured:
     mfu: float | None = None
     memory_bytes: float | None = None  # peak of the fullest rank
     memory_counts: str | None = None  # what memory_bytes counts
+    memory_allocated_bytes: float | None = None  # of it, by tensors; of a GPU
     rss_peak_bytes: int | None = None
     rss_growth_bytes: int | None = None
 
@@ -167,7 +179,7 @@ class RunPart:
 class Compared:
     """A quantity that was both forecast and measured."""
 
-    quantity: str  # "step_seconds", "memory_bytes", "tokens_per_second"
+    quantity: str  # "step_seconds", "memory_bytes", "memory_allocated_bytes", "tokens_per_second"
     forecast: Bounds
     measured: float
     within: bool | None = None
@@ -193,7 +205,7 @@ class RunRecord:
     """flight.json. None and empty mean "not reported"."""
 
     schema_version: int = RECORD_VERSION
-    status: str = "unknown"  # "running", "complete", "mismatch", "diverged", "stopped", ...
+    status: str = "unknown"  # "running", "complete", "mismatch", "out_of_memory", ...
     reason: str | None = None
     exit_code: int | None = None
     host: str | None = None

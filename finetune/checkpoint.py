@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from finetune import weights
 from finetune.model import build_model, causal_lm, stored_type
 
 SCHEMA_VERSION = 1
+# For ranks that wait for what others download, read, tokenise or write: 10 minutes, NCCL's own limit, are for steps,
+# and those of the mesh's groups. A rank that has died is noticed by its connection, not by this.
+WAIT = timedelta(hours=1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of a weights file's content: a model trained further differs everywhere
 FILE_BYTES = 2 << 30  # of an exported file: what a rank holds while it writes it
@@ -71,7 +75,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.rank = dist.get_rank()
         # Its own group: the writer thread's collectives must not mix with the training's.
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=WAIT)
         self.pending: Future[Any] | None = None
         self.error: BaseException | None = None
         self.published = threading.Event()

@@ -115,6 +115,7 @@ class Trainer:
         effective = verify.check(layout, self.engine, environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
+        self.length = max(len(e.tokens) for e in examples)
         recorder.flops = runs.flops_per_token(*factors, shape, length)
         record = recorder.record
         record.layout.effective, record.environment = effective, dict(environment)
@@ -182,9 +183,9 @@ class Trainer:
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.store.finish()
-        fullest = torch.tensor([self.recorder.peak_memory()[0]], device=self.engine.device)
+        fullest = torch.tensor(self.recorder.peak_memory(), device=self.engine.device)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        self.recorder.fullest = int(fullest)
+        self.recorder.fullest = runs.Peak(*fullest.tolist())
         for text in self._transports():
             self.recorder.note(text)  # connected later, by a checkpoint say: the training is done
 

@@ -161,12 +161,13 @@ def beside_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[Run
 def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[Compared]:
     """A line for each quantity that was both forecast and measured; `worst` goes into the step's."""
     lines = []
-    for name, unit, scale in (
-        ("step_seconds", "s", 1.0),
-        ("memory_bytes", "GiB", 2.0**30),
-        ("tokens_per_second", "/s", 1.0),
+    for name, due, unit, scale in (
+        ("step_seconds", forecast.step_seconds, "s", 1.0),
+        ("memory_bytes", forecast.memory_bytes, "GiB", 2.0**30),
+        ("memory_allocated_bytes", forecast.allocated_bytes, "GiB", 2.0**30),
+        ("tokens_per_second", forecast.tokens_per_second, "/s", 1.0),
     ):
-        due, got = getattr(forecast, name), getattr(measured, name)
+        got = getattr(measured, name)
         if due is None or got is None:
             continue
         text = (

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from contracts import codec, run_record
 from contracts.layout import Layout
 from contracts.run_record import Loss, Measured, RunForecast, RunLayout, RunRecord
-from finetune import parts
+from finetune import memory, parts
 from finetune.parts import Profiled
 from hardware.gpus import gpu_named
 
@@ -96,6 +96,13 @@ def return_freed(threshold: int) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2 * threshold)
 
 
+class Peak(NamedTuple):
+    """The most bytes of a rank's device that were taken at once."""
+
+    reserved: int  # and what is taken outside of the allocator: what a forecast adds up to. On a CPU: resident
+    allocated: int  # by tensors; 0 on a CPU
+
+
 class Recorder:
     """Collects the run; every rank has one, rank 0 writes."""
 
@@ -116,7 +123,9 @@ class Recorder:
         self.ranks = asked.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
-        self.fullest = 0  # peak of the fullest rank, once the ranks have told each other
+        self.capacity = memory.capacity_of(device, self.baseline_rss)
+        self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have told each other
+        self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
 
@@ -147,6 +156,8 @@ class Recorder:
             self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
             if len(self.seconds) == MEMORY_STEPS - 1:
                 return_freed(FAST_BYTES)
+        if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.profile(found)
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
@@ -161,6 +172,7 @@ class Recorder:
 
     def watch_memory(self) -> None:
         """The next steps' memory counts: what loading took is over."""
+        self.started = True
         if self.device.type != "cuda":
             return_freed(EXACT_BYTES)
             forget_highest_rss()
@@ -183,26 +195,40 @@ class Recorder:
         """The typical of the counted steps; of all, where the run was too short to leave any."""
         return statistics.median(self.counted_steps() or self.seconds) if self.seconds else None
 
-    def peak_memory(self) -> tuple[int, str]:
-        """This rank's peak and what it counts."""
+    def peak_memory(self) -> Peak:
+        """This rank's peak, of a GPU after the warm-up."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device), "cuda"
-        grown = self.peak or highest_rss_bytes() - self.baseline_rss
-        return max(0, grown), f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
+            free, total = torch.cuda.mem_get_info(self.device)
+            beside = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
+            reserved = torch.cuda.max_memory_reserved(self.device) + beside
+            return Peak(reserved, torch.cuda.max_memory_allocated(self.device))
+        return Peak(max(0, self.peak or highest_rss_bytes() - self.baseline_rss), 0)
+
+    def exhausted(self, error: str) -> str:
+        """What there was when an allocation failed, and what was forecast."""
+        where = f"rank {os.environ.get('RANK', '0')}, " + (
+            f"step {len(self.losses) + 1}" if self.started else "loading"
+        )
+        had = memory.held(self.device, self.capacity, self.baseline_rss, rss_bytes())
+        return f"{where}: {error.splitlines()[0][:200]}; {had}; {memory.forecast_words(self.record.forecast)}"
 
     def measured(self) -> Measured:
         """The numbers that a forecast can be held against."""
         typical = self.median_seconds()
-        memory, counts = self.peak_memory()
-        memory = max(memory, self.fullest)
+        most, on_gpu = self.peak_memory(), self.device.type == "cuda"
+        counts = (
+            "reserved by CUDA's allocator after the warm-up, and what the device holds beside it" if on_gpu
+            else f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
+        )  # fmt: skip
         rate = self.tokens / len(self.losses) / typical if typical else None
         peak = peak_flops(self.device)
         mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Measured(
             step_seconds=typical, counted_steps=len(self.counted_steps()), tokens_per_second=rate, mfu=mfu,
-            memory_bytes=memory, memory_counts=counts, rss_peak_bytes=resident,
-            rss_growth_bytes=resident - self.baseline_rss,
+            memory_bytes=max(most.reserved, self.fullest.reserved), memory_counts=counts,
+            memory_allocated_bytes=max(most.allocated, self.fullest.allocated) if on_gpu else None,
+            rss_peak_bytes=resident, rss_growth_bytes=resident - self.baseline_rss,
         )  # fmt: skip
 
     def write(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import transformers
 
 from contracts.job_config import ConfigError, EndedError, read_config
-from finetune import channels, checkpoint, hub, post
+from finetune import channels, checkpoint, hub, memory, post
 from finetune.loop import RESUMABLE, Trainer
 from finetune.plan import as_planned, read_plan, settle_layout
 from finetune.recorder import Recorder
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = join_ranks()
     recorder: Recorder | None = None
     ended: EndedError | None = None
+    trainer: Trainer | None = None
     try:
         layout = settle_layout(config, plan, dist.get_world_size(), device.type == "cuda")
         recorder = Recorder(Path(config.output_dir), layout, plan.forecast if plan else {}, device)
@@ -64,6 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in hub.DISK_ERRORS:
             raise
         ended = checkpoint.SaveError(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if recorder is None or not memory.ran_out(error):
+            raise
+        ended = memory.MemoryRanOutError(recorder.exhausted(str(error)))
+    if recorder is not None and isinstance(ended, memory.MemoryRanOutError):
+        length = trainer.length if trainer is not None else config.max_length
+        trainer = None  # what it holds is needed to think
+        gc.collect()
+        ended = memory.MemoryRanOutError(
+            f"{ended}; {memory.nearest(config, layout, length, device, recorder.capacity)}"
+        )
+        recorder.writes = True  # the others wait for this rank, and end once it has
     code = _tell(ended) if ended else 0
     if recorder is not None:
         with contextlib.suppress(OSError):  # the disk may be what is full
@@ -71,13 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         post.tell(recorder)
     if code in (0, RESUMABLE):  # all ranks end alike: leave together; else torchrun ends the others
         dist.barrier()
-    dist.destroy_process_group()
+    if (
+        not isinstance(ended, memory.MemoryRanOutError) or dist.get_world_size() == 1
+    ):  # the others may be in a collective
+        dist.destroy_process_group()
     signal.signal(signal.SIGTERM, before)
     return code
 
 
 def _tell(error: EndedError) -> int:
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" or isinstance(error, memory.MemoryRanOutError):
         print(f"finetune: {error.status}: {error}", file=sys.stderr)  # noqa: T201  the command's own message
     return error.code
 
@@ -90,8 +107,9 @@ def join_ranks() -> torch.device:
         backend = "cpu:gloo,cuda:nccl"  # gloo too: checkpoints are agreed on over the CPU
     else:
         device, backend = torch.device("cpu"), "gloo"
+    bound = device if device.type == "cuda" else None  # NCCL connects at once, and no barrier has to guess a GPU
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, device_id=bound, timeout=checkpoint.WAIT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device

@@ -1,0 +1,127 @@
+"""Memory: where it runs out the job says what it had and what would fit; what is measured is what was forecast."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from test_finetune_equivalence import ROOT
+
+from contracts.layout import Layout
+from contracts.run_record import Bounds, Measured, NamedValue, RunForecast
+from finetune import memory
+from finetune.parts import hold_against
+from hardware.units import GIB
+
+# What the process has is what its program needs; the rest of the limit is for the model. 400 MB hold a step of 16 rows
+# and not one of 128: logits alone are 128 x 512 x 2048 x 4 bytes.
+CODE = """
+import resource, sys
+from finetune import train
+from peft import LoraConfig
+import transformers
+lines = open("/proc/self/status").read().splitlines()
+now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (now + (400 << 20), -1))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job of 128 rows of 512 tokens a step; called with settings, it runs under the limit."""
+    rows = [{"text": "word " * 200} for _ in range(256)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shape = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
+    }  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+
+    def run(**more):
+        settings = {
+            "model_name_or_path": f"random:{tmp_path / 'model'}", "tokenizer_name": "builtin:bytes",
+            "dataset_name": str(tmp_path / "train.jsonl"), "max_length": 512, "max_steps": 2, "profile_steps": 0,
+            "per_device_train_batch_size": 128, "fused_cross_entropy": False, "output_dir": str(tmp_path / "out"), **more,
+        }  # fmt: skip
+        (tmp_path / "job.json").write_text(json.dumps(settings))
+        argv = [sys.executable, "-c", CODE, "--config", str(tmp_path / "job.json")]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=500)
+        return done, json.loads((tmp_path / "out/flight.json").read_text())
+
+    return run
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_runs(job):
+    """torch's allocator fails under a limit of the system: exit code, record and words; the nearest layout then fits."""
+    done, flight = job()
+    assert done.returncode == 71, done.stderr[-3000:]
+    assert (flight["status"], flight["exit_code"]) == ("out_of_memory", 71)
+    reason = flight["reason"]
+    assert re.search(
+        r"rank 0, step 1: .*can't allocate memory.*; [\d.]+ GiB resident beside the program, of 0\.\d+ GiB", reason
+    )
+    assert "no plan forecast its memory" in reason
+    assert done.stderr.splitlines()[-1] == f"finetune: out_of_memory: {reason}"
+    named = re.search(r"nearest layout that fits: (.*) \([\d.]+ GiB\)", reason)
+    assert named, reason
+    words = dict(word.split(": ") for word in named[1].split("; "))
+    done, flight = job(**{name: json.loads(value) for name, value in words.items()})
+    assert done.returncode == 0, (words, done.stderr[-3000:])
+    assert flight["layout"]["asked"]["micro_batch"] * flight["layout"]["asked"]["gradient_accumulation"] == 128
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(12, "Cannot allocate memory"), False),  # of a process or a map: the host's, no layout's
+    ],
+)
+def test_other_errors_are_no_lack_of_memory(error, is_memory):
+    """A fault of the program stays one."""
+    assert memory.ran_out(error) is is_memory
+
+
+def test_lighter_layouts_keep_the_ranks_and_the_global_batch():
+    """The fewest changes first; no two alike."""
+    asked = Layout(world_size=8, tp=2, dp_replicate=4, sharding="ddp", micro_batch=4, gradient_accumulation=2)
+    found = list(memory.lighter(asked))
+    assert {one.global_batch for one in found} == {asked.global_batch}
+    assert {(one.world_size, one.tp) for one in found} == {(8, 2)}
+    assert len(found) == len(set(found)) == 2 * 3 * 3 * 2 + 2 * 3 * 3 - 1  # offloading needs shards
+    differs = [sum(getattr(one, name) != getattr(asked, name) for name in Layout.__dataclass_fields__) for one in found]
+    assert differs[0] == 1
+    assert found[-1].micro_batch == 1
+    assert found[-1].dp_shard == 4
+
+
+PARTS = {"weights": 10.0, "activations": 20.0, "fragmentation": 1.5, "reserved": 1.3, "context": 1.2}
+
+
+def test_a_perfect_forecast_of_memory_reads_inside():
+    """Allocated beside what tensors take, reserved beside all of it: on a GPU the two differ by the overheads."""
+    total, tensors = sum(PARTS.values()) * GIB, 30.0 * GIB
+    forecast = RunForecast(
+        memory_bytes=Bounds(low=0.95 * total, mid=total, high=1.05 * total),
+        memory_parts=[NamedValue(name=name, value=value * GIB) for name, value in PARTS.items()],
+    )
+    perfect = Measured(memory_bytes=total, memory_allocated_bytes=tensors)
+    lines = {line.quantity: line for line in hold_against(forecast, perfect, "")}
+    assert [line.within for line in lines.values()] == [True, True]
+    assert lines["memory_allocated_bytes"].forecast.mid == pytest.approx(tensors)
+    mixed = Measured(memory_bytes=tensors, memory_allocated_bytes=total)
+    assert [line.within for line in hold_against(forecast, mixed, "")] == [False, False]
+    bare = replace(forecast, memory_parts=[])  # of an older plan: what tensors take is not known
+    assert [line.quantity for line in hold_against(bare, perfect, "")] == ["memory_bytes"]
