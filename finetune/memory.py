@@ -122,10 +122,12 @@ def lighter(layout: Layout) -> Iterator[Layout]:
     offloads = dict.fromkeys((layout.offload, "all")) if layout.data_parallel > 1 else (layout.offload,)
     choices = product(fusings, HEAVIER[layout.checkpointing], halvings, shardings, offloads)
 
-    def changes(choice: tuple[bool, str, int, bool, str]) -> int:
+    def changes(choice: tuple[bool, str, int, bool, str]) -> tuple[int, ...]:
+        """How many; among as many those that cost a step the least time."""
         fused, again, times, sharded, offload = choice
-        deeper = HEAVIER[layout.checkpointing].index(again)
-        return (fused != layout.fused_cross_entropy) + deeper + times + sharded + 2 * (offload != layout.offload)
+        deeper, offloaded = HEAVIER[layout.checkpointing].index(again), offload != layout.offload
+        count = (fused != layout.fused_cross_entropy) + deeper + times + sharded + 2 * offloaded
+        return count, offloaded, sharded, deeper, times
 
     for choice in sorted(choices, key=changes)[1:]:
         fused, again, times, sharded, offload = choice
