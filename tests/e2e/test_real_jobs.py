@@ -139,8 +139,8 @@ def test_launch_creates_once_and_never_overwrites(space: str, api: str, tmp_path
 
 
 def test_a_job_that_the_server_refuses_is_told_in_its_words(space: str) -> None:
-    """A device that is asked for without a whole number."""
-    spec = replace(WHOLE, name="bad", limits={"nvidia.com/gpu": "1.5"})
+    """A device's quota in place of a device."""
+    spec = replace(WHOLE, name="bad", limits={"requests.nvidia.com/gpu": "1"})
     with pytest.raises(JobError, match=r"job/bad: the API server says 422: .*nvidia\.com/gpu.*nothing was made"):
         list(cluster_job.create(admin(), tuple(manifests.APIS["job"](spec))))
     with pytest.raises(ApiError) as missing:
