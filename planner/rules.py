@@ -203,7 +203,14 @@ def method_lacks(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool)
 
 
 def host_memory_holds(q: Question, at: Layout) -> str | None:
-    """What is offloaded fits into four fifths of the nodes' memory; unknown memory holds nothing."""
+    """What is offloaded, and what ranks hold as the model comes in, fits into four fifths of the nodes' memory.
+
+    Unknown memory holds nothing that is offloaded.
+    """
+    load = q.engine.host_load(2.0 * weights(q.model).total, at, min(at.world_size, q.links.ranks_per_node))
+    if q.has_gpu and q.host_memory_bytes is not None and load > 0.8 * q.host_memory_bytes:
+        usable = 0.8 * q.host_memory_bytes / GIB
+        return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable:.0f} GiB are usable"
     if at.offload == "none":
         return None
     if q.host_memory_bytes is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hardware.gpus import Gpu
 from hardware.units import GIB
 from planner.forecast.engine import NF4_BYTES, Engine
-from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width
+from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width, weights
 
 # What an unknown CPU core does in a float32 multiplication; wide, and said to be assumed. AVX2 at 2.5 GHz is
 # 80 GFLOP/s per core at best, and small models reach a fraction.
@@ -207,6 +207,9 @@ def layer_cost(
     if model.experts:
         moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _routing_passes(model, ep) * model.hidden
         kernels += constants.kernels_routing
+        if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
+            # Experts are read and written with their adapters added; twice that, backward, for their gradients.
+            moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)
     for into, out in _adapted(model, tp, lora_targets):
         inputs = 1.0 if fused else constants.lora_inputs
         moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)

@@ -173,6 +173,7 @@ class Engine:
     # its memory
     states: StateBytes = IN_HALF
     adapter_bytes: float = 4.0  # of an adapter's weight
+    merges_expert_adapters: bool = False  # PEFT's ParamWrapper: the experts plus their adapters, made for each pass
     logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
     compiled_logits_bytes: float = 12.0  # where the loss is compiled with the model
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
@@ -270,7 +271,14 @@ class Engine:
         if self.fused and layout.precision == "fp8":
             # Transformer Engine keeps what a product needs of its input in a byte: of two norms, and of the MLP.
             kept -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
-        return share.tokens * share.element * kept + share.tokens * self.score_bytes(share)
+        merged = 0.0
+        if self.merges_expert_adapters and self.adapts_experts(share.train, model):  # saved for the inputs' gradients
+            merged = share.element * weights(model).routed_per_layer * mixtures / max(layout.tp, layout.ep)
+        return share.tokens * share.element * kept + share.tokens * self.score_bytes(share) + merged
+
+    def adapts_experts(self, train: TrainSpec, model: ModelSpec) -> bool:
+        """Whether routed experts have adapters."""
+        return train.method != "full" and routed_weights(model, train)[1] > 0
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """What one layer keeps under selective recomputation: its input, `boundary` bytes, and half of the rest."""
@@ -316,6 +324,13 @@ class Engine:
 
     def load(self, share: Share) -> float:
         """What lies beside the weights while a model is loaded, before the first step."""
+        return 0.0
+
+    def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
+        """Bytes of a node's memory that `ranks` of it hold while a model of `file_bytes` comes in, beyond the cache.
+
+        None: mapped files, of which each rank reads what it keeps.
+        """
         return 0.0
 
     # Time of a step.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Engine, Share, StateBytes
 
@@ -26,6 +27,10 @@ class DeepSpeed(Engine):
         here = share.part(share.trained, share.routed_trained, sharded=True)
         return stored._replace(optimizer=12.0 + 4.0 * min(1.0, _SUB_GROUP / here))
 
+    def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
+        """Each rank reads the model; under zero.Init one of its files at a time (transformers writes 5 GB each)."""
+        return ranks * (min(file_bytes, 5e9) if layout.sharding == "zero3" else file_bytes)
+
 
 ENGINE = DeepSpeed(
     name="deepspeed",
@@ -39,6 +44,7 @@ ENGINE = DeepSpeed(
     logits_bytes=14.0,  # transformers', as in trl
     bucket_bytes=1e9,  # reduce_bucket_size, 5e8 half-precision values by default
     gradient_buffer=True,
+    merges_expert_adapters=True,
     reduce_every_micro_batch=True,
     selective_attention=True,
 )

@@ -15,7 +15,20 @@ from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp
 from planner.forecast.models import hub_id
 
-ENGINE = Fsdp(
+
+def _sharded(layout: Layout) -> bool:
+    return layout.dp_shard > 1 and layout.sharding == "zero3"
+
+
+class Trl(Fsdp):
+    """accelerate's FSDP, with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends the others theirs."""
+
+    def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
+        """The whole model in one rank's memory; without FSDP in each one's."""
+        return file_bytes if _sharded(layout) else file_bytes * ranks
+
+
+ENGINE = Trl(
     name="trl",
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}),
     together=frozenset({"tp+dp"}),
@@ -24,6 +37,7 @@ ENGINE = Fsdp(
     interleaved=False,
     # transformers' ForCausalLMLoss: the logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
     logits_bytes=14.0,
+    merges_expert_adapters=True,
     splits_documents=True,  # packed rows carry positions, which flash attention takes for lengths
     gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype as param_dtype
     ddp_bucket_copies=True,  # accelerate leaves gradient_as_bucket_view at torch's default, which is off
@@ -34,10 +48,6 @@ _LAYER_CLASSES = {
     "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer",
     "gemma": "GemmaDecoderLayer", "gemma2": "Gemma2DecoderLayer", "gpt2": "GPT2Block", "phi3": "Phi3DecoderLayer",
 }  # fmt: skip
-
-
-def _sharded(layout: Layout) -> bool:
-    return layout.dp_shard > 1 and layout.sharding == "zero3"
 
 
 def _refusals(request: ExportRequest) -> list[str]:

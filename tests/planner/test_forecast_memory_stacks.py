@@ -8,9 +8,12 @@ import pytest
 
 from contracts.layout import Layout
 from hardware.units import GIB
+from planner.forecast.engine import Question, share_of
+from planner.forecast.links import Links, Speed
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
+from planner.rules import host_memory_holds
 from planner.stacks import engine_named
 
 MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 14336
@@ -81,3 +84,36 @@ def test_transformer_engine_keeps_what_products_need_in_a_byte() -> None:
     layout, engine = Layout(world_size=8, dp_replicate=8, sharding="ddp"), engine_named("megatron")
     half, fp8 = (memory_parts(MODEL, FULL, at, engine).activations for at in (layout, replace(layout, precision="fp8")))
     assert half - fp8 == pytest.approx(32 * 8192.0 * (2 * 4096 + 14336))
+
+
+def test_peft_keeps_the_experts_it_has_added_adapters_to() -> None:
+    """ParamWrapper computes with experts plus adapters, 2 bytes per weight of each layer until its backward pass."""
+    model, layout = model_named("Qwen3-30B-A3B"), Layout(world_size=1)
+    engine = engine_named("trl")
+    held = []
+    for targets in (("q_proj", "v_proj"), ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")):
+        train = TrainSpec(method="lora", sequence_length=512, lora_rank=8, lora_targets=targets)
+        held.append(share_of(model, train, layout))
+    attention, experts = (engine.layer_activations(share) for share in held)
+    other = replace(engine, merges_expert_adapters=False)
+    alone = [other.layer_activations(share) for share in held]
+    assert experts - alone[1] == pytest.approx(2.0 * 128 * 3 * 2048 * 768)
+    assert attention == alone[0]
+
+
+def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
+    """8B is 16 GB: on each of 8 ranks under DeepSpeed's ZeRO-2, one file of 5 GB on each under ZeRO-3, once in FSDP."""
+    size = 2.0 * weights(MODEL).total
+    two, three = Layout(world_size=8, dp_shard=8, sharding="zero2"), Layout(world_size=8, dp_shard=8)
+    assert engine_named("deepspeed").host_load(size, two, 8) == 8 * size
+    assert engine_named("deepspeed").host_load(size, three, 8) == 8 * 5e9
+    assert engine_named("trl").host_load(size, three, 8) == size
+    assert engine_named("topoflight").host_load(size, three, 8) == 0.0
+    node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
+    links = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
+    small = Question(
+        model=MODEL, train=FULL, links=links, engine=engine_named("deepspeed"), host_memory_bytes=128.0 * GIB
+    )
+    assert "loading needs 120 GiB" in (host_memory_holds(small, two) or "")
+    assert host_memory_holds(small, three) is None
+    assert host_memory_holds(replace(small, host_memory_bytes=None), two) is None
