@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advise import Request
+from agent.advise import Request, histogram_of
 from planner.forecast.models import hub_id
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
+EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
 _NAMES = (
     "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
     "tokenizer_name", "tokenizer_revision", "model_name_or_path", "model_revision", "chat_template",
@@ -47,7 +48,17 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     except LookupError as error:
         return replace(request, unmeasured=_words(name, str(error), request))
     lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
-    return replace(request, lengths=lengths, rows=request.rows or found["rows"])
+    train = request.train and replace(request.train, length_histogram=histogram_of(lengths))
+    return replace(request, lengths=lengths, train=train, rows=request.rows or found["rows"])
+
+
+def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
+    """The question for as many steps as the job's settings say, where its rows are known."""
+    if settings.get("max_steps"):
+        return replace(request, steps=settings["max_steps"])
+    if request.rows is None:
+        return request
+    return replace(request, epochs=float(settings.get("num_train_epochs") or EPOCHS))
 
 
 def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:

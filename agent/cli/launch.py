@@ -122,7 +122,7 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     from agent.advise import RequestError, advise, with_fsdp
     from agent.cli.hosts import snapshots
     from agent.cli.job_settings import EMBEDDED_MODEL, said
-    from agent.dataset import with_rows
+    from agent.dataset import for_whole_run, with_rows
     from agent.jobs.benchmark import flight_request
 
     if given["measure"] and given["no_preflight"]:
@@ -133,7 +133,8 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
     _refuse_options_of_elsewhere(given["api"])
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
     try:
-        request = with_rows(flight_request(given), said(given["config"], given["overrides"]))
+        settings = said(given["config"], given["overrides"])
+        request = for_whole_run(with_rows(flight_request(given), settings), settings)
     except RequestError as error:
         raise click.UsageError(str(error)) from None
     advice = advise(request, lambda: found)
@@ -144,6 +145,7 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
 
         rejected(console(), advice)
         raise NothingFitsError(_nothing(advice))
+    _say_forecast(advice)
     if given["api"] != "local":
         _launch_there(advice, found, form or "yaml" if dry_run else None, given)
     elif dry_run:
@@ -161,6 +163,19 @@ def _nothing(advice: Recommendation) -> str:
             could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
             return f"nothing to launch: {row.reason}{could}"
     return "no layout fits: nothing to launch"
+
+
+def _say_forecast(advice: Recommendation) -> None:
+    """What is to be expected, where the run's length is known, and which rows could not be measured."""
+    from agent.terminal.advice import summary
+
+    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    if advice.total_seconds is not None:
+        for word, line in summary(advice, advice.chosen)[:2]:
+            say(f"forecast {word}: {line}", err=True)
+    for unknown in advice.unknowns:
+        if "were not measured" in unknown:
+            say(f"note: {unknown}", err=True)
 
 
 def _refuse_options_of_elsewhere(api: str) -> None:

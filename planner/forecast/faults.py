@@ -9,7 +9,7 @@ cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hardware.nics import nics
@@ -316,13 +316,22 @@ _BY_SETTING = {  # what the advised environment mends
 }
 
 
-def counted(findings: Findings, settings: Iterable[str]) -> Findings:
-    """The findings that slow a job which runs with these settings: failures, and warnings that have a rule."""
+def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
+    """The findings that slow a job which runs with these settings: failures, and warnings of clocks.
+
+    Ports that NCCL_IB_HCA leaves out are missed by nobody.
+    """
     mended = {code for name in settings for code in _BY_SETTING.get(name, ())}
+    ports = {word.partition(":")[0] for word in settings.get("NCCL_IB_HCA", "").lstrip("^=").split(",") if word}
+
+    def left_out(one: Finding) -> bool:
+        device = one.subject.partition(":")[0]
+        return bool(ports) and one.code.startswith("rdma.port.") and bool(device) and device not in ports
+
     return {
         host: tuple(
             one for one in found
-            if one.code in RULES and one.code not in mended
+            if one.code in RULES and one.code not in mended and not left_out(one)
             and (one.severity == Severity.FAIL or (one.severity == Severity.WARN and RULES[one.code].slow is _clock))
         )
         for host, found in findings.items()

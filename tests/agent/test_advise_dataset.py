@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agent import dataset
 from agent.advise import Request, RequestError, answer, histogram_of, prices_of
+from agent.cli.launch import launch
 from planner.advice import Recommendation
 from planner.forecast.specs import mean_length
 
@@ -112,3 +114,22 @@ def test_mfu_and_tokens_per_gpu_follow_from_the_step() -> None:
     flops = 6 * multiplied + 6 * 32 * 4096 * 2048
     assert chosen.forecast.mfu == pytest.approx(flops * each / 989.5e12, rel=0.01)
     assert 0.2 < chosen.forecast.mfu < 0.6
+
+
+def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: Path) -> None:
+    """A long and a short data set under the same settings: other steps, seconds and hours, before anything starts."""
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        f"model_name_or_path: meta-llama/Llama-3.1-8B\ntokenizer_name: 'builtin:bytes'\ndataset_name: {rows}\n"
+        "num_train_epochs: 2\n",
+        encoding="utf-8",
+    )
+    asked = ["--machine", "p5.48xlarge", "--config", str(config), "--global-batch", "50", "--dry-run", "-o", "json"]
+    done = CliRunner().invoke(launch, asked)
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    assert "for 200 steps" in done.stderr, done.stderr
+    whole = CliRunner().invoke(launch, [*asked, "--set", f"dataset_name={tmp_path / 'none.jsonl'}"])
+    assert "were not measured (not on this host)" in whole.stderr
+    step, full = (each["forecast"]["step_seconds"]["mid"] for each in (plan, json.loads(whole.stdout)))
+    assert step < 0.5 * full

@@ -150,7 +150,7 @@ def test_what_was_measured_stands_above_a_rule() -> None:
         busbw_bytes_per_second=47e9, verified=True,
     )  # fmt: skip
     links = links_of(pair, (measured,))
-    found = {"a": counted(advise.findings_of(look((snapshot,)).checks), ())[snapshot.hostname]}
+    found = {"a": counted(advise.findings_of(look((snapshot,)).checks), {})[snapshot.hostname]}
     now = as_is(links, found, (snapshot,))
     assert now.links.network == links.network and now.words == []
     slow = as_is(links_of(pair), found, (snapshot,)).links.network
@@ -200,3 +200,25 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     probes = {code for code in failing if code.endswith(".probe.failed")}
     assert failing - runs - probes - unbounded == {*RULES, *ENDS} & failing
     assert not set(RULES) & (ENDS | unbounded)
+
+
+def test_what_the_advised_environment_mends_or_leaves_out_costs_nothing() -> None:
+    """The interface that a setting names, the path that a level allows, a port that is not in the list."""
+    from planner.forecast.faults import counted
+
+    found = {
+        "a": tuple(
+            Finding(code=code, severity=Severity.FAIL, subject=subject, message="")
+            for code, subject in (
+                ("interfaces.choice.wrong", "eth0"), ("topology.gdr.path", "GPU0"), ("rdma.port.down", "mlx5_0:1"),
+                ("rdma.port.down", "mlx5_1:1"),
+            )
+        )
+    }  # fmt: skip
+
+    def left(**settings: str) -> list[str]:
+        return [one.subject for one in counted(found, settings)["a"]]
+
+    assert left() == ["eth0", "GPU0", "mlx5_0:1", "mlx5_1:1"]
+    assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB") == ["mlx5_0:1", "mlx5_1:1"]
+    assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB", NCCL_IB_HCA="=mlx5_1:1") == ["mlx5_1:1"]
