@@ -11,18 +11,12 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from probes.api import Absent, Failed, Finding, Metric, Ok, Probe, Sample, Severity, Snapshot, UnavailableError
+from probes.api import Absent, Failed, Finding, Ok, Probe, Severity, Snapshot, UnavailableError
 from probes.gpu.facts import GpuFacts
 from probes.host.protocol import Host
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL, BY_NAME
 from probes.wire import Outcome, SnapshotError, outcome_from_json, outcome_to_json
-
-SCAN_METRICS = (
-    Metric(name="probe_success", help="1 where the probe answered, or found nothing to look at.", labels=("probe",)),
-    Metric(name="probe_duration_seconds", help="Time the probe took in the last scan.", labels=("probe",)),
-)
-"""What every probe exports without doing anything for it."""
 
 SCAN_CODES = tuple(f"{name}.probe.failed" for name in BY_NAME)
 """Codes of the finding that a failed probe becomes."""
@@ -129,14 +123,3 @@ def _failed(name: str, outcome: Failed) -> Finding:
         evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),
         remedy="Run `topoflight scan` on the host itself and look at dmesg; a hung driver needs a reboot.",
     )
-
-
-def samples(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Everything the snapshot has to export."""
-    exported: list[Sample] = []
-    for name, outcome in snapshot.outcomes.items():
-        exported.append(Sample(metric="probe_success", value=float(not isinstance(outcome, Failed)), labels=(name,)))
-        exported.append(Sample(metric="probe_duration_seconds", value=outcome.seconds, labels=(name,)))
-        if isinstance(outcome, Ok) and name in BY_NAME:
-            exported += BY_NAME[name].samples(outcome.facts)
-    return tuple(exported)

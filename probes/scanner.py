@@ -156,7 +156,7 @@ class _Worker:
         return f"the probe process ended with exit code {code}"
 
     def strike(self) -> None:
-        """Kill the child's process group and wait for nothing; whoever waits for an answer is told."""
+        """Kill the child's process group and wait for nothing; a caller that waits for an answer is told."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -299,12 +299,6 @@ def _snapshot(identity: dict[str, Json], outcomes: dict[str, Outcome]) -> Snapsh
         topoflight_version=version(),
         outcomes=outcomes,
     )
-
-
-def scan_live(root: str = "/", timeout_seconds: float | None = None) -> Snapshot:
-    """Scan this machine once."""
-    with Scanner(root, timeout_seconds=timeout_seconds) as scanner:
-        return scanner.scan()
 
 
 def capture(root: str = "/", source: str = "", timeout_seconds: float | None = None) -> dict[str, Json]:

@@ -49,7 +49,7 @@ def check(node: NodeTopology, *, gdr_level: str | None = None, gpus_on_bus: int 
     """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none.
 
     `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.facts.bare_metal_gpus`); None in a container or a
-    guest, and where nobody looked.
+    guest, and where it was not read.
     """
     farthest = farthest_gdr(gdr_level)
     return (

@@ -250,7 +250,7 @@ _PATHS = {
 }
 _RANKS = {"PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "SYS": 5, "SOC": 5}
 FARTHEST = 99
-"""Rank of a label nobody knows: never the nearest."""
+"""Rank of an unknown label: never the nearest."""
 
 LEGEND = (
     ("X", "Self"),

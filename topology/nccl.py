@@ -12,9 +12,6 @@ from hardware.units import GIGA
 # kvDictPciGen in topo.cc: 100 Mb/s per lane, by GT/s.
 _PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5, 15))
 _PCIE_DIVISOR = 80.0  # lanes x table / 80 is GB/s
-PCIE_FALLBACK_BYTES_PER_SECOND = 12.0 * GIGA  # PCI_BW
-
-NET_FALLBACK_BYTES_PER_SECOND = 1.25 * GIGA  # net speed unknown: 10 Gb/s
 INTEL_P2P_OVERHEAD = 6 / 5  # INTEL_P2P_OVERHEAD: GPU to GPU through an Intel CPU
 
 _AMD_CPU = 16.0

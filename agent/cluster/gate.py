@@ -40,8 +40,8 @@ def fleet(client: Client) -> Fleet:
 
 def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     """The record of each node; one that no agent publishes is unknown and was never heard of."""
-    nobody = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
-    return tuple(held.record(name) or replace(nobody, name=name, host=name) for name in names)
+    unknown = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+    return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
 
 
 def checks_of(

@@ -344,7 +344,7 @@ class Fleet:
         return tuple(found[name] for name in sorted(found))
 
     def record(self, name: str) -> NodeRecord | None:
-        """What that node publishes; None where nobody speaks for it."""
+        """What that node publishes; None where no agent publishes it."""
         return self._records.get(name)
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:

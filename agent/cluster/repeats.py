@@ -19,7 +19,7 @@ _NAMED = re.compile(rf'(?<!\\)"({"|".join(REPEATED)})":[ \t\r\n]*(?=\{{)')
 
 
 class Repeated(dict[str, Any]):
-    """An object that several others hold; nobody changes it."""
+    """An object that several others hold; never changed."""
 
     __slots__ = ("key",)
     key: str  # who needs one of its content notes it here, once for all that hold it

@@ -120,14 +120,3 @@ def _outcome(snapshot: Snapshot, name: str) -> str:
     if outcome is None:
         return f"the {name} probe did not run"
     return getattr(outcome, "why", "") if not isinstance(outcome, Ok) else ""
-
-
-def judged_gpus(snapshots: Iterable[Snapshot]) -> int | None:
-    """How many GPUs these hosts' checks are about; None where some host's could not be read."""
-    total = 0
-    for snapshot in snapshots:
-        if no_gpu_read(snapshot) or isinstance(snapshot.outcomes.get("gpu"), Failed):
-            return None
-        facts = snapshot.facts(GpuFacts)
-        total += sum(gpu.error is None for gpu in facts.gpus) if facts else 0
-    return total

@@ -6,8 +6,8 @@ another service is no use here), then SubjectAccessReview (authorization.k8s.io/
 file of tokens. With neither, these endpoints stay closed. No token is logged or stored: verdicts are remembered for
 some seconds under its SHA-256.
 
-A token is judged before the body is read, in a thread that does nothing else: an API server that hangs delays whoever
-brings a token, and nobody else.
+A token is judged before the body is read, in a thread that does nothing else: an API server that hangs delays
+requests with a token, and no others.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Tokens:
     def _token(self, authorization: str | None, path: str, verb: str) -> str:
         if self._client is None and self._file is None:
             raise ProblemError(
-                403, f"{verb.upper()} {path} needs a token, and is closed: this agent has nobody to ask about tokens",
+                403, f"{verb.upper()} {path} needs a token, and is closed: this agent has no judge of tokens",
                 grant="start it with --token-file FILE, or in a cluster with --token-review",
             )  # fmt: skip
         scheme, _, token = (authorization or "").partition(" ")
@@ -193,7 +193,7 @@ class Tokens:
 class ReadHosts(TrustedHostMiddleware):
     """Refuses reads under a foreign name: a web page whose name was bound to this address anew reads nothing here.
 
-    An address is no name that could be bound anew, and whoever sends no Host is no browser.
+    An address is no name that could be bound anew, and a client without Host is no browser.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

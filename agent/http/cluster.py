@@ -141,7 +141,7 @@ class Cluster:
         self._timer.start()
 
     def _rest(self) -> None:
-        """End the watch where nobody has asked for a while; look again later where somebody has."""
+        """End the watch after a while without requests; else look again later."""
         with self._lock:
             left = self._requested + self._idle - time.monotonic()
             if left > 0:

@@ -34,7 +34,7 @@ FRONTIER_NODES = (1, 2, 4, 8)
 
 log = logging.getLogger(__name__)
 
-_NICENESS = 10  # whoever scrapes goes before whoever plans
+_NICENESS = 10  # scrapes go before plans
 
 
 @dataclass(slots=True)

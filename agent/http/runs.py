@@ -1,7 +1,7 @@
 """POST /flights: a job that ran in a pod of this node leaves its record here too, where the node's page shows it.
 
 Specification: flight.json of docs/finetune.md. Who posts is a job's service account, not the administrator: the record
-is bounded in bytes and in values, because all that are kept are held in memory and given to whoever may read.
+is bounded in bytes and in values, because all stored ones are held in memory and open to every reader.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The event loop and /metrics share no interpreter with the planner. One worker process (agent.http.questions) is started
 when something is first asked, answers one question at a time, is killed and replaced when a question takes too long or
-nobody waits for it any more, and ends after some idle minutes. What it knows is handed over once: each view whole, of
+no client waits for it any more, and ends after some idle minutes. What it knows is sent once: each view whole, of
 the cluster's records those that have changed. Why a process, and what it costs: docs/decisions/0010.
 """
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 256  # questions that differ; who asks what another has asked shares the answer
 LONGEST_SECONDS = 60.0  # of one question
 START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
-LEFT_SECONDS = 1.0  # a question that nobody waits for may take so much longer before its process is killed
+LEFT_SECONDS = 1.0  # a question that no client waits for may take so much longer before its process is killed
 IDLE_SECONDS = 600.0
 FRESH_SECONDS = 1.0  # an answer about the cluster is given again for so long
 MOST_HELD_BYTES = 64 << 20  # of answers that clients are still reading
@@ -68,7 +68,7 @@ class Refusal:
 
 
 class _LateError(Exception):
-    """The process was too slow, or nobody waits any more."""
+    """The process was too slow, or no client waits any more."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ class _Job:
     done_at: float | None = None
 
     def refuse(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
-        """Tell whoever waits."""
+        """Tell the clients that wait."""
         self.done_at = time.monotonic()
         self.answered.set_exception(ProblemError(status, detail, headers=headers))
 
@@ -199,7 +199,7 @@ class Worker:
             self._leave(job)
 
     def stop(self) -> None:
-        """End the process and the thread; whoever waits is refused."""
+        """End the process and the thread; clients that wait are refused."""
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
@@ -232,7 +232,7 @@ class Worker:
             return job
 
     def _leave(self, job: _Job) -> None:
-        """One waits no more; a question that nobody waits for, and that is not begun, gives its place back."""
+        """One waits no more; a question that no client waits for, and that is not begun, gives its place back."""
         with self._lock:
             job.waiting -= 1
             if not job.waiting and not job.begun:
@@ -250,7 +250,7 @@ class Worker:
             job = None if self._stopping else self._first()
             if job is not None:
                 job.begun = True
-            else:  # whoever asks from here on starts another thread
+            else:  # a later question starts another thread
                 self._end()
                 self._thread = None
             return job

@@ -96,7 +96,7 @@ def run_folder() -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Remove the folders of this user that nobody holds."""
+    """Remove the folders of this user that are not locked."""
     for path in place.glob(f"{FOLDER_PREFIX}*"):
         try:
             if path.is_symlink() or path.stat().st_uid != os.geteuid():

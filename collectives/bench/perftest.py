@@ -106,7 +106,7 @@ def listen(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Be written to, once for each port; gives the ports that were and what went wrong. Raises MissingError.
 
-    Ends when every port has been written to, or when nobody has come for `wait_seconds`.
+    Ends when every port has been written to, or when no host has come for `wait_seconds`.
     """
     require_program()
     stop = stop or threading.Event()
@@ -128,7 +128,7 @@ def listen(
         finally:
             for tree in running.values():
                 tree.end(END_SECONDS)
-        waited = "stopped" if stop.is_set() else f"nobody wrote to it within {wait_seconds:g} s"
+        waited = "stopped" if stop.is_set() else f"no host wrote to it within {wait_seconds:g} s"
         problems += [f"{ports[place]}: {waited}" for place in running]
     return tuple(served), tuple(problems)
 

@@ -141,7 +141,7 @@ class BenchSpec:
     silence_seconds: float = 30.0  # longer than the longest single iteration
     step: StepPlan | None = None  # replay a job's step as well: shape.step_plan(...)
     search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
-    expect: Expect | None = None  # what each result is held against, from whoever knows the topology
+    expect: Expect | None = None  # what each result is held against, by the caller, which knows the topology
     links: Mapping[str, Any] = field(default_factory=dict)  # of this host, told to every rank: plain JSON values
     lock_path: str | None = None
     gpu_pids: tuple[int, ...] = ()  # other work on this host's GPUs, as the caller has seen it

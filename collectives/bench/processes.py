@@ -160,7 +160,7 @@ class Tree:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command, tied to the life of the parent whose pid comes first; 0 is whoever the parent is."""
+    """Become the command, tied to the life of the parent whose pid comes first; 0 is any parent."""
     die_with_parent(int(arguments[0]) or None)
     os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
 

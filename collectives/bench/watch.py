@@ -68,7 +68,7 @@ class Outcome:
 
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    stopped_by: str | None = None  # a signal, or whoever started the run
+    stopped_by: str | None = None  # a signal, or the caller
 
 
 class Watch:

@@ -23,7 +23,7 @@ from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.environment import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
-ROOMS = ("probes", "topology", "collectives", "planner", "finetune", "agent")
+PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
 
 
 def codes() -> dict[str, list[str]]:
@@ -61,8 +61,8 @@ def endpoints() -> list[str]:
 def variables() -> list[str]:
     """Names that product code asks an environment for, or gives to click as `envvar`."""
     found: set[str] = set()
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
             found.update(_asked(ast.parse(path.read_text(encoding="utf-8"))))
     return sorted(found)
 
@@ -106,7 +106,7 @@ def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
             "metrics": metric_names(),
             "verbs": verbs(),
             "environment_variables": variables(),
-            "doors": endpoints(),
+            "endpoints": endpoints(),
         },
     )
 

@@ -115,7 +115,7 @@ def test_its_own_words_tell_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("stand_in")
 def test_nobody_comes_and_nothing_is_left_running() -> None:
     served, problems = listen(PORTS, wait_seconds=0.5)
-    assert served == () and problems[0] == "mlx5_0:1: nobody wrote to it within 0.5 s"
+    assert served == () and problems[0] == "mlx5_0:1: no host wrote to it within 0.5 s"
     assert not [child for child in psutil.Process().children(recursive=True) if perftest.PROGRAM in child.cmdline()]
 
 

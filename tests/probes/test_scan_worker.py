@@ -21,8 +21,8 @@ from probes.host.protocol import Host
 from probes.host.recording import load
 from probes.limits.probe import LimitsFacts
 from probes.registry import ALL, BY_NAME
-from probes.scan import SCAN_METRICS, findings, run, samples, scan
-from probes.scanner import Scanner, scan_live
+from probes.scan import findings, run, scan
+from probes.scanner import Scanner
 from probes.wire import SnapshotError, dumps, from_json, loads, outcome_from_json, to_json
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -67,7 +67,8 @@ def test_the_resident_process_imports_no_driver_binding() -> None:
 
 def test_a_live_scan_answers_with_every_probe() -> None:
     """On whatever machine this runs; nothing fails, and the facts have the declared types."""
-    snapshot = scan_live()
+    with Scanner() as scanner:
+        snapshot = scanner.scan()
     assert list(snapshot.outcomes) == [probe.name for probe in ALL]
     for name, outcome in snapshot.outcomes.items():
         assert not isinstance(outcome, Failed), (name, outcome)
@@ -85,9 +86,10 @@ def test_findings_use_declared_codes_only_and_samples_declared_families() -> Non
             assert finding.message
             assert finding.evidence, (path.name, finding)
             assert finding.remedy or finding.severity is Severity.INFO, (path.name, finding)
-        families = {m.name: m for m in (*SCAN_METRICS, *(m for probe in ALL for m in probe.metrics))}
-        for sample in samples(snapshot):
-            assert len(sample.labels) == len(families[sample.metric].labels), (path.name, sample)
+        for name, outcome in snapshot.outcomes.items():
+            families = {metric.name: metric for metric in BY_NAME[name].metrics}
+            for sample in BY_NAME[name].samples(outcome.facts) if isinstance(outcome, Ok) else ():
+                assert len(sample.labels) == len(families[sample.metric].labels), (path.name, sample)
 
 
 def test_a_failed_probe_is_an_unknown_finding() -> None:
