@@ -31,6 +31,9 @@ class Constants:
     rows_lost: float = 180.0  # a: rows of a multiplication at which half its rate is lost
     columns_lost: float = 190.0  # b
     depth_lost: float = 220.0  # c
+    # A product whose columns or depth are no multiple of 64 half-precision words (128 bytes) takes this much longer on
+    # tensor cores from Ampere on: NVIDIA's Matrix Multiplication Background; BLOOM's trials at hidden 14400 / TP 8.
+    misaligned: float = 1.25
     sustained_ampere: float = 0.95  # of the best measured multiplication, held over minutes at the power limit
     sustained_hopper: float = 0.80
     sustained_blackwell: float = 0.68
@@ -76,7 +79,7 @@ class Constants:
 DEFAULT = Constants()
 # A CPU's products know no tiles: 16 rows run at 0.7, 51 at 0.85, 128 at 0.95 of the best rate, whatever the columns and
 # the depth. An adapter takes 0.8 ms of a step even beside 51 tokens, PEFT's Python included (docs/decisions/0023).
-CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, lora_kernels=12.0)
+CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, misaligned=1.0, lora_kernels=12.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +180,9 @@ class LayerCost(NamedTuple):
 
 
 def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
-    return 1.0 + constants.rows_lost / m + constants.columns_lost / n + constants.depth_lost / k
+    aligned = n % 64 == 0 and k % 64 == 0
+    lost = 1.0 + constants.rows_lost / m + constants.columns_lost / n + constants.depth_lost / k
+    return lost if aligned else lost * constants.misaligned
 
 
 def layer_cost(

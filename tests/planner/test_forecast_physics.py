@@ -9,7 +9,7 @@ import pytest
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB
-from planner.forecast.compute import cpu_rates, gpu_rates
+from planner.forecast.compute import cpu_rates, gpu_rates, layer_cost
 from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
@@ -233,3 +233,16 @@ def test_qlora_unpacks_its_weights_for_each_pass() -> None:
     assert step_parts(job(links(1), plain), layout).dequantize == 0.0
     twice = step_parts(job(links(1), packed), replace(layout, checkpointing="none")).dequantize
     assert twice == pytest.approx(by_hand * 2 / 3)
+
+
+def test_products_with_odd_columns_are_slower() -> None:
+    """Hidden 14400 over TP=8 leaves 1800 columns, no multiple of 64; 14336 leaves 1792."""
+    gpu, engine = gpu_named("NVIDIA A100-SXM4-80GB"), engine_named("megatron")
+    assert gpu is not None
+    rates = gpu_rates(gpu, FULL, engine, "bf16")
+    seconds = []
+    for hidden in (14336, 14400):
+        wide = replace(MODEL, hidden=hidden, heads=64, kv_heads=64, head_dim=hidden // 64, ffn=4 * hidden)
+        cost = layer_cost(wide, 4096.0, 2048.0, 8, True, rates, engine)
+        seconds.append(cost.gemm / hidden**2)
+    assert seconds[1] == pytest.approx(1.25 * seconds[0], rel=0.01)
