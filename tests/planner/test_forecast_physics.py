@@ -242,7 +242,9 @@ def test_products_with_odd_columns_are_slower() -> None:
     rates = gpu_rates(gpu, FULL, engine, "bf16")
     seconds = []
     for hidden in (14336, 14400):
-        wide = replace(MODEL, hidden=hidden, heads=64, kv_heads=64, head_dim=hidden // 64, ffn=4 * hidden)
+        wide = replace(
+            MODEL, hidden=hidden, heads=64, kv_heads=64, head_dim=hidden // 64, ffn=4 * hidden, gated_mlp=False
+        )
         cost = layer_cost(wide, 4096.0, 2048.0, 8, True, rates, engine)
         seconds.append(cost.gemm / hidden**2)
     assert seconds[1] == pytest.approx(1.25 * seconds[0], rel=0.01)
