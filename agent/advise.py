@@ -7,12 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.cli.inputs import InputError
-from agent.gate.verdict import Check
-from agent.jobs import result_store as keep
-from agent.view import Group, View, grouped, look
 from collectives.bench.results import Measurement
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import LayoutError
@@ -30,6 +27,10 @@ from topology.build import build
 from topology.cluster import join
 from topology.derive import with_gpus
 from topology.graph import ClusterTopology
+
+if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
+    from agent.gate.verdict import Check
+    from agent.view import Group, View
 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
@@ -234,10 +235,11 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
     snapshots = () if request.machine else tuple(scan())
     measured: tuple[Measurement, ...] = ()
     if request.bench_file is not None:
+        from agent.jobs import result_store
         from collectives.bench.results import result_from_json
 
         try:
-            measured = result_from_json(keep.read(request.bench_file)).measurements
+            measured = result_from_json(result_store.read(request.bench_file)).measurements
         except (OSError, ValueError) as error:
             raise RequestError(f"--bench {request.bench_file}: {error}") from None
     return answer(request, snapshots, measured=measured)
@@ -252,6 +254,10 @@ def for_view(view: View, request: Request) -> Recommendation:
 
 def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendation:
     """The advice, with the failures that its forecast does not count: no figure bounds them, or they end the job."""
+    if not checks:
+        return advice
+    from agent.view import grouped
+
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [
         group for group in grouped(checks) if {check.id for check in group.checks if check.status == "fail"} - counted
@@ -298,6 +304,8 @@ def answer(
     if request.machine or request.model is None:
         checks = ()
     elif checks is None:
+        from agent.view import look
+
         checks = look(snapshots).checks
     calibration = calibrated
     try:

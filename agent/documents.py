@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from contracts import codec
-
 
 def document(value: Any) -> Any:
     """Any of the project's records as plain JSON values."""
+    from contracts import codec  # cattrs, which a verb that prints a table does not need
+
     return json.loads(json.dumps(codec.write(value), default=str, allow_nan=False))
 
 

@@ -10,6 +10,7 @@ from hardware.units import rate as rate
 
 if TYPE_CHECKING:
     from planner.advice import Interval
+    from topology.graph import Expectation
 
 
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
@@ -102,3 +103,10 @@ def duration(value: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def expected_rate(expected: Expectation) -> str:
+    """What healthy machines reach; NCCL's plan where that is all that is derived."""
+    if expected.least_bytes_per_second is None:
+        return rate(expected.busbw_bytes_per_second)
+    return reach(expected.least_bytes_per_second, expected.usual_bytes_per_second, expected.most_bytes_per_second)

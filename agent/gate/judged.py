@@ -11,7 +11,6 @@ from agent.gate.verdict import Check, Status
 from collectives.bench.results import Bar, BenchResult, Measurement
 from probes.api import Snapshot
 from topology.build import build
-from topology.graph import Expectation
 from topology.reach import FAILS_BELOW
 from topology.reference import departures
 
@@ -112,13 +111,6 @@ def expected_words(m: Measurement) -> str:
     """What a measurement is held against, for a table: its first bar that is known, with the interval."""
     bar = next((bar for bar in m.bars if bar.low is not None), None)
     return bar_words(bar) if bar else units.rate(m.expected_busbw_bytes_per_second)
-
-
-def expected_rate(expected: Expectation) -> str:
-    """What healthy machines reach; NCCL's plan where that is all that is derived."""
-    if expected.least_bytes_per_second is None:
-        return units.rate(expected.busbw_bytes_per_second)
-    return units.reach(expected.least_bytes_per_second, expected.usual_bytes_per_second, expected.most_bytes_per_second)
 
 
 def bar_words(bar: Bar) -> str:

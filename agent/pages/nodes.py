@@ -11,8 +11,8 @@ from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
 from agent.gate.coverage import no_gpu_read, no_hca_read
 from agent.gate.explain import mend
-from agent.gate.judged import expected_rate
 from agent.gate.verdict import Check
+from agent.units import expected_rate
 from agent.view import Group, View, grouped, only
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot

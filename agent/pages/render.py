@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 from agent import units
 from agent.advise import EXPORTS
 from agent.gate.explain import UnknownCodeError, section
-from agent.gate.judged import expected_rate, expected_words
+from agent.gate.judged import expected_words
 from agent.gate.verdict import Check, judge, unjudged, worst_first
 from agent.jobs import bench_history
 from agent.pages import charts
@@ -112,7 +112,7 @@ def _environment(*, html: bool) -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
-        expected=expected_words, expected_rate=expected_rate,
+        expected=expected_words, expected_rate=units.expected_rate,
         size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,

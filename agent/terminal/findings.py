@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from agent import units
-from agent.gate.verdict import Check, Verdict
 from agent.terminal.tables import COLOURS, GLYPHS, SHOWN, indented, some
-from agent.view import Group, grouped, passed_ids, reasons
-from probes.api import Finding
+
+if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
+    from agent.gate.verdict import Check, Verdict
+    from agent.view import Group
+    from probes.api import Finding
 
 
 def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
     """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
+    from agent.view import grouped, passed_ids
+
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
     told = grouped(checks)
@@ -38,6 +43,8 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
         out.print(
             f"[{COLOURS['unknown']}]{GLYPHS['unknown']}[/{COLOURS['unknown']}] {number}, neither passed nor failed"
         )
+    from agent.view import reasons
+
     for why, codes in reasons(groups).items():
         indented(out, escape(why))
         indented(out, f"[dim]{escape(some(codes))}[/dim]", 9)

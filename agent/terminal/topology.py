@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from agent.gate.judged import expected_rate
 from agent.terminal.tables import some, table
+from agent.units import expected_rate
 from topology.formats.matrix import columns
 from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
