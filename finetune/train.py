@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell(error)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own calls of its own names
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, whose CPU kernels are a download more
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     before = signal.getsignal(signal.SIGTERM)
     if torch.cuda.is_available():

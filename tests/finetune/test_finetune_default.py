@@ -36,6 +36,7 @@ def flown(tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-2000:]
+    (folder / "out" / "stderr").write_text(done.stderr)
     return folder / "out", json.loads((folder / "out" / "flight.json").read_text())
 
 
@@ -51,6 +52,12 @@ def test_the_built_in_job_learns_under_the_plan(flown):
     assert (Path(flight["checkpoint"]) / "trainer.json").is_file()
     assert 0 < flight["communication"]["exposed_share"] <= flight["communication"]["share"] <= 1
     assert flight["comparison"][0]["within"]
+
+
+def test_nothing_warns(flown):
+    """Neither torch nor what it comes with: a run that is as it should be says only how it goes."""
+    folder, _ = flown
+    assert [line for line in (folder / "stderr").read_text().splitlines() if "warning" in line.lower()] == []
 
 
 def test_logged_steps_tell_memory_and_communication(flown):
