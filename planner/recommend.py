@@ -20,7 +20,7 @@ from planner.explain import forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
-from planner.forecast.faults import Findings, as_is, counted, mended, mended_links, slowed
+from planner.forecast.faults import Findings, apart, as_is, counted, mended, mended_links, slowed
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram
@@ -194,6 +194,7 @@ def plan(
     `interface` is the job's NCCL_SOCKET_IFNAME.
     """
     precision = _checked(cluster, train)
+    cluster = apart(cluster, findings or {})
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
     engine = engine_named(train.engine)

@@ -152,7 +152,7 @@ _SHOWN = {
     "interfaces.choice.wrong": "sockets take the slower interface",
     "interfaces.speed.low": "sockets run at the interface's rate",
     **dict.fromkeys(("interfaces.link.down", "interfaces.address.missing"), "sockets take another interface"),
-    "gpu.fabric.split": "the network joins the parts of the NVLink domain",
+    **dict.fromkeys(("gpu.fabric.split", "imex.channel.missing"), "the network in place of NVLink between nodes"),
 }
 
 
@@ -271,6 +271,19 @@ def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
     return replace(rates, gemm=rates.gemm * share, attention=rates.attention * share, inputs=(*rates.inputs, slow))
 
 
+_PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
+
+
+def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
+    """The nodes as their network joins them, where a finding says that their NVLink domain does not."""
+    parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
+    if not parted or cluster.inter_node_transport != "nvlink":
+        return cluster
+    return join([
+        replace(node, gpus=tuple(replace(gpu, nvlink_domain=None) for gpu in node.gpus)) for node in cluster.nodes
+    ])  # fmt: skip
+
+
 # The table -----------------------------------------------------------------------------------------------------------
 
 RULES: Mapping[str, Rule] = {
@@ -297,7 +310,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("gpu.device.mixed", "gpu.device.missing", "gpu.memory.held", "topology.rail.uneven",
          "gpu.nvlink.none", "topology.nvlink.down_hgx", "interfaces.choice.wrong", "interfaces.speed.low",
-         "interfaces.link.down", "interfaces.address.missing", "gpu.fabric.split"),
+         "interfaces.link.down", "interfaces.address.missing", *_PART_THE_DOMAIN),
         Rule(slow=_told)),
 }  # fmt: skip
 

@@ -222,3 +222,14 @@ def test_what_the_advised_environment_mends_or_leaves_out_costs_nothing() -> Non
     assert left() == ["eth0", "GPU0", "mlx5_0:1", "mlx5_1:1"]
     assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB") == ["mlx5_0:1", "mlx5_1:1"]
     assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB", NCCL_IB_HCA="=mlx5_1:1") == ["mlx5_1:1"]
+
+
+def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_nodes() -> None:
+    snapshot = host("gb200-nvl72-tray")
+    pair = join([replace(build(snapshot), hostname=name) for name in ("a", "b")])
+    found = (Finding(code="imex.channel.missing", severity=Severity.FAIL, subject="", message=""),)
+    train = TrainSpec(method="full", sequence_length=2048, global_batch=64)
+    advice = recommend(pair, (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": found, "b": found})
+    assert advice.slowed == ("imex.channel.missing: the network in place of NVLink between nodes",)
+    assert advice.sound is not None and advice.sound_here is not None
+    assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
