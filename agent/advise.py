@@ -337,6 +337,10 @@ def of_cluster(
         nccl_version=version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
         multi_node=spans_nodes(request, cluster), findings=findings,
     )  # fmt: skip
+    if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
+        from agent import nearest  # which asks on its part
+
+        advice = replace(advice, helps_most=nearest.questions(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 

@@ -400,7 +400,7 @@ def recommend(
         found.rejected.insert(0, _why_refused(planned, found))
         helps = nearest(planned)
     elif chosen is None:
-        unknowns.append("no layout of this engine fits: see the rejected families for the nearest")
+        unknowns.append("no layout of this engine fits")
     elif planned.capacity and chosen.forecast.memory_bytes.high > 0.85 * planned.capacity:
         unknowns.append(
             f"memory is tight: up to {chosen.forecast.memory_bytes.high / GIB:.1f} of {planned.capacity / GIB:.1f} GiB"

@@ -115,8 +115,10 @@ def recommend(**options: object) -> None:
         nodes = request.nodes or max(1, len(request.hosts))
         say(export(advice, form, nodes=nodes), nl=False)
     if advice.model is not None and advice.chosen is None:
-        nearest = "; ".join(f"{row.what}: {row.reason}" for row in advice.rejected[:3])
-        raise inputs.NothingFitsError(f"no layout of {advice.model.name} fits ({nearest})")
+        misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")
+        nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses[:3])
+        could = "".join(f"\n{line}" for line in advice.helps_most[:1])
+        raise inputs.NothingFitsError(f"no layout of {advice.model.name} fits ({nearest}){could}")
 
 
 def _refuse_unused(options: Mapping[str, object]) -> None:

@@ -54,6 +54,8 @@ def layout(out: Console, advice: Recommendation) -> None:
         if advice.model is not None:
             out.print("\n[bold red]No layout fits[/bold red]")
             rejected(out, advice)
+            for help_ in advice.helps_most:  # a command is not broken, so that it can be copied
+                out.print(f"→ {escape(help_)}", soft_wrap=True)
         return
     chosen = advice.chosen
     name = advice.model.name if advice.model else "the model"

@@ -1,0 +1,51 @@
+"""Where nothing fits, what is offered in its place fits, as the very command that is printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agent.advise import Request, advise
+from agent.cli.main import cli
+
+HOST = Path(__file__).resolve().parents[1] / "machines" / "r760xa-2xA40-bf3.json"
+ASKED = [
+    "--machine dgx-h100 --model Llama-3.1-405B --method full --sequence-length 4096",
+    "--machine 4xrtx4090 --model Llama-3.1-8B --method full --packing --global-batch 16",
+    "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Mixtral-8x7B",
+    f"--host {HOST} --model Llama-3.1-70B --method full",
+]
+
+
+def run(words: str) -> tuple[int, dict[str, object]]:
+    """Exit code and document of the verb."""
+    result = CliRunner().invoke(cli, ["recommend", *shlex.split(words), "-o", "json"])
+    return 3 if result.exit_code else 0, json.JSONDecoder().raw_decode(result.stdout)[0]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
+    """Each offer is a command of its own, which exits with 0 and differs in what it says."""
+    code, document = run(asked)
+    assert code == 3
+    assert document["chosen"] is None
+    offers = document["helps_most"]
+    assert isinstance(offers, list)
+    assert offers
+    for offer in offers:
+        said, _, command = offer.partition("): topoflight recommend ")
+        code, other = run(command)
+        assert code == 0, offer
+        assert other["chosen"] is not None, offer
+        assert said.split()[0] in ("method", "sequence", "optimizer", "nodes", "engine")
+
+
+def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:
+    """No shorter sequence and no other method would help."""
+    advice = advise(Request(machine="dgx-h100", model="Mixtral-8x7B"), tuple)
+    assert advice.chosen is None
+    assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]
