@@ -54,8 +54,11 @@ def layout(out: Console, advice: Recommendation) -> None:
         if advice.model is not None:
             out.print("\n[bold red]No layout fits[/bold red]")
             rejected(out, advice)
-            for help_ in advice.helps_most:  # a command is not broken, so that it can be copied
-                out.print(f"→ {escape(help_)}", soft_wrap=True)
+            for help_ in advice.helps_most:
+                said, _, command = help_.partition(": topoflight ")
+                point(out, "→", escape(said))
+                if command:  # unbroken, so that it can be copied
+                    out.print(f"  topoflight {escape(command)}", soft_wrap=True)
         return
     chosen = advice.chosen
     name = advice.model.name if advice.model else "the model"
