@@ -117,7 +117,9 @@ def as_run(row: Row) -> Layout:
     if row.stack.engine.name == "litgpt" and row.layout.world_size > 1:
         choice = "full"  # its FSDP strategy checkpoints every block
     if row.stack.engine.name == "torchtune" and row.train.method != "qlora":
-        choice = "none"  # its tables give the larger card the faster run without it; QLoRA's is for the least memory
+        # Its tables give the larger card the faster run without it; QLoRA's is for the least memory.
+        light = replace(row.layout, checkpointing="none")
+        choice = "none" if _needed(row, light) <= row.gpu.memory_bytes else choice
     options = _heavier(row, replace(row.layout, checkpointing=choice))
     most = CERTAINLY_TOO_LARGE * row.gpu.memory_bytes
     return next((option for option in options if _needed(row, option) <= most), options[-1])
@@ -517,14 +519,20 @@ def print_regret(answers: Sequence[Answer]) -> None:
     _print_table("Ranking: layouts of the same job", lines)
 
 
-def print_memory(answers: Sequence[Answer]) -> None:
-    """The table of memory, by source and method, and what is called safe or refused."""
+def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
+    """The table of memory, by source and method, and what is called safe or refused.
+
+    `known` are the same rows with the traits of their own stacks: no memory is fitted, so these are all that is left
+    out.
+    """
+    by_traits = {a.row.name: a.memory_bytes for a in known}
     groups: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for one in answers:
         for source in (one.row.source, "all"):
             for method in (one.row.train.method, "all"):
                 groups[source, method].append(one)
-    lines = [("source", "method", "rows", "error", "median ratio", "ran", "of them refused", "OOM rows", "called safe")]
+    lines = [("source", "method", "rows", "error", "median ratio", "error, stack known", "ran", "of them refused",
+              "OOM rows", "called safe")]  # fmt: skip
     order = [*_by_source(answers), "all"]
     for source in order:
         for method in ("full", "lora", "qlora", "all"):
@@ -534,15 +542,26 @@ def print_memory(answers: Sequence[Answer]) -> None:
             if not members or (method == "all" and source != "all"):
                 continue
             ratios = [a.memory_bytes / (a.row.memory_bytes or math.nan) for a in held]
+            own = [by_traits[a.row.name] / (a.row.memory_bytes or math.nan) for a in held]
             ran = [
                 a for a in members if not a.row.out_of_memory and not a.row.set_aside and "layout" not in a.row.assumed
             ]
+            middle = f"{statistics.median(ratios):.3f}" if ratios else "-"
+            ran = [a for a in members if not (a.row.out_of_memory or a.row.set_aside or "layout" in a.row.assumed)]
             lines.append((
-                source, method, str(len(ratios)), _percent(error(ratios)),
-                f"{statistics.median(ratios):.3f}" if ratios else "-", str(len(ran)), str(sum(a.refused for a in ran)),
-                str(len(oom)), str(sum(a.safe for a in oom)),
+                source, method, str(len(ratios)), _percent(error(ratios)), middle, _percent(error(own)), str(len(ran)),
+                str(sum(a.refused for a in ran)), str(len(oom)), str(sum(a.safe for a in oom)),
             ))  # fmt: skip
     _print_table("Memory", lines)
+
+
+def print_constants(fitted: Constants) -> None:
+    """Where the fit starts, what it gives on all sources, and what the planner ships."""
+    lines = [("constant", "start", "fitted on all", "shipped")]
+    for name in FITTED:
+        start, found, shipped = (f"{getattr(c, name):.3g}" for c in (PRIOR, fitted, DEFAULT))
+        lines.append((name, start, found, shipped))
+    _print_table("Constants", lines)
 
 
 def print_worst(answers: Sequence[Answer], count: int) -> None:
@@ -576,6 +595,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("rows", nargs="*", type=Path, default=[CORPUS / "layouts" / name for name in FILES])
     parser.add_argument("--as-shipped", action="store_true", help="in sample: shipped constants, nothing left out")
+    parser.add_argument("--fit", action="store_true", help="print the constants fitted on every source, and no score")
     parser.add_argument("--write-intervals", action="store_true", help="write the widths that the planner ships")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N rows furthest off")
     options = parser.parse_args(arguments)
@@ -585,6 +605,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     started = time.perf_counter()
     rows, unread = read_rows(options.rows)
+    if options.fit:
+        print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))
+        return 0
     if options.as_shipped or len({row.source for row in rows}) < 2:  # with one source nothing is left to fit on
         answers = as_shipped(rows)
         print_rows(answers, unread)
@@ -600,7 +623,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_kinds(result, learned(result), others.__getitem__)
         if options.write_intervals:
             write(learned(result), INTERVALS)
-    print_memory(answers)
+    print_memory(answers, as_shipped(rows))
     if options.worst:
         print_worst([a for a in answers if a.scored], options.worst)
     print(f"\n{time.perf_counter() - started:.1f} s")
