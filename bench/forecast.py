@@ -46,7 +46,7 @@ LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
 FITTED = (
     "sustained_ampere", "sustained_hopper", "sustained_blackwell", "fp8_share", "attention_ampere", "attention_hopper",
     "attention_hopper_3", "attention_blackwell", "attention_flash1", "score_passes", "hidden_passes_fused",
-    "hidden_passes_compiled", "hidden_passes_eager", "tp_hidden", "overlap_loss",
+    "hidden_passes_compiled", "hidden_passes_eager", "tp_hidden", "overlap_loss", "dequantize_share", "launch_seconds",
 )  # fmt: skip
 
 # Where a fit starts and what it is drawn to: round figures that rest on no published training run. One sustained share
@@ -56,6 +56,7 @@ PRIOR = replace(
     attention_ampere=0.65, attention_hopper=0.43, attention_hopper_3=0.65, attention_blackwell=0.60,
     attention_flash1=0.5, score_passes=5.0, hidden_passes_fused=10.0, hidden_passes_compiled=14.0,
     hidden_passes_eager=20.0, tp_hidden=0.5, overlap_loss=0.15,
+    dequantize_share=0.25, launch_seconds=8e-6,
 )  # fmt: skip
 
 
@@ -222,8 +223,8 @@ class Fit:
         kept = set(used)
         touched = {name: [i for i in rows if i in kept] for name, rows in self.touched.items()}
 
-        def cost(i: int, error: float) -> float:  # each row's share is capped: one that is not understood moves nothing
-            return weight[i] * min(abs(error), 0.35)
+        def cost(i: int, error: float) -> float:  # the further off, the less another step counts: robust to what is odd
+            return weight[i] * 0.2 * math.log1p(abs(error) / 0.2)
 
         best, errors = PRIOR, {i: self.start[i] for i in used}
         step = 0.15
@@ -543,9 +544,6 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
                 continue
             ratios = [a.memory_bytes / (a.row.memory_bytes or math.nan) for a in held]
             own = [by_traits[a.row.name] / (a.row.memory_bytes or math.nan) for a in held]
-            ran = [
-                a for a in members if not a.row.out_of_memory and not a.row.set_aside and "layout" not in a.row.assumed
-            ]
             middle = f"{statistics.median(ratios):.3f}" if ratios else "-"
             ran = [a for a in members if not (a.row.out_of_memory or a.row.set_aside or "layout" in a.row.assumed)]
             lines.append((
