@@ -34,21 +34,21 @@ class Constants:
     # A product whose columns or depth are no multiple of 64 half-precision words (128 bytes) takes this much longer on
     # tensor cores from Ampere on: NVIDIA's Matrix Multiplication Background; BLOOM's trials at hidden 14400 / TP 8.
     misaligned: float = 1.25
-    sustained_ampere: float = 0.95  # of the best measured multiplication, held over minutes at the power limit
-    sustained_hopper: float = 0.80
-    sustained_blackwell: float = 0.68
+    sustained_ampere: float = 0.885  # of the best measured multiplication, held over minutes at the power limit
+    sustained_hopper: float = 0.805
+    sustained_blackwell: float = 0.755
     fp8_share: float = 0.95  # of the fp8 rate after quantising and scaling around each multiplication
-    attention_ampere: float = 0.66  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
-    attention_hopper: float = 0.41  # FlashAttention-2 on Hopper
-    attention_hopper_3: float = 0.70  # FlashAttention-3, cuDNN 9
-    attention_blackwell: float = 0.57
-    attention_flash1: float = 0.55  # of FlashAttention-2's rate
+    attention_ampere: float = 0.70  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
+    attention_hopper: float = 0.42  # FlashAttention-2 on Hopper
+    attention_hopper_3: float = 0.585  # FlashAttention-3, cuDNN 9
+    attention_blackwell: float = 0.55
+    attention_flash1: float = 0.53  # of FlashAttention-2's rate
     # Tokens of a sequence that runs attention at half its rate: FlashAttention-2 on A100, -3 on H100, causal, head of
     # 128, forward and backward, by the lengths of their papers' figures.
     attention_short: float = 480.0
     attention_short_3: float = 950.0
     attention_unfused: float = 0.45  # batched multiplications with the scores written to memory
-    score_passes: float = 5.0  # passes over the score matrix, forward, where it is stored
+    score_passes: float = 4.5  # passes over the score matrix, forward, where it is stored
     hbm_share: float = 0.75  # of the data sheet's bandwidth that streaming kernels reach
     hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
     hidden_passes_compiled: float = 14.0  # torch.compile fuses within a layer, not across its products
@@ -66,8 +66,8 @@ class Constants:
     kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
     kernels_routing: float = 25.0  # more per layer with experts: scores, top k, counts, permutations, all-to-alls
-    tp_hidden: float = 0.55  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
-    overlap_loss: float = 0.17  # of the shorter of two overlapped things still shows: SMs and HBM are shared
+    tp_hidden: float = 0.52  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
+    overlap_loss: float = 0.155  # of the shorter of two overlapped things still shows: SMs and HBM are shared
     optimizer_bytes: float = 28.0  # HBM traffic per weight: AdamW reads w, g, m, v and writes w, m, v, half copy
     head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
     lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, scale
