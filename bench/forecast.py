@@ -11,13 +11,16 @@ called safe, and rows that ran and were refused.
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
+import re
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -477,11 +480,11 @@ def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
     _print_table("Rows", lines)
     print()
     for (source, why), count in Counter((u.source, u.why) for u in unread).most_common():
-        print(f"not placed {count}: {source}: {why}")
+        print(f"- not placed {count}: {source}: {why}")
     for why, count in Counter(a.row.set_aside for a in answers if a.row.seconds and a.row.set_aside).most_common():
-        print(f"time set aside {count}: {why}")
+        print(f"- time set aside {count}: {why}")
     for gap, count in Counter(gap for a in answers for gap in a.row.assumed).most_common():
-        print(f"assumed in {count}: {gap}")
+        print(f"- assumed in {count}: {gap}")
 
 
 def _ratios(members: Sequence[Answer]) -> list[float]:
@@ -557,7 +560,7 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
             members = groups.get((source, method), [])
             held = [a for a in members if a.row.memory_bytes]
             oom = [a for a in members if a.row.out_of_memory]
-            if not members or (method == "all" and source != "all"):
+            if not (held or oom or source == "all") or (method == "all" and source != "all"):
                 continue
             ratios = [a.memory_bytes / (a.row.memory_bytes or math.nan) for a in held]
             own = [by_traits[a.row.name] / (a.row.memory_bytes or math.nan) for a in held]
@@ -567,6 +570,17 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
                 source, method, str(len(ratios)), _percent(error(ratios)), middle, _percent(error(own)), str(len(ran)),
                 str(sum(a.refused for a in ran)), str(len(oom)), str(sum(a.safe for a in oom)),
             ))  # fmt: skip
+    for method in ("full", "lora", "qlora"):
+        of_method = [a for a in groups.get(("all", method), []) if a.row.memory_bytes]
+        large = sum(len(m) >= LEAST_OF_A_SOURCE for m in _by_source(of_method).values())
+        off = mean_of_sources(
+            of_method, lambda m: error([a.memory_bytes / (a.row.memory_bytes or math.nan) for a in m])
+        )
+        own_off = mean_of_sources(
+            of_method, lambda m: error([by_traits[a.row.name] / (a.row.memory_bytes or math.nan) for a in m])
+        )
+        lines.append((f"mean of sources of {LEAST_OF_A_SOURCE} rows", method, str(large), _percent(off), "-",
+                      _percent(own_off), "", "", "", ""))  # fmt: skip
     _print_table("Memory", lines)
 
 
@@ -605,13 +619,49 @@ def print_scores(title: str, answers: Sequence[Answer], table: Table) -> None:
         print_times(f"{title}: mixtures of experts", mixtures, table)
 
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
+HEADER = """# Forecast accuracy
+
+Published runs of other stacks, 2026-11-22, as `make forecast` prints them. `python bench/forecast.py --write` writes this
+page, and the widths in `planner/forecast/intervals.json`.
+"""
+
+
+def report(rows: Sequence[Row], unread: Sequence[Unread], shipped: bool, save: bool) -> list[Answer]:
+    """Print every table."""
+    if shipped or len({row.source for row in rows}) < 2:  # with one source nothing is left to fit on
+        answers = as_shipped(rows)
+        print_rows(answers, unread)
+        print_scores("Step time, constants and stacks as shipped (in sample)", answers, lambda _: widths())
+        print_memory(answers, answers)
+        return answers
+    result = left_out(rows, lambda text: print(text, file=sys.stderr))
+    answers = result.answers
+    others = {source: learned(result, source) for source in {row.source for row in rows}}
+    print_rows(answers, unread)
+    print_scores("Step time, each source left out", answers, others.__getitem__)
+    stacks = tied(rows)
+    print()
+    for source in dict.fromkeys(row.source for row in rows):
+        gone = [*(f"stack {name}" for name in stacks.get(source, ())), *read_off_without(source)]
+        if gone:
+            print(f"- left out with {source}: {', '.join(gone)}")
+    print_kinds(result, learned(result), others.__getitem__)
+    print_memory(answers, as_shipped(rows))
+    if save:
+        write(learned(result), INTERVALS)
+    return answers
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("rows", nargs="*", type=Path, default=[CORPUS / "layouts" / name for name in FILES])
     parser.add_argument("--as-shipped", action="store_true", help="in sample: shipped constants, nothing left out")
     parser.add_argument("--fit", action="store_true", help="print the constants fitted on every source, and no score")
-    parser.add_argument("--write-intervals", action="store_true", help="write the widths that the planner ships")
+    parser.add_argument(
+        "--write", action="store_true", help="write the planner's widths and docs/measurements/forecast.md"
+    )
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N rows furthest off")
     options = parser.parse_args(arguments)
     for file in options.rows:
@@ -623,25 +673,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fit:
         print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))
         return 0
-    if options.as_shipped or len({row.source for row in rows}) < 2:  # with one source nothing is left to fit on
-        answers = as_shipped(rows)
-        print_rows(answers, unread)
-        print_scores("Step time, constants and stacks as shipped (in sample)", answers, lambda _: widths())
-    else:
-        result = left_out(rows, lambda text: print(text, file=sys.stderr))
-        answers = result.answers
-        others = {source: learned(result, source) for source in {row.source for row in rows}}
-        print_rows(answers, unread)
-        print_scores("Step time, each source left out", answers, others.__getitem__)
-        stacks = tied(rows)
-        for source in dict.fromkeys(row.source for row in rows):
-            gone = [*(f"stack {name}" for name in stacks.get(source, ())), *read_off_without(source)]
-            if gone:
-                print(f"left out with {source}: {', '.join(gone)}")
-        print_kinds(result, learned(result), others.__getitem__)
-        if options.write_intervals:
-            write(learned(result), INTERVALS)
-    print_memory(answers, as_shipped(rows))
+    text = io.StringIO()
+    with redirect_stdout(text):
+        answers = report(rows, unread, options.as_shipped, options.write)
+    print(text.getvalue())
+    if options.write:
+        tables = re.sub(r"^\|.*$", lambda line: re.sub(r" *\| *", "|", line[0]), text.getvalue(), flags=re.MULTILINE)
+        PAGE.write_text(HEADER + re.sub(r"\|-[-|]*\|", lambda m: re.sub(r"-+", "-", m[0]), tables), encoding="utf-8")
     if options.worst:
         print_worst([a for a in answers if a.scored], options.worst)
     print(f"\n{time.perf_counter() - started:.1f} s")

@@ -80,7 +80,7 @@ def learn(samples: Sequence[Sample], scaled: Sequence[Sample], engines: Iterable
 def write(widths: Widths, file: Path) -> None:
     """The file that the planner reads."""
     data = {
-        "written_by": "python bench/forecast.py --write-intervals",
+        "written_by": "python bench/forecast.py --write",
         "engines": sorted(widths.engines),
         "capabilities": sorted(map(list, widths.capabilities)),
         "kinds": widths.kinds,

@@ -1,6 +1,6 @@
 """How wide the interval around a forecast is, by the kind of job: learned from forecasts of runs that it never saw.
 
-The numbers are `intervals.json`, written by `python bench/forecast.py --write-intervals`.
+The numbers are `intervals.json`, written by `python bench/forecast.py --write`.
 """
 
 from __future__ import annotations
