@@ -570,17 +570,6 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
                 source, method, str(len(ratios)), _percent(error(ratios)), middle, _percent(error(own)), str(len(ran)),
                 str(sum(a.refused for a in ran)), str(len(oom)), str(sum(a.safe for a in oom)),
             ))  # fmt: skip
-    for method in ("full", "lora", "qlora"):
-        of_method = [a for a in groups.get(("all", method), []) if a.row.memory_bytes]
-        large = sum(len(m) >= LEAST_OF_A_SOURCE for m in _by_source(of_method).values())
-        off = mean_of_sources(
-            of_method, lambda m: error([a.memory_bytes / (a.row.memory_bytes or math.nan) for a in m])
-        )
-        own_off = mean_of_sources(
-            of_method, lambda m: error([by_traits[a.row.name] / (a.row.memory_bytes or math.nan) for a in m])
-        )
-        lines.append((f"mean of sources of {LEAST_OF_A_SOURCE} rows", method, str(large), _percent(off), "-",
-                      _percent(own_off), "", "", "", ""))  # fmt: skip
     _print_table("Memory", lines)
 
 
@@ -619,11 +608,48 @@ def print_scores(title: str, answers: Sequence[Answer], table: Table) -> None:
         print_times(f"{title}: mixtures of experts", mixtures, table)
 
 
+def print_summary(answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table) -> None:
+    """The figures that docs/model.md cites: means over the sources of enough rows, and counts."""
+    scored = [a for a in answers if a.scored]
+    found = [regret for regret, _, _ in regrets(scored)]
+    oom = [a for a in answers if a.row.out_of_memory]
+    ran = [a for a in answers if not (a.row.out_of_memory or a.row.set_aside or "layout" in a.row.assumed)]
+    own = {a.row.name: a for a in known}
+
+    def memory(rows: Sequence[Answer], method: str) -> str:
+        held = [a for a in rows if a.row.memory_bytes and a.row.train.method == method]
+        return _percent(
+            mean_of_sources(held, lambda m: error([a.memory_bytes / (a.row.memory_bytes or math.nan) for a in m]))
+        )
+
+    figures = {
+        "step time": _percent(mean_of_sources(scored, lambda m: error(_ratios(m)))),
+        "step time, mixtures of experts": _percent(
+            mean_of_sources([a for a in scored if a.row.model.experts], lambda m: error(_ratios(m)))
+        ),
+        "step time, one scalar": _percent(mean_of_sources(scored, lambda m: error([r for _, r in with_scalar(m)]))),
+        "in the 80 % interval": _percent(mean_of_sources(scored, lambda m: coverage(m, table))),
+        "regret, mean": _percent(statistics.mean(found)),
+        "regret, worst": _percent(max(found)),
+        **{f"memory, {method}": memory(answers, method) for method in ("full", "lora", "qlora")},
+        **{
+            f"memory, {method}, stack known": memory([own[a.row.name] for a in answers], method)
+            for method in ("full", "lora", "qlora")
+        },
+        "out of memory, called safe": f"{sum(a.safe for a in oom)} of {len(oom)}",
+        "the same, stack known": f"{sum(own[a.row.name].safe for a in oom)} of {len(oom)}",
+        "ran, refused": f"{sum(a.refused for a in ran)} of {len(ran)}",
+        "the same, of known stacks": f"{sum(own[a.row.name].refused for a in ran)} of {len(ran)}",
+        "rows not placed": f"{len(unread)} of {len(unread) + len(answers)}",
+    }
+    _print_table("Summary", [("figure", "left out"), *figures.items()])
+
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Published runs of other stacks, 2026-11-22, as `make forecast` prints them. `python bench/forecast.py --write` writes this
-page, and the widths in `planner/forecast/intervals.json`.
+Published runs of other stacks, 2026-11-22, as `make forecast` prints them. `python bench/forecast.py --write` writes
+this page, and the widths in `planner/forecast/intervals.json`.
 """
 
 
@@ -647,7 +673,9 @@ def report(rows: Sequence[Row], unread: Sequence[Unread], shipped: bool, save: b
         if gone:
             print(f"- left out with {source}: {', '.join(gone)}")
     print_kinds(result, learned(result), others.__getitem__)
-    print_memory(answers, as_shipped(rows))
+    known = as_shipped(rows)
+    print_memory(answers, known)
+    print_summary(answers, known, unread, others.__getitem__)
     if save:
         write(learned(result), INTERVALS)
     return answers

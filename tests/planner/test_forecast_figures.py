@@ -1,0 +1,79 @@
+"""The figures that documents cite are those of `make forecast`, and the widths that ship are learned from its errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.forecast.intervals import widths
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "measurements" / "forecast.md"
+
+
+def tables(text: str) -> dict[str, dict[str, list[str]]]:
+    """Cells by the table's title and the row's first cell (with the second, where the first repeats)."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for part in text.split("\n## ")[1:]:
+        title, _, body = part.partition("\n")
+        rows: dict[str, list[str]] = {}
+        for line in body.splitlines():
+            if line.startswith("|") and not line.startswith(("|-", "| -")):
+                first, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+                rows[f"{first} {cells[0]}" if first in rows else first] = cells
+        found[title.strip()] = rows
+    return found
+
+
+def value(cell: str) -> float | str:
+    """A number, a percentage in points, or the words themselves."""
+    match = re.fullmatch(r"(-?[\d.]+)%?", cell)
+    return float(match[1]) if match else cell
+
+
+def test_documents_cite_the_figures_of_the_page() -> None:
+    """Each row of the page's summary stands in docs/model.md; README cites nothing else."""
+    summary = tables(PAGE.read_text(encoding="utf-8"))["Summary"]
+    model = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", model, re.MULTILINE))
+    for name, (figure,) in list(summary.items())[1:]:
+        assert rows.get(name) == figure.replace("%", " %"), name
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    cited = re.findall(r"([\d.]+) %", readme[readme.index("left out") - 200 : readme.index("left out") + 300])
+    assert cited and set(cited) <= {cells[0].rstrip("%") for cells in summary.values()}
+
+
+def test_the_page_has_the_widths_that_ship() -> None:
+    """Written by one command."""
+    kinds = tables(PAGE.read_text(encoding="utf-8"))["Width of the interval by the kind of job"]
+    table = widths()
+    for name, sigma in table.kinds.items():
+        assert float(kinds[name][2]) == pytest.approx(sigma, abs=1e-3)
+    for name, sigma in table.any_with.items():
+        assert float(kinds[f"any: {name}"][2]) == pytest.approx(sigma, abs=1e-3)
+        assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 90
+
+
+@pytest.mark.corpus
+def test_the_page_is_what_the_command_prints(corpus: Path) -> None:
+    """Percentages within 1.5 points, counts and widths within what that allows: a term that moved is written again."""
+    files = [corpus / "layouts" / name for name in ("published.csv", "published2.csv")]
+    if not all(file.is_file() for file in files):
+        pytest.skip(f"no published rows in {corpus}")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "forecast.py"), *map(str, files)],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    printed, page = tables(done.stdout), tables(PAGE.read_text(encoding="utf-8"))
+    assert printed.keys() == page.keys()
+    for title, rows in page.items():
+        assert printed[title].keys() == rows.keys(), title
+        for name, cells in rows.items():
+            for now, then in zip(map(value, printed[title][name]), map(value, cells), strict=True):
+                if isinstance(now, str) or isinstance(then, str):
+                    continue
+                assert now == pytest.approx(then, abs=1.5), (title, name)
