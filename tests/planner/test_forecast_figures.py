@@ -1,4 +1,4 @@
-"""The figures that documents cite are those of `make forecast`, and the widths that ship are learned from its errors."""
+"""The figures that documents cite are those of `make forecast`; the widths that ship are learned from its errors."""
 
 from __future__ import annotations
 
