@@ -1,4 +1,4 @@
-"""The picture in docs/architecture.md shows the imports the code really has, and the rooms are where they claim."""
+"""The picture in docs/architecture.md shows the imports the code really has, and the packages are where they claim."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-ROOMS = tuple(
+PACKAGES = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 )
 
 
 def real_arrows() -> set[tuple[str, str]]:
-    """(room, imported room) of every import statement, those inside functions too."""
+    """(package, imported package) of every import statement, those inside functions too."""
     arrows = set()
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = []
                 if isinstance(node, ast.Import):
@@ -27,7 +27,9 @@ def real_arrows() -> set[tuple[str, str]]:
                 elif isinstance(node, ast.ImportFrom) and node.level == 0:
                     names = [node.module or ""]
                 arrows |= {
-                    (room, n.split(".")[0]) for n in names if n.split(".")[0] in ROOMS and n.split(".")[0] != room
+                    (package, n.split(".")[0])
+                    for n in names
+                    if n.split(".")[0] in PACKAGES and n.split(".")[0] != package
                 }
     return arrows
 
@@ -39,17 +41,17 @@ def test_the_pictures_arrows_are_the_real_imports() -> None:
     assert drawn == real_arrows()
 
 
-def test_every_room_resolves_under_the_repository_and_shadows_nothing() -> None:
-    """No room and no module of a room has the name of a standard library module it could hide."""
-    for room in ROOMS:
-        spec = importlib.util.find_spec(room)
+def test_every_package_resolves_under_the_repository_and_shadows_nothing() -> None:
+    """No package and no module of one has the name of a standard library module it could hide."""
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
-        assert Path(spec.origin).resolve() == (ROOT / room / "__init__.py").resolve()
-        assert room not in sys.stdlib_module_names
+        assert Path(spec.origin).resolve() == (ROOT / package / "__init__.py").resolve()
+        assert package not in sys.stdlib_module_names
 
 
 def test_no_module_has_a_stem_that_says_nothing() -> None:
     """Names of the field, not of a drawer."""
     empty = {"utils", "common", "helper", "helpers", "manager", "base", "core", "misc"}
-    found = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if path.stem in empty]
+    found = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.stem in empty]
     assert not found
