@@ -204,7 +204,8 @@ FLIGHT = {
 }  # fmt: skip
 PLAN = {
     "layout": {"world_size": 8, "dp_shard": 4, "tp": 2, "micro_batch": 2, "stage_layers": [], "precision": "bf16"},
-    "forecast": {}, "environment": {"NCCL_DEBUG": "INFO"},
+    "forecast": {}, "environment": {"NCCL_DEBUG": "INFO"}, "config": {"max_length": 64, "layout": {"dp_shard": 4}},
+    "transport": {"network": "IB"}, "notes": ["fsdp: full_shard"],
 }  # fmt: skip
 JOB = {
     "model_name_or_path": "random:tiny-llama", "use_peft": True, "lora_r": 8, "learning_rate": "2e-4", "max_steps": 5,
@@ -326,9 +327,9 @@ def job_config(data: bytes) -> object:
 
 def job_plan(data: bytes) -> object:
     """plan.json of the fine-tune job."""
-    from finetune.plan import read_plan
+    from contracts.job_plan import read
 
-    return read_plan(_scratch().file("plan.json", _json(lambda: PLAN, data)))
+    return read(_scratch().file("plan.json", _json(lambda: PLAN, data)))
 
 
 def dataset_card(data: bytes) -> object:

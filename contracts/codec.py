@@ -83,7 +83,7 @@ def _one(value: Any, wanted: Any) -> Any:
 def _dataclass(value: dict[str, Any], kind: Any) -> Any:
     try:
         return pick(value, kind)
-    except TypeError:  # a member that has no default is missing
+    except (TypeError, ValueError):  # a member that has no default is missing, or one that cannot stand
         return _MISFIT
 
 

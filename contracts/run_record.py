@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded, codec
+from contracts.job_plan import Bounds, JobPlan, RunForecast
 from contracts.plain import loads as plain
 
 RECORD_VERSION = 1
@@ -34,44 +35,6 @@ _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((
 
 class RecordError(ValueError):
     """The record of a run is missing or cannot be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """A forecast quantity: 80 % interval and the middle."""
-
-    low: float
-    mid: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedValue:
-    """One part of a forecast: "gemm", seconds."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunForecast:
-    """What plan.json forecast of the run; None is "not forecast"."""
-
-    step_seconds: Bounds | None = None
-    memory_bytes: Bounds | None = None
-    tokens_per_second: Bounds | None = None
-    time_parts: list[NamedValue] = field(default_factory=list)
-    memory_parts: list[NamedValue] = field(default_factory=list)
-
-    @property
-    def allocated_bytes(self) -> Bounds | None:
-        """Of memory_bytes what tensors take: without the allocator's losses, workspaces and the CUDA context."""
-        due, beside = self.memory_bytes, ("fragmentation", "reserved", "context")
-        if due is None or not self.memory_parts:
-            return None
-        total = sum(part.value for part in self.memory_parts)
-        share = sum(part.value for part in self.memory_parts if part.name not in beside) / total
-        return Bounds(low=due.low * share, mid=due.mid * share, high=due.high * share)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,9 +65,8 @@ class EffectiveLayout:
 
 @dataclass(slots=True, kw_only=True)
 class RunLayout:
-    """The layout that was requested and the one that ran."""
+    """The layout that ran; the plan has the one that was requested."""
 
-    asked: dict[str, Any] = field(default_factory=dict)  # a contracts.layout.Layout
     family: str | None = None
     effective: EffectiveLayout | None = None
 
@@ -212,11 +174,10 @@ class RunRecord:
     started_at: str | None = None  # UTC, RFC 3339
     ended_at: str | None = None
     restarts: int = 0
+    plan: JobPlan = field(default_factory=JobPlan)  # what was to run
     layout: RunLayout = field(default_factory=RunLayout)
-    forecast: RunForecast = field(default_factory=RunForecast)
     model: RunModel = field(default_factory=RunModel)
     data: dict[str, Any] = field(default_factory=dict)  # name, rows, lengths, as the job counted them
-    environment: dict[str, str] = field(default_factory=dict)  # the plan's
     transports: list[str] = field(default_factory=list)
     nccl: NcclChannels | None = None
     communication: Communication | None = None
@@ -234,6 +195,11 @@ class RunRecord:
     merged: str | None = None
     saved_model: str | None = None
     posted_by: str | None = None  # the service account, where the agent was told over HTTP
+
+    @property
+    def forecast(self) -> RunForecast:
+        """The plan's."""
+        return self.plan.forecast
 
     @property
     def counted_steps(self) -> int | None:
@@ -265,6 +231,11 @@ class RunRecord:
 
 def record_of(data: dict[str, Any]) -> RunRecord:
     """The members of a document that are there and of the right kind: older and other jobs write records too."""
+    if "plan" not in data:  # a record of before it was kept as one document
+        layout = data.get("layout")
+        asked = layout.get("asked") if isinstance(layout, dict) else None
+        old = {name: data[name] for name in ("forecast", "environment") if name in data}
+        data = {**data, "plan": {**old, "layout": asked or None}}
     return codec.pick(data, RunRecord)
 
 

@@ -76,7 +76,8 @@ _WITHOUT_EFFECT = {
     "rows are read and tokenised once, before the first step":
         "dataset_num_proc dataset_batch_size num_of_sequences chars_per_token dataloader_num_workers "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
-        "dataloader_in_order dataloader_drop_last",
+        "dataloader_in_order",
+    "rows that fill no whole batch wait for another epoch": "dataloader_drop_last",
     "batches are pinned where there is a GPU": "dataloader_pin_memory",
     "rows are shuffled anew in each epoch, as seed says": "shuffle_dataset",
     "padding takes no part in the loss": "pad_to_multiple_of padding_free",

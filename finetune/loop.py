@@ -7,6 +7,7 @@ backward pass.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import signal
 import time
@@ -19,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from contracts.job_config import ConfigError, EndedError, JobConfig
+from contracts.job_config import EndedError, JobConfig
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EvalLoss, RunModel
 from finetune import checkpoint, data, model, optim, parallel, parts, verify, weights
 from finetune import recorder as runs
-from finetune.plan import Plan
 from finetune.rows import load_tokenizer
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
@@ -85,13 +86,17 @@ class Trainer:
     """The run."""
 
     def __init__(
-        self, config: JobConfig, layout: Layout, plan: Plan | None, device: torch.device, recorder: runs.Recorder
+        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, recorder: runs.Recorder
     ) -> None:
         self.config, self.layout, self.recorder = config, layout, recorder
         if config.tf32 and device.type != "cuda":
-            raise ConfigError("tf32=true: needs an NVIDIA GPU")
-        if config.tf32:
+            recorder.note("tf32: no effect without a GPU")
+        elif config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
+        liger = device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+        if config.layout.get("fused_cross_entropy") and not liger:
+            recorder.note("fused_cross_entropy: Liger's kernel is not here (liger-kernel and a GPU); torch makes the "
+                          "loss in parts")  # fmt: skip
         recorder.open_logs(config.report_to)
         self.tokenizer = load_tokenizer(config)
         examples, told = data.prepare(config, config.dataset_train_split, self.tokenizer)
@@ -111,14 +116,14 @@ class Trainer:
         self.optimizer = optim.build_optimizer(self.named.values(), config)
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
 
-        self.plan, environment = plan, plan.environment if plan else {}
-        effective = verify.check(layout, self.engine, environment)
+        self.plan = plan
+        effective = verify.check(layout, self.engine, plan.environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
         self.length = max(len(e.tokens) for e in examples)
         recorder.flops = runs.flops_per_token(*factors, shape, length)
         record = recorder.record
-        record.layout.effective, record.environment = effective, dict(environment)
+        record.layout.effective = effective
         record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)
         record.data = {"name": config.dataset_name, "mean_tokens": length, **told}
         recorder.write()
@@ -196,7 +201,7 @@ class Trainer:
         seen = list(effective.transports) if effective else []
         wrong: list[str] = []
         if effective and effective.backend == "nccl":
-            found, wrong = verify.nccl_channels(plan.environment if plan else {}, plan.transport if plan else {})
+            found, wrong = verify.nccl_channels(plan.environment, plan.transport)
             record.nccl = found
             seen += found.channels
         record.transports = seen

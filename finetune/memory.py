@@ -17,8 +17,8 @@ import torch
 
 from contracts import trl
 from contracts.job_config import EndedError, JobConfig
+from contracts.job_plan import RunForecast
 from contracts.layout import Layout, LayoutError
-from contracts.run_record import RunForecast
 from finetune.model import build_model, causal_lm
 from finetune.plan import refusals
 from hardware.units import GIB

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from contracts.job_plan import RunForecast
 from contracts.layout import Layout
-from contracts.run_record import Communication, Compared, Measured, RunForecast, RunPart
+from contracts.run_record import Communication, Compared, Measured, RunPart
 
 # Part -> the members of the forecast's time_parts that it is held against.
 PARTS: dict[str, tuple[str, ...]] = {

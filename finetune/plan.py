@@ -1,95 +1,30 @@
-"""The planner's answer, the layout to run (the plan's, or what the settings ask for), and which ones cannot run.
-
-Surface: plan.json `{"layout": {...}, "forecast": {...}, "environment": {...}}`; layout members: `contracts.layout`.
-"""
+"""The layout to run, the plan's or what the settings ask for, and which ones cannot run."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from contracts import bounded, trl
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, layout_asked
-from contracts.layout import Layout, LayoutError
-from contracts.plain import loads as plain
+from contracts import trl
+from contracts.job_config import ConfigError, layout_asked
+from contracts.job_plan import JobPlan, parse_layout
+from contracts.layout import Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the planner asked for: the layout, its forecast and the environment to run in."""
-
-    layout: Layout
-    forecast: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    job: dict[str, Any] = field(default_factory=dict)  # settings that the forecast is for
-    transport: dict[str, Any] = field(default_factory=dict)  # network: what NCCL is to take between hosts; gdrdma
-
-
-def read_plan(path: Path) -> Plan:
-    """Read plan.json as the planner's consumers write it."""
-    try:
-        data = plain(bounded.read(path, MAX_FILE_BYTES))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plan {path}: {error}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("layout"), dict):
-        raise ConfigError(f"plan {path}: must hold a mapping with a layout")
-    forecast, environment = data.get("forecast") or {}, data.get("environment") or {}
-    job, transport = data.get("job") or {}, data.get("transport") or {}
-    if not all(isinstance(part, dict) for part in (forecast, environment, job, transport)):
-        raise ConfigError(f"plan {path}: forecast, environment, job and transport must be mappings")
-    return Plan(
-        layout=parse_layout(data["layout"], f"plan {path}: layout"),
-        forecast=forecast,
-        environment={str(name): str(value) for name, value in environment.items()},
-        job=job,
-        transport=transport,
-    )
-
-
-def parse_layout(raw: dict[str, Any], where: str) -> Layout:
-    """A Layout from a mapping; unknown members are an error that lists close names."""
-    known = [one.name for one in dataclasses.fields(Layout)]
-    for name in raw:
-        if name not in known:
-            raise ConfigError(f"{where}: unknown {name!r}{trl.hint(str(name), known)}")
-    try:
-        return Layout(**{**raw, "stage_layers": tuple(raw.get("stage_layers") or ())})
-    except (LayoutError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def as_planned(config: JobConfig, said: Mapping[str, Any], plan: Plan) -> JobConfig:
-    """The job that was planned: what the settings leave open is the plan's, what they say otherwise is refused.
-
-    The forecast of time and memory is for that job. `said` holds the settings that were given.
-    """
-    names = {one.name for one in dataclasses.fields(JobConfig)}
-    for name, planned in plan.job.items():
-        if name not in names:
-            raise ConfigError(f"plan: job.{name}: no such setting")
-        if name in said and getattr(config, name) != planned:
-            asked = getattr(config, name)
-            raise ConfigError(f"{name}: the config says {asked!r}, the plan says {planned!r}; plan for this job anew")
-    return dataclasses.replace(config, **plan.job)
-
-
-def settle_layout(config: JobConfig, plan: Plan | None, world_size: int, has_gpu: bool) -> Layout:
-    """The layout to run: the plan's, or the config's; a contradiction between the two is refused."""
+def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
+    """The layout to run: the plan's, or what its settings ask for; a contradiction between the two is refused."""
+    given = plan.config.layout if plan.config else {}
     node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    if plan is not None:
+    if plan.layout is not None:
         if plan.layout.world_size != world_size:
             raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in layout_asked(config.layout, world_size, node).items():
+        for name, value in layout_asked(given, world_size, node).items():
             planned = getattr(plan.layout, name)
             if planned != value:
                 raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
         return plan.layout
-    wanted = layout_asked(config.layout, world_size, node)
+    wanted = layout_asked(given, world_size, node)
     wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
     degrees = [wanted.get(name, 1) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
     rest = world_size // math.prod(degrees)

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from collectives.bench import processes
-from contracts import bounded, run_record
-from contracts.job_config import ConfigError, read_config
+from contracts import bounded, job_plan, run_record
+from contracts.job_config import ConfigError
 from finetune import post
 
 RESUMABLE = run_record.RESUMABLE
@@ -625,10 +625,12 @@ def _open_log(settings: Settings) -> IO[bytes] | None:
 
 
 def output_of(words: Sequence[str]) -> Path | None:
-    """The job's output folder, as its command line or its YAML names it; None where these are refused."""
-    config = Path(words[words.index("--config") + 1]) if "--config" in words[:-1] else None
+    """The job's output folder, as its command line, its plan or its YAML names it; None where these are refused."""
+    plan, config = (
+        Path(words[words.index(option) + 1]) if option in words[:-1] else None for option in ("--plan", "--config")
+    )
     try:
-        return Path(read_config(config, [word for word in words if _SETTING.match(word)])[0].output_dir)
+        return Path(job_plan.choose(plan, config, [word for word in words if _SETTING.match(word)])[1].output_dir)
     except (ConfigError, OSError, ValueError):
         return None
 

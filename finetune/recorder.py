@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib.util
 import json
 import os
@@ -23,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from contracts import codec, run_record
+from contracts import job_plan, run_record
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import Loss, Measured, RunForecast, RunLayout, RunRecord
+from contracts.run_record import Loss, Measured, RunLayout, RunRecord
 from finetune import memory, parts
 from finetune.parts import Profiled
 from hardware.gpus import gpu_named
@@ -106,7 +106,7 @@ class Peak(NamedTuple):
 class Recorder:
     """Collects the run; every rank has one, rank 0 writes."""
 
-    def __init__(self, folder: Path, asked: Layout, forecast: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, folder: Path, plan: JobPlan, layout: Layout, device: torch.device) -> None:
         self.folder, self.device = folder, device
         self.writes = int(os.environ.get("RANK", "0")) == 0
         self.baseline_rss = rss_bytes()
@@ -117,10 +117,9 @@ class Recorder:
         self.record = RunRecord(
             status="running", started_at=_now(), host=os.uname().nodename,
             restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS", "0")), steps_done=0,
-            layout=RunLayout(asked=dataclasses.asdict(asked), family=asked.family),
-            forecast=codec.pick(dict(forecast), RunForecast),
+            plan=plan, layout=RunLayout(family=layout.family), notes=list(plan.notes),
         )  # fmt: skip
-        self.ranks = asked.world_size
+        self.ranks = layout.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.capacity = memory.capacity_of(device, self.baseline_rss)
@@ -128,6 +127,15 @@ class Recorder:
         self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
+
+    def keep(self, plan: JobPlan) -> None:
+        """What is to run, as it is known by now: in the record, and in the folder as plan.json."""
+        self.record.plan = plan
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft = self.folder / ".plan.json.draft"
+            draft.write_text(job_plan.dumps(plan), encoding="utf-8")
+            draft.replace(self.folder / "plan.json")
 
     def open_logs(self, report_to: Iterable[str]) -> None:
         """Start metrics.jsonl, and tensorboard where asked and installed."""

@@ -1,4 +1,4 @@
-"""The fine-tune job: `torchrun ... -m finetune.train --config job.yaml [--plan plan.json] [key=value ...]`.
+"""The fine-tune job: `torchrun ... -m finetune.train --config job.yaml | --plan plan.json [key=value ...]`.
 
 The command: settings, ranks, `loop.Trainer`, exports, and with which code and record it ends. torchrun turns every
 failure into 1; flight.json keeps the job's own.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from contracts.job_config import ConfigError, EndedError, read_config
+from contracts import job_plan
+from contracts.job_config import ConfigError, EndedError
 from finetune import channels, checkpoint, hub, memory, post
 from finetune.loop import RESUMABLE, Trainer
-from finetune.plan import as_planned, read_plan, settle_layout
+from finetune.plan import settle_layout
 from finetune.recorder import Recorder
 
 
@@ -32,14 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code."""
     parser = argparse.ArgumentParser(prog="finetune.train", description="Fine-tune under a planned layout.")
     parser.add_argument("--config", type=Path, help="job settings (YAML); without it, the built-in small job")
-    parser.add_argument("--plan", type=Path, help="plan.json: layout, forecast, environment")
+    parser.add_argument("--plan", type=Path, help="plan.json, in place of --config: settings, layout, environment")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(argv)
     try:
-        config, said, notes = read_config(options.config, options.overrides)
-        plan = read_plan(options.plan) if options.plan else None
-        if plan is not None:
-            config = as_planned(config, said, plan)
+        plan, config = job_plan.choose(options.plan, options.config, options.overrides)
     except ConfigError as error:
         return _tell(error)
     transformers.utils.logging.disable_progress_bar()
@@ -54,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended: EndedError | None = None
     trainer: Trainer | None = None
     try:
-        layout = settle_layout(config, plan, dist.get_world_size(), device.type == "cuda")
-        recorder = Recorder(Path(config.output_dir), layout, plan.forecast if plan else {}, device)
-        for text in notes:
-            recorder.note(text)
-        trainer = Trainer(hub.pin(config, recorder.note), layout, plan, device, recorder)
+        layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
+        plan = dataclasses.replace(plan, layout=layout)
+        recorder = Recorder(Path(config.output_dir), plan, layout, device)
+        config = hub.pin(config, recorder.note)
+        recorder.keep(dataclasses.replace(plan, config=config))
+        trainer = Trainer(config, layout, plan, device, recorder)
         trainer.go()
         export(trainer)
     except EndedError as error:

@@ -69,11 +69,23 @@ def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -
     return replace(request, train=replace(train_of(request), **asked))
 
 
-# What a forecast goes by -> its name there.
+# Settings that a forecast goes by -> their names there.
 _PLANNED = {
     "max_length": "sequence_length", "packing": "packing", "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets", "lora_modules_to_save": "saved_modules", "max_steps": "steps",
 }  # fmt: skip
+
+
+def left_open(advice: Recommendation, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the file leaves open as they were planned: weights, method, adapters, rows."""
+    train, model = advice.train, advice.model
+    if train is None or model is None:
+        return {}
+    kernel = "flash_attention_2" if train.attention == "flash" else train.attention
+    made = {name: getattr(train, field) for name, field in _PLANNED.items() if name != "max_steps" or train.steps}
+    made |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
+             "model_name_or_path": hub_id(model.name) or model.name}  # fmt: skip
+    return {name: value for name, value in made.items() if name not in given}
 
 
 def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:

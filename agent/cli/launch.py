@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -108,12 +108,12 @@ OF_THIS_HOST = {"folder", "timeout"}
 @with_model_options
 @with_options(cluster_options)
 @machine_option
-@click.option("--output", "folder", default=Path("finetune-output"), show_default=True,
-              type=click.Path(file_okay=False, path_type=Path), help="Local: where the job writes.")  # fmt: skip
+@click.option("--output", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+              help="Local: where the job writes. Default: its output_dir, else finetune-output.")  # fmt: skip
 @click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option("-o", "form", default=None, type=click.Choice(["yaml", "json"]), help="With --dry-run. Default: yaml.")
-def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
+def launch(folder: Path | None, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
     """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
 
     Exit code 0 run or created, 3 a check or the run failed, or the job's pods are refused, 5 a required check is
@@ -146,12 +146,20 @@ def launch(folder: Path, timeout: float, dry_run: bool, form: str | None, **give
         rejected(console(), advice)
         raise NothingFitsError(_nothing(advice))
     _say_forecast(advice)
+    folder = folder or _folder(given)
     if given["api"] != "local":
         _launch_there(advice, found, form or "yaml" if dry_run else None, given)
     elif dry_run:
         _print_here(advice, folder, form or "yaml", given)
     else:
         _launch_here(advice, found, folder, timeout, given)
+
+
+def _folder(given: Mapping[str, Any]) -> Path:
+    """Where the job writes, by its settings."""
+    from agent.cli.job_settings import said
+
+    return Path(said(given["config"], given["overrides"]).get("output_dir", "finetune-output"))
 
 
 def _nothing(advice: Recommendation) -> str:
@@ -204,7 +212,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         given = {**given, **_dra(advice, given, asked=form is None)}
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
         launched = "" if form else datetime.now(UTC).isoformat()
-        made = cluster_job.documents(advice, spec, given["api"], given["config"], found, launched=launched)
+        plan = cluster_job.plan_of(advice, given, found)
+        made = cluster_job.documents(spec, given["api"], plan, launched=launched)
         documents = (*cluster_job.storage(given), *made)
         if given["with_network"]:
             documents = (*cluster_job.network(found, spec.namespace, given["host_mofed"]), *documents)
@@ -214,7 +223,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
         for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
             say(f"warning: {wrong}", err=True)
-    for line in left_out:
+    for line in (*plan.notes, *left_out):
         say(f"note: {line}", err=True)
     for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
         say(f"warning: {wrong}", err=True)
@@ -322,19 +331,18 @@ def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> t
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:
-    from agent.cli.job_settings import EMBEDDED_MODEL
     from agent.jobs import launch as launcher
+    from contracts import codec
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    ranks, config = advice.chosen.layout.world_size, given["config"]
-    if config is None and advice.model is not None and advice.model.name != EMBEDDED_MODEL:
-        config = folder / "job.yaml"  # what `fly` writes there: `recommend -o finetune` prints it
-        try:
-            launcher.refuse_unplanned(advice, given["overrides"])
-        except launcher.LaunchError as error:
-            raise click.UsageError(str(error)) from None
-    words = launcher.command(folder / "plan.json", config, ranks, given["overrides"])
-    say(render(launcher.plan_document(advice), "json" if form == "json" else "yaml"), nl=False)
+    try:
+        plan = launcher.job_plan(advice, given["config"], (*given["overrides"], f"output_dir={folder}"))
+    except launcher.LaunchError as error:
+        raise click.UsageError(str(error)) from None
+    words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
+    for line in plan.notes:
+        say(f"note: {line}", err=True)
+    say(render(codec.write(plan), "json" if form == "json" else "yaml"), nl=False)
     say("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 

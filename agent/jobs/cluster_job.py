@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from agent.advise import RequestError
@@ -18,9 +16,9 @@ from agent.cluster import dra
 from agent.cluster.client import ApiError, Client, path_of
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import GateError, select
-from agent.jobs.launch import plan_document
-from planner.advice import Reason, Recommendation, Setting, request_of
-from planner.forecast import models
+from agent.jobs.launch import LaunchError, job_plan
+from contracts.job_plan import JobPlan, dumps
+from planner.advice import Reason, Recommendation, Setting
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
@@ -33,7 +31,6 @@ from planner.kubernetes.job import (
     family,
     from_advice,
 )
-from planner.stacks import export
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
@@ -80,7 +77,7 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[
         advice = replace(advice, needs=tuple(kept))
     spec = from_advice(
         advice, name=name, namespace=given["namespace"], image=given["image"], nodes=given["nodes"] or 1,
-        allocatable=offered, named=named, config_map=f"{name}-config", command=(*COMMAND, *settings(advice, given)),
+        allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
         **optional,
     )  # fmt: skip
     if not given["dra"]:
@@ -243,16 +240,12 @@ def _cores(quantity: str) -> float | None:
         return None
 
 
-def documents(
-    advice: Recommendation, spec: JobSpec, api: str, config: Path | None, found: Sequence[Snapshot] = (),
-    *, launched: str = "",
-) -> tuple[Document, ...]:  # fmt: skip
-    """ConfigMap with configuration and plan, then the job of the API asked for; `found` are the hosts it is for.
+def documents(spec: JobSpec, api: str, plan: JobPlan, *, launched: str = "") -> tuple[Document, ...]:
+    """ConfigMap with the job's plan, then the job of the API asked for.
 
     `launched` tells one launch of a job from the next: each has all its restarts.
     """
-    text = config.read_text(encoding="utf-8") if config else _config(advice, spec)
-    files = {"config.yaml": text, "plan.json": json.dumps(plan_document(advice, found), indent=1) + "\n"}
+    files = {"plan.json": dumps(plan)}
     if launched:
         files["launched"] = launched + "\n"
     return (manifests.config_map(spec, files), *manifests.APIS[api](spec))
@@ -330,22 +323,19 @@ def storage(given: Mapping[str, Any]) -> tuple[Document, ...]:
     return (claim,)
 
 
-def settings(advice: Recommendation, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The job's settings on its command line: --set's, the run on the claim, and the model that was planned for."""
-    said = _said(given)
-    more = []
-    if claim_of(given) and "output_dir" not in said:
-        more.append(f"output_dir={MOUNT}/{given['name']}")
-    model = models.hub_id(advice.model.name) if advice.model else None
-    if given.get("config") and model and "model_name_or_path" not in said:
-        more.append(f"model_name_or_path={model}")
-    return (*more, *given.get("overrides", ()))
+def plan_of(advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
+    """The job's document: the run on the claim, unless the settings say where. JobError where nothing can train."""
+    more = () if not claim_of(given) or "output_dir" in _said(given) else (f"output_dir={MOUNT}/{given['name']}",)
+    try:
+        return job_plan(advice, given.get("config"), (*more, *given.get("overrides", ())), found)
+    except LaunchError as error:
+        raise JobError(str(error)) from None
 
 
 def refuse_what_cannot_train(advice: Recommendation, given: Mapping[str, Any]) -> None:
     """JobError where the pods would start and train nothing, or train nothing that lasts; it says what to give."""
     said, nodes = _said(given), given["nodes"] or 1
-    if given["model"] and (why := job_settings.untrainable(advice, said)):
+    if why := job_settings.untrainable(advice, said):
         raise JobError(why)
     if nodes > 1 and not claim_of(given):
         raise JobError(
@@ -500,10 +490,6 @@ def _delete(client: Client, job: Document) -> None:
             return
         raise
     raise ApiError(409, f"the job that failed is still there {GONE_SECONDS:.0f} s after it was deleted")
-
-
-def _config(advice: Recommendation, spec: JobSpec) -> str:
-    return export("finetune", request_of(advice, ranks_per_node=spec.processes_per_node))
 
 
 def _pair(word: str, option: str) -> tuple[str, str]:

@@ -1,13 +1,12 @@
 """Launches the fine-tune job on this host through torchrun, with the recommendation inside.
 
-The job learns its layout from plan.json and leaves flight.json (docs/finetune.md). Its process tree dies with this
+The job learns everything from plan.json and leaves flight.json (docs/finetune.md). Its process tree dies with this
 process, and ends within its time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -19,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent.advise import RequestError, export
-from agent.cli.job_settings import EMBEDDED_MODEL, said, untrainable
+from agent.advise import RequestError
+from agent.cli.job_settings import EMBEDDED_MODEL, left_open, settings, untrainable
 from agent.documents import document, write_atomic
 from agent.jobs.transport import transport
 from collectives.bench import lock, processes
-from contracts import run_record
+from contracts import codec, run_record
+from contracts.job_config import DEFAULT_CONFIG
+from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from probes.api import Snapshot
@@ -73,38 +74,36 @@ class Launched:
         return f"{self.cut_short}: {told}" if self.cut_short else told
 
 
-def plan_document(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, object]:
-    """What plan.json holds: layout, forecast and environment of the chosen layout; `found` are the hosts it is for."""
+def job_plan(
+    advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
+) -> JobPlan:
+    """The document of a job with the chosen layout: the settings of the file, and over them the plan's of what it
+    leaves open; `found` are the hosts that it is for. LaunchError where there is nothing to train, or nowhere.
+    """
     if advice.chosen is None:
         raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
-    forecast = advice.chosen.forecast
-    planned: dict[str, object] = {
-        "schema_version": 1,
-        "layout": document(advice.chosen.layout),
-        "forecast": document(forecast),
-        "environment": {setting.name: setting.value for setting in advice.settings},
-    }
-    train = advice.train
-    if train is not None and advice.model is not None and advice.model.name != EMBEDDED_MODEL:
-        planned["job"] = {  # what the forecast is for: a job that differs is not the one that was planned
-            "use_peft": train.method != "full", "load_in_4bit": train.method == "qlora",
-            "max_length": train.sequence_length, "packing": train.packing,
-        }  # fmt: skip
-        if train.method != "full":
-            planned["job"] = {**planned["job"], "lora_r": train.lora_rank}  # type: ignore[dict-item]
-    if between := transport(advice, found):
-        planned["transport"] = between
-    return planned
+    embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
+    try:
+        given, said, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
+    except RequestError as error:
+        raise LaunchError(str(error)) from None
+    if why := untrainable(advice, said):
+        raise LaunchError(why)
+    if not embedded:
+        given = replace(given, **left_open(advice, said))
+    return JobPlan(
+        config=given, layout=advice.chosen.layout, notes=tuple(notes),
+        forecast=codec.pick(document(advice.chosen.forecast), RunForecast),
+        environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
+    )  # fmt: skip
 
 
-def command(plan: Path, config: Path | None, ranks: int, overrides: Sequence[str]) -> list[str]:
+def command(plan: Path, ranks: int) -> list[str]:
     """The torchrun line of one host."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     job = [sys.executable, "-m", "finetune.train", "--plan", str(plan)]
-    if config is not None:
-        job += ["--config", str(config)]
     # torchrun's ranks outlive it when it is killed: each is tied to it
-    return [*words, "--no-python", *processes.tethered([*job, *overrides], parent=0)]
+    return [*words, "--no-python", *processes.tethered(job, parent=0)]
 
 
 def fly(
@@ -121,39 +120,15 @@ def fly(
 
     `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end.
     """
-    if config is None:
-        refuse_unplanned(advice, overrides)
+    made = job_plan(advice, config, (*overrides, f"output_dir={output}"))
+    assert made.layout is not None  # noqa: S101 - job_plan has refused otherwise
     output.mkdir(parents=True, exist_ok=True)
-    plan = write_atomic(output / "plan.json", json.dumps(plan_document(advice), indent=1) + "\n")
-    layout = advice.chosen.layout if advice.chosen else None
-    assert layout is not None  # noqa: S101 - plan_document has refused otherwise
-    config = config or planned_job(advice, output)
-    words = command(plan, config, layout.world_size, (f"output_dir={output}", *overrides))
+    words = command(write_atomic(output / "plan.json", dumps(made)), made.layout.world_size)
     began = time.time()
     ended = run(words, environment(advice), output, timeout_seconds, on_line, stop)
     own = run_record.own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
     return replace(ended, record=record_of(output / "flight.json", ended, began))
-
-
-def refuse_unplanned(advice: Recommendation, overrides: Sequence[str]) -> None:
-    """LaunchError where the job's own defaults would train something else than was planned."""
-    try:
-        why = untrainable(advice, said(None, overrides))
-    except RequestError as error:
-        why = str(error)
-    if why:
-        raise LaunchError(why)
-
-
-def planned_job(advice: Recommendation, output: Path) -> Path | None:
-    """The job's YAML as it was planned, beside plan.json; None for the embedded job, whose settings the job has."""
-    if advice.model is None or advice.model.name == EMBEDDED_MODEL:
-        return None
-    try:
-        return write_atomic(output / "job.yaml", export(advice, "finetune"))
-    except RequestError as error:
-        raise LaunchError(str(error)) from None
 
 
 def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:

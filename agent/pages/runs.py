@@ -11,7 +11,8 @@ from markupsafe import Markup
 from agent import units
 from agent.jobs.run import division
 from agent.pages import charts
-from contracts.run_record import Bounds, RunRecord
+from contracts.job_plan import Bounds
+from contracts.run_record import RunRecord
 from planner.advice import Interval
 
 _GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/finetune.md)
@@ -69,7 +70,7 @@ def _interface(record: RunRecord, networks: str) -> str:
         seen = [found[1] for name in record.transports if (found := _GLOO.match(name))]
     if seen:
         return ", ".join(sorted(set(seen)))[:64]
-    chosen = record.environment.get("NCCL_SOCKET_IFNAME" if networks else "GLOO_SOCKET_IFNAME")
+    chosen = record.plan.environment.get("NCCL_SOCKET_IFNAME" if networks else "GLOO_SOCKET_IFNAME")
     return chosen[:64] if chosen else "the default network"
 
 

@@ -43,7 +43,7 @@ AGENT = "http://topoflight-node.topoflight:9402"  # the Service of deploy/daemon
 CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the next job
 RESTARTS = 3  # times that an interrupted job starts again by itself
 PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
-COMMAND = ("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml", "--plan", "/etc/config/plan.json")
+COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 
 
 class JobError(ValueError):

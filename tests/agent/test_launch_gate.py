@@ -15,7 +15,7 @@ from agent.cli.hosts import snapshots
 from agent.cli.launch import _gate, launch
 from agent.gate.preflight import Options, _stopping
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
-from agent.jobs.launch import Launched, LaunchError, fly, planned_job, record_of
+from agent.jobs.launch import Launched, LaunchError, fly, job_plan, record_of
 from agent.view import look
 from contracts.job_config import read_config
 
@@ -115,9 +115,8 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
         fly(advice, tmp_path / "out", timeout_seconds=1)
     assert not (tmp_path / "out").exists()
-    path = planned_job(advice, tmp_path)
-    assert path is not None
-    config, _, _ = read_config(path, ["dataset_name=openai/gsm8k"])
+    config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
+    assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.sequence_length, asked.lora_rank)
     made_up = replace(advice, model=replace(advice.model, name="house-model")) if advice.model else advice
@@ -127,10 +126,10 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     assert said.exit_code == 2 and "dataset_name" in said.output
 
 
-def test_the_embedded_job_needs_no_yaml(tmp_path: Path) -> None:
+def test_the_embedded_job_needs_no_yaml() -> None:
     """The job has its settings itself."""
     advice = advise(Request(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
-    assert planned_job(advice, tmp_path) is None
+    assert job_plan(advice).config == read_config(None)[0]
 
 
 def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:

@@ -1,18 +1,18 @@
 """plan.json says which network NCCL is to take between hosts, as far as the hosts were seen to have one."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from agent.advise import Request, answer
 from agent.cli.hosts import snapshots
-from agent.jobs.launch import plan_document
+from agent.jobs.launch import job_plan
 from agent.jobs.transport import gdrdma
+from contracts.job_plan import dumps, read
 from finetune import channels
-from finetune.plan import read_plan
 from topology.build import build
 
+DATA = ["dataset_name=openai/gsm8k"]
 MACHINES = Path(__file__).parents[1] / "machines"
 
 
@@ -33,9 +33,10 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     path = MACHINES / f"{machine}.json"
     found = snapshots([path])
     advice = answer(Request(hosts=(path,), model="Llama-3.1-8B", nodes=2), found)
-    document = plan_document(advice, found)
-    (tmp_path / "plan.json").write_text(json.dumps(document))
-    plan = read_plan(tmp_path / "plan.json")
+    written = job_plan(advice, overrides=DATA, found=found)
+    (tmp_path / "plan.json").write_text(dumps(written))
+    plan = read(tmp_path / "plan.json")
+    assert plan == written
     assert plan.transport.get("network") == network
     assert evidence in plan.transport.get("evidence", "")
     assert bool(plan.transport) is (network is not None)
@@ -49,7 +50,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
 def test_a_machine_that_nobody_looked_at_promises_no_gpudirect():
     """A catalogue's machine: whether its modules are loaded is not known."""
     advice = answer(Request(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
-    assert "gdrdma" not in plan_document(advice).get("transport", {})
+    assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
 
 
 def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect():

@@ -18,7 +18,7 @@ from agent.advise import Request, answer
 from agent.cli.hosts import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
-from contracts.job_config import read_config
+from contracts.job_plan import JobPlan, read
 from planner.kubernetes.job import JobError
 
 H100 = next(MACHINES.glob("hgx-h100*.json"))
@@ -32,7 +32,8 @@ GIVEN = {
 def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
     found = snapshots([H100])
     advice = answer(Request(hosts=(H100,), model="Llama-3.1-8B", nodes=2), found)
-    return cluster_job.documents(advice, cluster_job.spec_of(advice, {**GIVEN, "name": name}), kind, None)
+    given = {**GIVEN, "name": name, "overrides": ("dataset_name=openai/gsm8k",)}
+    return cluster_job.documents(cluster_job.spec_of(advice, given), kind, cluster_job.plan_of(advice, given, found))
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
@@ -118,14 +119,20 @@ def test_another_format_is_refused(words: list[str], told: str) -> None:
     assert done.exit_code == 2 and told in done.output
 
 
+def planned(made: dict[str, dict[str, Any]], folder: Path) -> JobPlan:
+    """What the job's own reader makes of the ConfigMap."""
+    (folder / "plan.json").write_text(made["ConfigMap"]["data"]["plan.json"])
+    return read(folder / "plan.json")
+
+
 def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:
     """The job's own reader takes the ConfigMap and the command line: weights, data, and the run on the claim."""
     made = printed(*WORDS, "--api", "job", "--name", "sft", "--token-secret", "hub")
     container = made["Job"]["spec"]["template"]["spec"]["containers"][0]
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}} in container["env"]
-    (tmp_path / "config.yaml").write_text(made["ConfigMap"]["data"]["config.yaml"])
-    overrides = container["command"][container["command"].index("/etc/config/plan.json") + 1 :]
-    config, _, _ = read_config(tmp_path / "config.yaml", overrides)
+    assert container["command"][-2:] == ["--plan", "/etc/config/plan.json"]
+    config = planned(made, tmp_path).config
+    assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.dataset_name, config.dataset_config) == ("openai/gsm8k", "main")
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -173,8 +180,8 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
         "job",
     ]
     made = printed(*words, "--nodes", "2", "--claim", "c", "--config", str(path), "--name", "sft")
-    command = made["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    config, _, _ = read_config(path, command[command.index("/etc/config/plan.json") + 1 :])
+    config = planned(made, tmp_path).config
+    assert config is not None
     assert config.model_name_or_path == "NousResearch/Meta-Llama-3.1-8B"
     assert config.output_dir == ("/mnt/shared/a" if "output_dir" in text else "/mnt/shared/sft")
 
@@ -395,7 +402,8 @@ def test_the_same_command_goes_on_after_a_job_that_failed(
     assert again.exit_code == code and told in again.output, again.output
     now = kubeconfig.objects[COLLECTIONS[kind], namespace, name]
     assert (now["metadata"]["uid"] == before) is (code == 1)
-    assert "output_dir=/mnt/shared/sft" in str(now)
+    (files,) = kubeconfig.of_kind("ConfigMap")
+    assert json.loads(files["data"]["plan.json"])["config"]["output_dir"] == "/mnt/shared/sft"
 
 
 def test_each_launch_counts_its_restarts_anew(kubeconfig: ApiServer) -> None:

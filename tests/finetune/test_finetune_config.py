@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from contracts.job_config import ConfigError, JobConfig, layout_asked, parse_config, read_config
+from contracts.job_plan import JobPlan, dumps, parse_layout
+from contracts.job_plan import read as read_plan
 from contracts.layout import Layout
-from finetune.plan import Plan, as_planned, parse_layout, read_plan, settle_layout
+from finetune.plan import settle_layout
 
 SEED = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"
 
@@ -34,7 +36,7 @@ def test_a_config_of_older_releases_reads_as_it_stands():
 
 def test_its_layout_is_fsdp_over_all_ranks():
     """fsdp without a plan shards over the world."""
-    layout = settle_layout(read_config(SEED)[0], None, 4, has_gpu=True)
+    layout = settle_layout(JobPlan(config=read_config(SEED)[0]), 4, has_gpu=True)
     assert (layout.family, layout.dp_shard, layout.micro_batch) == ("FSDP", 4, 32)
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
 
@@ -118,29 +120,29 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
 )
 def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
     """The plan is not overruled silently, and neither is the config."""
-    plan = Plan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
+    plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
     with pytest.raises(ConfigError, match=name):
-        settle_layout(parse_config(raw)[0], plan, 2, has_gpu=False)
+        settle_layout(dataclasses.replace(plan, config=parse_config(raw)[0]), 2, has_gpu=False)
 
 
 def test_a_config_that_agrees_with_the_plan_runs_the_plan():
     """Saying the same thing twice is no contradiction."""
-    plan = Plan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
+    plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
     config, _, _ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
-    assert settle_layout(config, plan, 2, has_gpu=False) == plan.layout
+    assert settle_layout(dataclasses.replace(plan, config=config), 2, has_gpu=False) == plan.layout
 
 
 def test_a_plan_for_another_world_is_refused():
     """Two ranks do not run a plan of four."""
-    plan = Plan(layout=Layout(world_size=4, dp_shard=4))
+    plan = JobPlan(layout=Layout(world_size=4, dp_shard=4))
     with pytest.raises(ConfigError, match=r"world_size is 4, 2 ranks"):
-        settle_layout(JobConfig(), plan, 2, has_gpu=False)
+        settle_layout(plan, 2, has_gpu=False)
 
 
 def test_a_degree_that_does_not_divide_is_refused():
     """tp=3 of 4 ranks."""
     with pytest.raises(ConfigError, match=r"layout\.tp=3"):
-        settle_layout(JobConfig(layout={"tp": 3}), None, 4, has_gpu=False)
+        settle_layout(JobPlan(config=JobConfig(layout={"tp": 3})), 4, has_gpu=False)
 
 
 def test_plan_files(tmp_path):
@@ -161,22 +163,24 @@ def test_plan_files(tmp_path):
         read_plan(tmp_path / "absent.json")
 
 
-def test_a_plan_fills_what_the_settings_leave_open_and_refuses_what_they_say_otherwise(tmp_path):
-    """The forecast is for one job: rows of that length, those adapters."""
-    plan = Plan(layout=Layout(world_size=1, precision="fp32"), job={"max_length": 2048, "use_peft": True, "lora_r": 32})
-    job = tmp_path / "job.yaml"
-    job.write_text("use_peft: true\n")
-    config, said, _ = read_config(job)
-    filled = as_planned(config, said, plan)
-    assert (filled.max_length, filled.lora_r) == (2048, 32)
-    for setting, says in (("max_length=512", "max_length: the config says 512, the plan says 2048"),
-                          ("lora_r=8", "lora_r: the config says 8, the plan says 32")):  # fmt: skip
-        config, said, _ = read_config(job, [setting])
-        with pytest.raises(ConfigError, match=says):
-            as_planned(config, said, plan)
-    odd = dataclasses.replace(plan, job={"maximum": 7})
-    with pytest.raises(ConfigError, match=r"job\.maximum: no such setting"):
-        as_planned(config, said, odd)
+def test_the_plan_is_one_document(tmp_path):
+    """Settings, layout and the rest read back as they were written; settings over it are the job's own words."""
+    config, _, notes = read_config(SEED)
+    layout = Layout(world_size=2, dp_shard=2, micro_batch=32, checkpointing="full", fused_cross_entropy=True)
+    plan = JobPlan(config=config, layout=layout, notes=tuple(notes),
+                   environment={"NCCL_DEBUG": "INFO"}, transport={"network": "IB"})  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(dumps(plan))
+    assert read_plan(path) == plan
+    other = read_plan(path, ["max_length=512", "layout.micro_batch=4"])
+    assert (other.config.max_length, other.config.layout["micro_batch"]) == (512, 4)
+    with pytest.raises(ConfigError, match="per_device_train_batch_size: 4, the plan per_device_train_batch_size: 32"):
+        settle_layout(other, 2, has_gpu=True)
+    for odd, words in (({"job": {}}, "unknown 'job'"), ({"config": {"maximum": 7}}, "unknown setting 'maximum'"),
+                       ({"config": 3}, "config: must be a mapping"), ({"schema_version": 9}, "reads 1")):  # fmt: skip
+        path.write_text(json.dumps({**json.loads(dumps(plan)), **odd}))
+        with pytest.raises(ConfigError, match=words):
+            read_plan(path)
 
 
 # The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.

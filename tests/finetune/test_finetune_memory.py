@@ -11,8 +11,9 @@ import pytest
 import torch
 from test_finetune_equivalence import ROOT
 
+from contracts.job_plan import Bounds, NamedValue, RunForecast
 from contracts.layout import Layout
-from contracts.run_record import Bounds, Measured, NamedValue, RunForecast
+from contracts.run_record import Measured
 from finetune import memory
 from finetune.parts import hold_against
 from hardware.units import GIB

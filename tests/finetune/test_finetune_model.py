@@ -10,8 +10,9 @@ from filled import filled_model
 from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
 
 from contracts.job_config import ConfigError, JobConfig
+from contracts.job_plan import Bounds, NamedValue, RunForecast
 from contracts.layout import Layout
-from contracts.run_record import Bounds, Measured, NamedValue, RunForecast, RunPart, RunRecord
+from contracts.run_record import Measured, RunPart, RunRecord
 from finetune.data import collate, pack, prepare
 from finetune.model import build_model, causal_lm, cut
 from finetune.optim import clip_gradients, learning_rate

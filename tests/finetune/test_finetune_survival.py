@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contracts.job_config import ConfigError
+from contracts.job_config import ConfigError, read_mapping
 from finetune import loop, train
 from finetune.checkpoint import SaveError, list_checkpoints
 from finetune.verify import MismatchError
@@ -57,11 +57,11 @@ def fly(folder, *overrides, job=JOB, plan=None):
     folder.mkdir(exist_ok=True, parents=True)
     config = folder.parent / "job.yaml"
     config.write_text(job)
-    argv = ["--config", str(config), f"output_dir={folder}", *overrides]
+    argv = ["--config", str(config)]
     if plan is not None:
-        (folder.parent / "plan.json").write_text(json.dumps(plan))
-        argv += ["--plan", str(folder.parent / "plan.json")]
-    code = train.main(argv)
+        (folder.parent / "plan.json").write_text(json.dumps({**plan, "config": read_mapping(config)}))
+        argv = ["--plan", str(folder.parent / "plan.json")]
+    code = train.main([*argv, f"output_dir={folder}", *overrides])
     flight = folder / "flight.json"
     return code, json.loads(flight.read_text()) if flight.exists() else None
 
@@ -221,7 +221,6 @@ def test_forecast_and_measurement_stand_side_by_side(tmp_path):
     [
         (["layout.cp=1", "layout.precision=fp16"], "fp16"),
         (["load_in_4bit=true"], "random weights"),
-        (["tf32=true"], "GPU"),
         (["lora_target_modules=[nothing]"], "lora_target_modules"),
         (["dataset_name=nowhere.jsonl"], "no such file"),
         (["model_name_or_path=random:huge"], "random:huge"),

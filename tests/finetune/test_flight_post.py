@@ -16,6 +16,7 @@ import torch
 import urllib3
 from rigs.serving import START_SECONDS, port_of
 
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from finetune import post
 from finetune.recorder import Recorder
@@ -75,7 +76,7 @@ def told(tmp_path, token_file, monkeypatch, caplog):
 
     def end(url, **more):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
-        recorder = Recorder(tmp_path / "run", Layout(world_size=1), {}, torch.device("cpu"))
+        recorder = Recorder(tmp_path / "run", JobPlan(), Layout(world_size=1), torch.device("cpu"))
         recorder.end("complete", 0)
         post.tell(recorder, **more)
         written = json.loads((tmp_path / "run/flight.json").read_text())
@@ -209,7 +210,7 @@ def test_only_rank_0_tells(told, monkeypatch):
         assert told("") == ""
         monkeypatch.setenv("TOPOFLIGHT_AGENT", agent.url)
         monkeypatch.setenv("RANK", "1")
-        post.tell(Recorder(Path("nowhere"), Layout(world_size=2, dp_shard=2), {}, torch.device("cpu")))
+        post.tell(Recorder(Path("nowhere"), JobPlan(), Layout(world_size=2, dp_shard=2), torch.device("cpu")))
         assert agent.asked == []
 
 

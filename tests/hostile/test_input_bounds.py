@@ -22,9 +22,9 @@ from agent.gate.verdict import GateError
 from agent.jobs.result_store import MOST_RECORD_BYTES
 from agent.jobs.result_store import read as read_kept
 from contracts.job_config import ConfigError, read_mapping
+from contracts.job_plan import read as read_plan
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
-from finetune.plan import read_plan
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, load_model
 from planner.lint.sources import EnvironmentTextError, read_environment

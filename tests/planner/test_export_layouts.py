@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from contracts.job_config import parse_config
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from finetune.plan import settle_layout
 from planner.advice import ExportError, ExportRequest, Reason, Setting, request_of
@@ -97,7 +98,7 @@ def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
         assert answer.chosen is not None
         wanted = request_of(answer, ranks_per_node=machines.machine(machine).gpus)
         settings, _, _ = parse_config(yaml.safe_load(export("finetune", wanted)))
-        assert settle_layout(settings, None, answer.chosen.layout.world_size, True) == answer.chosen.layout
+        assert settle_layout(JobPlan(config=settings), answer.chosen.layout.world_size, True) == answer.chosen.layout
 
 
 def test_accelerate_reads_its_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from agent.cli.hosts import snapshots
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from agent.jobs import cluster_job
+from agent.jobs.launch import job_plan
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
@@ -278,7 +279,7 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
         where = "node-a" if given["hosts"] else "this machine"
         assert f"is left out: {advice.settings[0].value} is an interface of {where}" in told[0]
     spec = cluster_job.spec_of(made, {**GIVEN, "resources": ()})
-    (files, *_) = cluster_job.documents(made, spec, "job", None)
+    (files, *_) = cluster_job.documents(spec, "job", job_plan(made))
     planned = json.loads(files["data"]["plan.json"])["environment"]
     assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is kept
 

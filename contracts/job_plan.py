@@ -1,0 +1,140 @@
+"""What a training job is to run: the one document that its launcher writes, every rank reads and its record keeps.
+
+plan.json: the settings as a file or the planner gave them, the layout, its forecast, the environment, and what NCCL is
+to take between hosts. In a ConfigMap, in the run's folder and in flight.json's `plan` it is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from contracts import bounded, codec, trl
+from contracts.job_config import (
+    DEFAULT_CONFIG,
+    MAX_FILE_BYTES,
+    ConfigError,
+    JobConfig,
+    parse_config,
+    read_config,
+    read_mapping,
+    with_overrides,
+)
+from contracts.layout import Layout, LayoutError
+from contracts.plain import loads as plain
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """A forecast quantity: 80 % interval and the middle."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedValue:
+    """One part of a forecast: "gemm", seconds; "activations", bytes."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunForecast:
+    """What was forecast of the run; None is "not forecast"."""
+
+    step_seconds: Bounds | None = None
+    memory_bytes: Bounds | None = None
+    tokens_per_second: Bounds | None = None
+    time_parts: list[NamedValue] = field(default_factory=list)
+    memory_parts: list[NamedValue] = field(default_factory=list)
+
+    @property
+    def allocated_bytes(self) -> Bounds | None:
+        """Of memory_bytes what tensors take: without the allocator's losses, workspaces and the CUDA context."""
+        due, beside = self.memory_bytes, ("fragmentation", "reserved", "context")
+        if due is None or not self.memory_parts:
+            return None
+        total = sum(part.value for part in self.memory_parts)
+        share = sum(part.value for part in self.memory_parts if part.name not in beside) / total
+        return Bounds(low=due.low * share, mid=due.mid * share, high=due.high * share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The document. Where the layout is None, the settings and the ranks that are started decide."""
+
+    schema_version: int = PLAN_VERSION
+    config: JobConfig | None = None  # None: the built-in job's
+    layout: Layout | None = None
+    forecast: RunForecast = field(default_factory=RunForecast)
+    environment: dict[str, str] = field(default_factory=dict)
+    transport: dict[str, str] = field(default_factory=dict)  # network, evidence, gdrdma: what NCCL is to take
+    notes: tuple[str, ...] = ()  # on the settings: names of before, and what has no effect
+
+
+def dumps(plan: JobPlan) -> str:
+    """The document's text."""
+    return json.dumps(codec.write(plan), indent=1) + "\n"
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
+    """plan.json, with `key=value` over its settings. Raises ConfigError that names the file and what is wrong."""
+    try:
+        data = plain(bounded.read(path, MAX_FILE_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plan {path}: {error}") from None
+    members = {one.name for one in dataclasses.fields(JobPlan)}
+    if not isinstance(data, dict) or not members & set(data):
+        raise ConfigError(f"plan {path}: must hold a mapping of {', '.join(sorted(members))}")
+    for name in data:
+        if name not in members:
+            raise ConfigError(f"plan {path}: unknown {name!r}{trl.hint(str(name), members)}")
+    if data.get("schema_version", PLAN_VERSION) != PLAN_VERSION:
+        raise ConfigError(f"plan {path}: schema_version={data['schema_version']!r}: this release reads {PLAN_VERSION}")
+    for name in ("config", "layout", "forecast", "environment", "transport"):
+        if not isinstance(data.get(name), dict | None):
+            raise ConfigError(f"plan {path}: {name}: must be a mapping")
+    given = data.get("config")
+    raw = with_overrides(dict(given) if given is not None else read_mapping(DEFAULT_CONFIG), overrides)
+    config, _, notes = parse_config(raw)
+    layout, told = data.get("layout"), data.get("notes") or []
+    return JobPlan(
+        config=config,
+        layout=None if layout is None else parse_layout(layout, f"plan {path}: layout"),
+        forecast=codec.pick(data.get("forecast") or {}, RunForecast),
+        environment={str(name): str(value) for name, value in (data.get("environment") or {}).items()},
+        transport={str(name): str(value) for name, value in (data.get("transport") or {}).items()},
+        notes=tuple(dict.fromkeys([*(str(text) for text in told), *notes])),
+    )
+
+
+def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
+    """The document, and its settings: a launcher's, or made of a file of settings. Raises ConfigError."""
+    if plan is None:
+        made, _, notes = read_config(config, overrides)
+        return JobPlan(config=made, notes=tuple(notes)), made
+    if config is not None:
+        raise ConfigError(f"--config {config}: the plan holds the settings; leave one of --plan and --config away")
+    found = read(plan, overrides)
+    return found, found.config or JobConfig()
+
+
+def parse_layout(raw: Mapping[str, Any], where: str) -> Layout:
+    """A Layout from a mapping; unknown members are an error that lists close names."""
+    known = [one.name for one in dataclasses.fields(Layout)]
+    for name in raw:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown {name!r}{trl.hint(str(name), known)}")
+    try:
+        return Layout(**{**raw, "stage_layers": tuple(raw.get("stage_layers") or ())})
+    except (LayoutError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -1,0 +1,118 @@
+"""A user's own file of TRL's through `launch --api`: unchanged, on each job API, through the stand-in API server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ApiServer, write_kubeconfig
+from click.testing import CliRunner, Result
+from e2e_client import MACHINES
+
+from agent.cli.launch import launch
+from contracts.job_config import read_config
+from contracts.job_plan import JobPlan, read
+
+H100 = next(MACHINES.glob("hgx-h100*.json"))
+USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
+
+
+@pytest.fixture
+def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    yield api
+
+
+def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] = ("--host", str(H100))) -> Result:
+    words = [*host, "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--config", str(config)]
+    return CliRunner().invoke(launch, [*words, "--api", kind, "--name", "sft", "--no-dra", "--wait", "0", *more])
+
+
+def planned(folder: Path, files: dict[str, Any]) -> JobPlan:
+    (folder / "plan.json").write_text(files["data"]["plan.json"])
+    return read(folder / "plan.json")
+
+
+@pytest.mark.parametrize(("kind", "created"), [("trainjob", "TrainJob"), ("pytorchjob", "PyTorchJob"), ("job", "Job")])
+def test_the_user_s_file_is_launched_as_it_stands(
+    kubeconfig: ApiServer, tmp_path: Path, kind: str, created: str
+) -> None:
+    """Admitted and created; the pods' one document says what the file says, and the plan is made around it."""
+    dry = launched(kind, "--dry-run", "-o", "json")
+    assert dry.exit_code == 0, dry.output
+    done = launched(kind)
+    assert done.exit_code == 0, done.output
+    (job,), (files,) = kubeconfig.of_kind(created), kubeconfig.of_kind("ConfigMap")
+    assert set(files["data"]) == {"plan.json", "launched"}
+    printed = {each["kind"]: each for each in json.loads(dry.stdout)["items"]}
+    assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
+    assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
+    plan, (config, _, notes) = planned(tmp_path, files), read_config(USERS)
+    assert plan.config == config  # every setting, and nothing beside it
+    assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
+    layout = plan.layout
+    assert layout is not None and layout.family == "FSDP"
+    assert (layout.world_size, layout.dp_shard, layout.micro_batch, layout.global_batch) == (16, 16, 32, 512)
+    assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
+    assert plan.forecast.memory_bytes is not None and plan.forecast.memory_bytes.mid < 80e9
+
+
+def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer, tmp_path: Path) -> None:
+    """On 48 GB cards 32 rows do not fit: the largest that do are named, with the accumulation that keeps the batch."""
+    there = ("--machine", "2xa40-roce")
+    done = launched("job", host=there)
+    assert done.exit_code == 3, done.output
+    told = " ".join(done.output.split())
+    assert "per_device_train_batch_size: 32, bf16: true, gradient_checkpointing: true, fsdp: full_shard" in told
+    assert "at max_length: 4096 does not fit" in told
+    assert (
+        "what can: per_device_train_batch_size: 16 with gradient_accumulation_steps: 2, for the same batch of 128"
+        in told
+    )
+    assert kubeconfig.of_kind("ConfigMap") == kubeconfig.of_kind("Job") == []
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump({**yaml.safe_load(USERS.read_text()), "per_device_train_batch_size": 16,
+                                   "gradient_accumulation_steps": 2}))  # fmt: skip
+    took = launched("job", config=job, host=there)
+    assert took.exit_code == 0, took.output  # what was named does run
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"per_device_train_batch_size": 24}, ["micro_batch: 24"]),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}, ["micro_batch: 2", "accumulation: 6"]),
+        ({"gradient_accumulation_steps": 3, "per_device_train_batch_size": None}, ["accumulation: 3"]),
+        ({"fsdp": "hybrid_shard auto_wrap", "per_device_train_batch_size": 4}, ["dp_shard: 8", "dp_replicate: 2"]),
+        ({"fsdp": "shard_grad_op auto_wrap", "per_device_train_batch_size": 4}, ["reshard_after_forward: false"]),
+        ({"fsdp": "full_shard auto_wrap offload", "per_device_train_batch_size": 4}, ["offload: all"]),
+        ({"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 2}, ["micro_batch: 2"]),
+        ({"fsdp": "no_shard", "fsdp_config": None, "per_device_train_batch_size": 2}, ["dp_replicate: 16"]),
+        ({"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 1, "gradient_checkpointing": False,
+          "max_seq_length": 1024, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}},
+         ["dp_shard: 16", "reshard_after_forward: false", "checkpointing: none"]),
+        ({"bf16": False, "per_device_train_batch_size": 4}, ["precision: fp32"]),
+        ({"load_in_4bit": True, "per_device_train_batch_size": 4}, ["load_in_4bit: true"]),
+        ({"use_peft": False, "per_device_train_batch_size": 4}, ["use_peft: false"]),
+        ({"torch_compile": True, "per_device_train_batch_size": 4}, ["compile: true"]),
+        ({"parallelism_config": {"tp_size": 8}, "fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 4},
+         ["tp: 8"]),
+    ],
+)  # fmt: skip
+def test_other_words_of_such_a_file_are_what_is_planned(
+    tmp_path: Path, changed: dict[str, Any], words: list[str]
+) -> None:
+    """Each value of the layout that is printed is the file's."""
+    job = tmp_path / "job.yaml"
+    file = {**yaml.safe_load(USERS.read_text()), **changed}
+    job.write_text(yaml.safe_dump({name: value for name, value in file.items() if value is not None}))
+    done = launched("job", "--dry-run", config=job)
+    assert done.exit_code == 0, done.output
+    files = next(each for each in yaml.safe_load_all(done.stdout) if each["kind"] == "ConfigMap")
+    document = yaml.safe_dump(json.loads(files["data"]["plan.json"]))
+    assert [word for word in words if word not in document] == [], document

@@ -1,0 +1,93 @@
+"""A user's own file of TRL's through `launch` on this host: as it stands, with the stand-in hub's tiny weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rigs.hub import Hub
+from test_finetune_hub import model_at, parquet, sums
+from transformers import LlamaConfig
+
+from contracts import job_plan, run_record
+
+ROOT = Path(__file__).parents[2]
+USERS = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Tiny weights under the name that the file has, and sums in GSM8K's form."""
+    folder = tmp_path_factory.mktemp("hub")
+    made = Hub()
+    made.add("models", "Meta-Llama/Meta-Llama-3.1-8B-Instruct", model_at(folder / "llama", LlamaConfig))
+    for split, count in (("train", 128), ("test", 8)):
+        parquet(folder / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet", sums(count))
+    made.add("datasets", "openai/gsm8k", folder / "gsm8k")
+    made.moved["datasets", "gsm8k"] = "openai/gsm8k"
+    yield made
+    made.close()
+
+
+def launched(hub: Hub, home: Path, *words: str, config: Path = USERS) -> subprocess.CompletedProcess[str]:
+    """The verb, with the hub that HF_ENDPOINT names."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",
+                   "TOPOFLIGHT_STATE": str(home / "state")}  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "agent.cli", "launch", "--config", str(config), *words], capture_output=True, text=True,
+        timeout=800, cwd=ROOT, env={**kept, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.real
+def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Path) -> None:
+    """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
+    out = tmp_path / "out"
+    done = launched(hub, tmp_path, "--ranks", "2", "--no-preflight", "--output", str(out))
+    assert done.returncode == 0, done.stderr[-4000:]
+    record, plan = run_record.read(out / "flight.json"), job_plan.read(out / "plan.json")
+    assert (record.status, record.exit_code) == ("complete", 0)
+    assert record.steps_done == 20  # 10 epochs of two steps: 128 rows, 2 ranks x 32
+    assert record.plan == plan and plan.config is not None and plan.layout is not None
+    layout = plan.layout
+    assert (layout.family, layout.micro_batch, layout.gradient_accumulation) == ("FSDP", 32, 1)
+    assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
+    assert record.layout.effective is not None and record.layout.effective.precision == "bf16"
+    assert (plan.config.max_length, plan.config.num_train_epochs, plan.config.lora_r) == (4096, 10, 16)
+    assert record.model.name == "Meta-Llama/Meta-Llama-3.1-8B-Instruct"
+    assert record.loss.first is not None and record.loss.last is not None and record.loss.last < record.loss.first
+    assert len(record.eval_loss) == 10
+    told = "\n".join(record.notes)
+    assert "flash_attention_2 is not here" in told and "max_seq_length is now max_length" in told
+    assert "Liger's kernel is not here" in told
+    written = yaml.safe_load(USERS.read_text())
+    assert plan.config.learning_rate == written["learning_rate"] and plan.config.output_dir == str(out)
+
+
+def test_the_folder_of_the_file_is_where_it_is_written(hub: Hub, tmp_path: Path) -> None:
+    """output_dir stands where --output names no other."""
+    done = launched(hub, tmp_path, "--ranks", "2", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    plan = yaml.safe_load(done.stdout)
+    assert plan["config"]["output_dir"] == "/mnt/shared/Meta-Llama-3.1-8B-Instruct"
+    assert done.stdout.splitlines()[-1].endswith("--plan /mnt/shared/Meta-Llama-3.1-8B-Instruct/plan.json")
+
+
+def test_a_model_that_no_table_knows_is_planned_by_its_own_shape(hub: Hub, tmp_path: Path) -> None:
+    """Its config.json is the hub's; a name that the hub does not have either is refused before anything starts."""
+    hub.repositories["models", "own/small"] = hub.repositories["models", "Meta-Llama/Meta-Llama-3.1-8B-Instruct"]
+    job = tmp_path / "job.yaml"
+    job.write_text("model_name_or_path: own/small\nuse_peft: true\ndataset_name: gsm8k\ndataset_config: main\n")
+    done = launched(hub, tmp_path, "--dry-run", config=job)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["config"]["model_name_or_path"] == "own/small"
+    job.write_text("model_name_or_path: own/nothing\ndataset_name: gsm8k\n")
+    done = launched(hub, tmp_path, "--dry-run", config=job)
+    assert done.returncode == 2 and "own/nothing" in done.stderr and "404" in done.stderr
