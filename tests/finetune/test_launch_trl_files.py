@@ -90,4 +90,4 @@ def test_a_model_that_no_table_knows_is_planned_by_its_own_shape(hub: Hub, tmp_p
     assert yaml.safe_load(done.stdout)["config"]["model_name_or_path"] == "own/small"
     job.write_text("model_name_or_path: own/nothing\ndataset_name: gsm8k\n")
     done = launched(hub, tmp_path, "--dry-run", config=job)
-    assert done.returncode == 2 and "own/nothing" in done.stderr and "404" in done.stderr
+    assert done.returncode == 2 and "own/nothing" in done.stderr and "401" in done.stderr  # as hubs answer
