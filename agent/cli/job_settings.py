@@ -66,7 +66,8 @@ def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -
         asked["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
         if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
             asked["global_batch"] = None
-    return replace(request, train=replace(train_of(request), **asked))
+    train = replace(train_of(request), **asked)
+    return replace(request, train=train, sequence_length=train.sequence_length)
 
 
 # Settings that a forecast goes by -> their names there.

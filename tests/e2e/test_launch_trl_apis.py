@@ -25,6 +25,7 @@ USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"
 def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield api
 
 
@@ -105,9 +106,10 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
     ],
 )  # fmt: skip
 def test_other_words_of_such_a_file_are_what_is_planned(
-    tmp_path: Path, changed: dict[str, Any], words: list[str]
+    tmp_path: Path, changed: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each value of the layout that is printed is the file's."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     job = tmp_path / "job.yaml"
     file = {**yaml.safe_load(USERS.read_text()), **changed}
     job.write_text(yaml.safe_dump({name: value for name, value in file.items() if value is not None}))
