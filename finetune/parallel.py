@@ -97,19 +97,20 @@ def parallelize(
         for layer in chunk.layers:
             layer.compile()
     low = torch.bfloat16 if layout.precision == "bf16" else None
-    if mesh is None or layout.data_parallel == 1:
+    if mesh is None:
         chunk.autocast = low
         fill(chunk, device)
-        return chunk.to(device)
+        return _on(chunk, device)
     if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
         chunk.autocast = low
         fill(chunk, device)
         ids = [device.index] if device.type == "cuda" else None
         # Rotary frequencies are the only buffers, and every rank computes the same.
         return DistributedDataParallel(
-            chunk.to(device), device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+            _on(chunk, device), device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
         )
-    # Replication under TP or PP goes through fully_shard too, on a mesh whose sharding dimension is 1.
+    # Under TP or PP replicas, or a single copy, go through fully_shard too, on a mesh whose sharding dimension is 1:
+    # autocast would leave the hidden states, and what is sent of them, in fp32.
     over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
     shard: Any = partial(
         fully_shard,
@@ -131,6 +132,11 @@ def parallelize(
     wrapped: nn.Module = shard(chunk, reshard_after_forward=False)
     fill(chunk, torch.device("cpu") if layout.offload == "all" else device)
     return wrapped
+
+
+def _on(chunk: Chunk, device: torch.device) -> Chunk:
+    """The chunk on the device; what is there already keeps its parameters."""
+    return chunk if {p.device for p in chunk.parameters()} == {device} else chunk.to(device)
 
 
 def check_compiler(device: torch.device) -> None:

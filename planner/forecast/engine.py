@@ -130,7 +130,8 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
     layer = (count.all_layers / count.layers - count.routed_per_layer * mixtures) / tp + experts * mixtures
     local = layers * layer + ends
     routed_trained = routed_weights(model, train)[1] / (cut * layout.pp)
-    adapters = (trained_weights(model, train) - routed_weights(model, train)[1]) / (tp * layout.pp) + routed_trained
+    routed = routed_weights(model, train)[1]
+    adapters = (trained_weights(model, train, tp) - routed // tp) / layout.pp + routed_trained
     divided = layout.ep > 1
     return Share(
         model=model,
@@ -184,6 +185,7 @@ class Engine:
     gradient_bytes: int = 2  # of what FSDP or ZeRO reduces
     replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
     sends_tokens_once: bool = False  # to a rank, or a domain, with several of a token's experts (DeepEP, HybridEP)
+    sends_parts: bool = False  # a pipeline's messages are split over tensor-parallel ranks, whole as they are on each
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
@@ -343,6 +345,14 @@ class Engine:
             return (0.0, 1.0, 0.0) if self.selective_attention else (0.5, 0.0, 1.0)
         return 0.0, 0.0, 0.0
 
+    def tensor_parallel_rounds(self, layout: Layout) -> float:
+        """All-reduces (or pairs of their halves) of the hidden states in a layer, forward and backward."""
+        return 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
+
+    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout) -> float:
+        """The same around the layers: after the embedding, and of the head's gradient."""
+        return 2.0 if layout.pp == 1 else 1.0
+
     def reduced_bytes(self, layout: Layout) -> float:
         """Bytes of a gradient as data parallelism reduces it."""
         if layout.precision == "fp32":
@@ -352,6 +362,10 @@ class Engine:
     def gathers(self, layout: Layout) -> int:
         """How often one step gathers what it keeps gathered until the backward pass, or until the step is over."""
         return 1 if not layout.reshard_after_forward and layout.pp > 1 else layout.gradient_accumulation
+
+    def gathers_again(self, layout: Layout) -> int:
+        """How often one step gathers for a backward pass what the forward pass gave back."""
+        return layout.gradient_accumulation if layout.reshard_after_forward else 0
 
     def scatters(self, train: TrainSpec, layout: Layout) -> int:
         """How often one step reduces sharded gradients."""

@@ -159,21 +159,29 @@ def mlp_width(model: ModelSpec) -> float:
 
 
 @lru_cache(maxsize=256)
-def lora_weights(model: ModelSpec, train: TrainSpec) -> int:
-    """Trained weights of the adapters over all layers."""
+def lora_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
+    """Trained weights of the adapters over all layers, on one of `tp` tensor-parallel ranks.
+
+    Of an adapter's two factors the one beside the split side of its matrix is split, the other whole on each rank.
+    """
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     ffn, layers = model.ffn, model.layers
-    mlp = layers * (h + ffn)  # of one of its matrices, over all layers
-    if model.experts:
-        shared = h + model.shared_expert_ffn if model.shared_expert_ffn else 0
-        mlp = (layers - model.dense_layers) * shared + model.dense_layers * (h + ffn)
+
+    def mlp(whole: int, split: int) -> int:
+        """One of the MLP's matrices, over all layers; of a mixture, what is beside its routed experts."""
+        if not model.experts:
+            return layers * (whole + ffn // split)
+        shared = whole + model.shared_expert_ffn // split if model.shared_expert_ffn else 0
+        return (layers - model.dense_layers) * shared + model.dense_layers * (whole + ffn // split)
+
     sides = {
-        "q_proj": layers * (h + q), "k_proj": layers * (h + kv), "v_proj": layers * (h + kv),
-        "o_proj": layers * (q + h), "gate_proj": mlp if model.gated_mlp else 0, "up_proj": mlp,
-        "down_proj": mlp, "c_attn": layers * (h + q + 2 * kv),
+        "q_proj": layers * (h + q // tp), "k_proj": layers * (h + kv // tp), "v_proj": layers * (h + kv // tp),
+        "o_proj": layers * (q // tp + h), "gate_proj": mlp(h, tp) if model.gated_mlp else 0, "up_proj": mlp(h, tp),
+        "down_proj": mlp(h, tp), "c_attn": layers * (h + q + 2 * kv),
         "c_proj": layers * (q + h + ffn + h), "c_fc": layers * (h + ffn),
     }  # fmt: skip
-    return train.lora_rank * sum(sides.get(target, 0) for target in train.lora_targets) + expert_adapters(model, train)
+    dense = train.lora_rank * sum(sides.get(target, 0) for target in train.lora_targets)
+    return dense + expert_adapters(model, train) // tp
 
 
 def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
@@ -189,15 +197,15 @@ def routed_weights(model: ModelSpec, train: TrainSpec) -> tuple[int, int]:
     return every, every if train.method == "full" else expert_adapters(model, train)
 
 
-def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
-    """Weights that get a gradient."""
+def trained_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
+    """Weights that get a gradient, on one of `tp` tensor-parallel ranks."""
     if train.method == "full":
-        return weights(model).total
+        return weights(model).total // tp
     whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
     unknown = [name for name in train.saved_modules if name not in whole]
     if unknown:
         raise ValueError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
-    return lora_weights(model, train) + sum(whole[name] for name in train.saved_modules)
+    return lora_weights(model, train, tp) + sum(whole[name] for name in train.saved_modules) // tp
 
 
 Histogram = tuple[tuple[int, int], ...]

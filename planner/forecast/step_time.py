@@ -181,6 +181,38 @@ class _Step:
         return 4.0 if self.layout.precision == "fp32" else 2.0
 
     @property
+    def hidden_bytes(self) -> float:
+        """The hidden states of a micro-batch, whole."""
+        return self.wide * self.tokens * self.job.model.hidden
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Weights of the fullest stage, as they travel when they are gathered; adapters beside frozen ones."""
+        share, qlora = self.share, self.job.train.method == "qlora"
+        layers = (NF4_BYTES if qlora else self.wide) * (share.local - share.ends)
+        return layers + self.wide * (share.ends + (0.0 if self.full else share.trained))
+
+    @property
+    def kept_bytes(self) -> float:
+        """Of these, what a backward pass does not gather again: FSDP2's last unit, with the head, is still there.
+
+        So is a frozen embedding from the second micro-batch on: FSDP gathers it ahead of a backward pass that it does
+        not have, and nothing gives it back.
+        """
+        if not self.job.engine.ends_apart or self.layout.pp > 1:
+            return 0.0
+        kept = self.wide * (self.count.head or self.count.embedding) / self.layout.tp
+        if not self.full and self.count.head:
+            kept += self.wide * self.count.embedding / self.layout.tp * (1 - 1 / self.layout.gradient_accumulation)
+        return kept
+
+    @property
+    def message_bytes(self) -> float:
+        """What a pipeline's stage hands to the next."""
+        split = self.layout.sequence_parallel or self.job.engine.sends_parts
+        return self.hidden_bytes / (self.layout.tp if split else 1)
+
+    @property
     def ends(self) -> float:
         """FSDP units beside the layers."""
         return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
@@ -241,7 +273,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
-        tensor_parallel=m * layers * layer.tensor_parallel,
+        tensor_parallel=m * (layers * layer.tensor_parallel + _tensor_parallel(step, ends=True)),
         context_parallel=m * layers * layer.context_parallel,
         expert_parallel=m * layers * layer.expert_parallel,
         gather=exchange.gather,
@@ -251,6 +283,31 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         optimizer=optimizer,
         offload=offload,
     )
+
+
+def sent(job: Job, layout: Layout) -> dict[tuple[str, str], float]:
+    """Bytes of the collectives of one step that the seconds are made of, on a rank of the first pipeline stage.
+
+    By mesh dimension and kind; of each collective the whole, its larger side. Tensor parallelism's all-gathers and
+    reduce-scatters count as half an all-reduce. Left out: what is no wider than a number per token.
+    """
+    step = _step(job, job.engine.as_run(layout))
+    layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
+    reduced, found = engine.reduced_bytes(layout), {}
+    if step.sharded:
+        again = engine.gathers_again(layout) * (step.gathered_bytes - step.kept_bytes)
+        found["dp_shard", "all_gather"] = engine.gathers(layout) * step.gathered_bytes + again
+        found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
+    if layout.dp_replicate > 1:
+        trained = share.part(share.trained, share.routed_trained, sharded=step.sharded)
+        found["dp_replicate", "all_reduce"] = reduced * trained
+    if layout.tp > 1:
+        rounds = step.layers * engine.tensor_parallel_rounds(layout)
+        rounds += engine.tensor_parallel_ends(job.train, layout)
+        found["tp", "all_reduce"] = m * rounds * step.hidden_bytes
+    if layout.pp > 1:
+        found["pp", "send"] = (2 * layout.virtual_stages - 1) * m * step.message_bytes
+    return found
 
 
 def _step(job: Job, layout: Layout) -> _Step:
@@ -293,14 +350,14 @@ def _host(step: _Step, forward: float, backward: float) -> float:
     return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
 
 
-def _tensor_parallel(step: _Step) -> float:
-    """An all-reduce (or its two halves) after attention and after the MLP, forward and backward."""
+def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
+    """All-reduces (or their two halves) after attention and after the MLP, forward and backward; or at the ends."""
     layout, job = step.layout, step.job
     if layout.tp == 1:
         return 0.0
-    rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
+    rounds = job.engine.tensor_parallel_ends(job.train, layout) if ends else job.engine.tensor_parallel_rounds(layout)
     exposed = 1.0 - job.constants.tp_hidden if job.engine.tp_overlap and layout.sequence_parallel else 1.0
-    return rounds * exposed * job.links.all_reduce_seconds(step.wide * step.tokens * job.model.hidden, layout.tp, 1)
+    return rounds * exposed * job.links.all_reduce_seconds(step.hidden_bytes, layout.tp, 1)
 
 
 def _context_parallel(step: _Step) -> float:
@@ -344,10 +401,10 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
     job, layout, links, loss = step.job, step.layout, step.job.links, step.job.constants.overlap_loss
     share, units = step.share, step.layers + step.ends
-    each = NF4_BYTES if job.train.method == "qlora" else step.wide
-    gathered, reduced = each * share.local, job.engine.reduced_bytes(layout) * share.trained
+    gathered, reduced = step.gathered_bytes, job.engine.reduced_bytes(layout) * share.trained
+    each = gathered / share.local  # the mean
     gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
-    again = gather_once if layout.reshard_after_forward else 0.0
+    again = gather_once * (1.0 - step.kept_bytes / gathered) if layout.reshard_after_forward else 0.0
     scatter = _over_groups(
         links.scatter_seconds, step, job.engine.reduced_bytes(layout), share.trained, share.routed_trained, units,
         ranks=share.group,
@@ -358,7 +415,7 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
         ahead, behind, late = gather_once, again, scatter
         # A gather copies the shard in and everything out again; so does a scatter.
         once_copied = (2.0 + 2.0 / share.group) / job.rates.hbm
-        passes = gathers * (2.0 if layout.reshard_after_forward else 1.0)
+        passes = gathers + job.engine.gathers_again(layout)
         copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
     else:
         ahead = _overlap(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
@@ -373,7 +430,7 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
             job.engine.reduced_bytes(layout) * trained, layout.dp_replicate, strides(layout)[2]
         )
         reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
-    return _Exchange(gathers * (ahead + behind), reduce, copied)
+    return _Exchange(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
 
 def _replicated(step: _Step, micro: _Micro) -> _Exchange:
@@ -423,8 +480,7 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
     gathered_micro = gather / layout.gradient_accumulation
     compute = micro.forward + micro.backward
     bubble = (layout.pp - 1) / layout.virtual_stages * (compute - micro.head + gathered_micro)
-    message = step.wide * step.tokens * step.job.model.hidden / layout.tp
-    one = step.job.links.send_seconds(message, strides(layout)[3], layout.pp)
+    one = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
     send = 2.0 * one * (layout.pp - 1) + 0.5 * one * layout.virtual_stages * layout.gradient_accumulation
     return bubble, send
 

@@ -23,6 +23,7 @@ ENGINE = Engine(
     replica_gradient_bytes=4,
     logits_bytes=8.0,
     gradient_buffer=True,
+    sends_parts=True,
     tp_overlap=True,
     selective_attention=True,
 )

@@ -55,8 +55,8 @@ class Topoflight(Fsdp):
         return not self._until_the_end(share) and not accumulates and super().shards_gradients(share)
 
     def in_units(self, share: Share) -> bool:
-        """It replicates beside TP and PP by FSDP units over one rank."""
-        return share.sharded or (share.layout.dp_replicate > 1 and share.layout.tp * share.layout.pp > 1)
+        """Beside TP and PP it replicates by FSDP units over one rank."""
+        return share.sharded or share.layout.tp * share.layout.pp > 1
 
     def casts(self, share: Share) -> float:
         """It recomputes without autocast's cache, and nothing else keeps them: what one layer, or the head, casts.
@@ -79,9 +79,33 @@ class Topoflight(Fsdp):
         """Selectively: what lies between the products it keeps."""
         return (0.0, 0.0, 1.0) if checkpointing == "selective" else super().recomputed(checkpointing)
 
+    def tensor_parallel_rounds(self, layout: Layout) -> float:
+        """Each column-split projection sends its input's gradient by itself; what is made again is sent again."""
+        again = layout.checkpointing != "none"
+        if layout.sequence_parallel:
+            return 5.5 if again else 4.0
+        return 9.0 if again else 7.0
+
+    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout) -> float:
+        """The head takes the whole sequence, and gives its gradient back by an all-reduce.
+
+        Beside a frozen embedding the first layer's three projections of it send no gradient.
+        """
+        rounds = super().tensor_parallel_ends(train, layout)
+        if layout.sequence_parallel and layout.pp == 1:
+            rounds += 0.5
+        return rounds - (3.0 if train.method != "full" else 0.0)
+
     def gathers(self, layout: Layout) -> int:
         """What it keeps gathered, it keeps until the step is over."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
+
+    def gathers_again(self, layout: Layout) -> int:
+        """A pipeline's backward passes gather once: torch keeps what they have gathered until the schedule is over.
+
+        Of the forward passes between them each gives it back, and saves the next gather.
+        """
+        return 1 if layout.reshard_after_forward and layout.pp > 1 else super().gathers_again(layout)
 
     def scatters(self, train: TrainSpec, layout: Layout) -> int:
         """A whole model's after each micro-batch, adapters' and a pipeline's after the last."""

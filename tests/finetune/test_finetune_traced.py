@@ -1,0 +1,207 @@
+"""The layouts that the planner may recommend, built and traced at their real size without a GPU.
+
+One full optimizer step of Llama 3.1 8B, 70B and 405B over 8, 16, 64 and 512 ranks, by one rank of the first pipeline
+stage (`fake_ranks.py`): that the job takes the layout, that what it builds is what was asked for, and that the bytes
+of each kind of collective are those that the forecast makes its seconds of. Widths, degrees and sequence are the real
+ones. Of layers, which are all alike, and of micro-batches there are a few: the forecast is asked about the same few.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import product
+
+import pytest
+from test_finetune_equivalence import HERE, ROOT
+
+from contracts.layout import Layout
+from planner.forecast import machines
+from planner.forecast.models import model_named
+from planner.forecast.specs import TrainSpec, weights
+from planner.forecast.step_time import sent
+from planner.recommend import plan, search_planned
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
+MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B")
+WORLDS = (8, 16, 64, 512)
+METHODS = ("full", "lora")
+LENGTH, RANK = 2048, 16
+# The forecast divides norms, a ten-thousandth of a layer, by the tensor-parallel ranks, and has the final one beside
+# the embedding; the job leaves them whole, and has it beside the head.
+NORMS = 2e-4
+
+
+def asked(method, world):
+    """A run on machines of eight H100s."""
+    return TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
+
+
+def planned(model, method, world):
+    """The planner's numbers."""
+    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, asked(method, world))
+
+
+def kind_of(layout):
+    """What makes two layouts different code: one of each kind is traced per model, method and world."""
+    axes = [name for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if getattr(layout, name) > 1]
+    kept = layout.dp_shard > 1 and not layout.reshard_after_forward
+    chunks = layout.pp > 1 and layout.virtual_stages > 1
+    return (*axes, kept, chunks, layout.sequence_parallel, layout.checkpointing, layout.offload)
+
+
+@cache
+def recommended(name, method, world):
+    """Of each kind the fastest; fewer layers, chunks and micro-batches, all else as recommended."""
+    found, kinds = [], set()
+    for one in search_planned(planned(model_named(name), method, world)).best:
+        if kind_of(one.layout) in kinds:
+            continue
+        kinds.add(kind_of(one.layout))
+        found.append(shortened(one.layout))
+    return found
+
+
+def shortened(layout):
+    """Two chunks of one layer where there are more, and no more micro-batches than the pipeline needs, or two."""
+    micro = layout.pp if layout.pp > 1 else min(2, layout.gradient_accumulation)
+    return replace(
+        layout, virtual_stages=min(2, layout.virtual_stages), stage_layers=(), gradient_accumulation=micro,
+    )  # fmt: skip
+
+
+def layers_of(layout):
+    """Of the model that stands in: two for each rank of the pipeline."""
+    return layout.pp * 2
+
+
+def case_of(folder, name, method, layout, layers=None):
+    """A case for the tracer."""
+    model, layers = model_named(name), layers or layers_of(layout)
+    home = folder / f"{name}-{layers}"
+    if not home.exists():
+        home.mkdir()
+        (home / "config.json").write_text(json.dumps({
+            "model_type": "llama", "hidden_size": model.hidden, "intermediate_size": model.ffn,
+            "num_hidden_layers": layers, "num_attention_heads": model.heads, "head_dim": model.head_dim,
+            "num_key_value_heads": model.kv_heads, "vocab_size": model.vocab, "tie_word_embeddings": False,
+            "max_position_embeddings": model.max_positions,
+        }))  # fmt: skip
+    return {"name": f"{name} {method} {layout}", "method": method, "length": LENGTH, "stage": 0,
+            "model": f"random:{home}", "layout": asdict(layout)}  # fmt: skip
+
+
+def traced(folder, cases):
+    """What the tracer says of each case, by name."""
+    listed = folder / f"{len(list(folder.iterdir()))}.json"
+    listed.write_text(json.dumps(cases))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, str(HERE / "fake_ranks.py"), str(listed)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=1700)
+    lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if x.startswith("CASE {")]
+    assert len(lines) == len(cases), done.stderr[-3000:]
+    return {one["name"]: one for one in lines}
+
+
+def hold(got, name, method, layout, layers=None):
+    """One traced layout against the forecast's bytes."""
+    assert got["mismatches"] == [], got["name"]
+    model = replace(model_named(name), layers=layers or layers_of(layout))
+    job = planned(model, method, layout.world_size).job
+    due, heard = sent(job, layout), Counter()
+    # Left out is what is narrow: a number per token of the loss, an adapter's inner side, gradients of norms. The
+    # head's gradient comes in parts of 1,024 tokens where the loss is fused.
+    least = 1024 * model.hidden * 2
+    for axis, kind, size, times in got["sent"]:
+        if axis == "tp":
+            heard["tp", "all_reduce" if size >= least else "small"] += (
+                (1 if kind == "all_reduce" else 0.5) * size * times
+            )
+        else:
+            heard[axis, kind] += size * times
+    small = heard.pop(("tp", "small"), 0)
+    assert small < 0.01 * heard["tp", "all_reduce"] or not small
+    told = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
+    assert heard.keys() == due.keys(), (got["name"], told)
+    for key, size in due.items():
+        more = NORMS + (padding(model, method, layout, due, key) if key[0] == "dp_shard" else 0.0)
+        assert size * (1 - NORMS) <= heard[key] <= size * (1 + more), (got["name"], told)
+
+
+def padding(model, method, layout, due, key):
+    """The share by which FSDP's rows, a whole number of them on each rank, exceed what the forecast counts.
+
+    A factor of an adapter has `RANK` rows: over more ranks than that most of what is sent of it is padding.
+    """
+    rows = model.vocab // layout.tp
+    head = (-rows % layout.dp_shard) / rows
+    if method == "full" or layout.dp_shard <= RANK:
+        return head
+    more = layout.dp_shard / RANK
+    if key[1] == "reduce_scatter":  # of adapters alone
+        return more
+    # Gradients are in fp32, what is gathered in 16 bits; twice for each micro-batch at most.
+    adapters = due["dp_shard", "reduce_scatter"] / 2 * 2 * layout.gradient_accumulation
+    return head + more * adapters / due[key]
+
+
+def every(name):
+    """Method and layout: one of each family, the largest world first; all of them where TOPOFLIGHT_TRACE=all."""
+    found, kinds = [], set()
+    for world, method in product(reversed(WORLDS), METHODS):
+        for layout in recommended(name, method, world):
+            kind, whole = (method, re.sub(r"\d+", "", layout.family)), os.environ.get("TOPOFLIGHT_TRACE") == "all"
+            if whole or (kind not in kinds and layout.pp <= 16):
+                kinds.add(kind)
+                found.append((method, layout))
+    return found
+
+
+MADE_AGAIN = [
+    ("full", {"tp": 8, "sequence_parallel": True, "checkpointing": "selective"}),
+    ("full", {"tp": 2, "pp": 4, "gradient_accumulation": 4, "sequence_parallel": True, "checkpointing": "full"}),
+    ("lora", {"tp": 8, "checkpointing": "selective"}),
+    ("lora", {"tp": 4, "dp_shard": 2, "checkpointing": "full", "gradient_accumulation": 2}),
+    ("full", {"dp_shard": 8, "gradient_accumulation": 2}),
+    ("lora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "full"}),
+    ("full", {"pp": 2, "dp_shard": 4, "gradient_accumulation": 4}),
+]
+
+
+@pytest.fixture(scope="module")
+def made_again(tmp_path_factory):
+    """The cases above, traced."""
+    folder = tmp_path_factory.mktemp("again")
+    cases = [case_of(folder, "Llama-3.1-8B", method, Layout(world_size=8, **more)) for method, more in MADE_AGAIN]
+    got = traced(folder, cases)
+    return [got[case["name"]] for case in cases]
+
+
+@pytest.mark.parametrize("number", range(len(MADE_AGAIN)))
+def test_what_is_made_again_and_gathered_again_is_counted(made_again, number):
+    """Recomputation sends again; what was given back after the forward pass travels again."""
+    method, more = MADE_AGAIN[number]
+    hold(made_again[number], "Llama-3.1-8B", method, Layout(world_size=8, **more))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recommended_layouts_send_what_the_forecast_counts(name, tmp_path):
+    """Each is accepted, built as asked, and sends those bytes."""
+    cases = [(case_of(tmp_path, name, method, layout), method, layout) for method, layout in every(name)]
+    assert len(cases) > 15
+    got = traced(tmp_path, [case for case, *_ in cases])
+    for case, method, layout in cases:
+        hold(got[case["name"]], name, method, layout)
+
+
+def test_all_layers_of_an_8b(tmp_path):
+    """The fewer layers stand for all: one step of the whole model, sharded over one machine."""
+    layout = Layout(world_size=8, dp_shard=8, micro_batch=2)
+    case = case_of(tmp_path, "Llama-3.1-8B", "full", layout, layers=32)
+    (got,) = traced(tmp_path, [case]).values()
+    hold(got, "Llama-3.1-8B", "full", layout, layers=32)
+    assert got["local_bytes"] == weights(model_named("Llama-3.1-8B")).total * 4 / 8
