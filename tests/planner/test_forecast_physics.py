@@ -14,7 +14,7 @@ from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
-from planner.forecast.specs import TrainSpec, weights
+from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.forecast.step_time import Job, step_parts
 from planner.stacks import engine_named
 
@@ -128,7 +128,9 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     given = Job(model=MODEL, train=train, links=two, rates=cpu_rates(1.0, None), engine=engine_named("topoflight"))
     layout = Layout(world_size=2, dp_shard=2, precision="fp32")
     parts = step_parts(given, layout)
-    assert parts.gather == pytest.approx(2 * two.ring_seconds(4.0 * weights(MODEL).total, 2, 1))
+    count = weights(MODEL)
+    twice = 2 * (count.total + lora_weights(MODEL, train)) - count.head  # the head is still there for its backward pass
+    assert parts.gather == pytest.approx(two.ring_seconds(4.0 * twice, 2, 1))
     kernels = given.constants.kernels_eager + given.constants.lora_kernels * 7
     hooks = (32 + 2) * 2 * given.constants.unit_kernels  # a unit for each layer, the embedding and the head
     assert parts.host == pytest.approx((32 * 2.7 * kernels + hooks) * given.rates.launch_seconds)
