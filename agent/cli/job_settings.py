@@ -58,6 +58,10 @@ def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -
     if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(given) and given.get(
         "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
         asked["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
+    if {"model_name_or_path", "max_length"} & set(given) == {"model_name_or_path"} and (
+        request.sequence_length == Request().sequence_length
+    ):
+        asked["sequence_length"] = config.max_length  # a whole job that is silent on it has TRL's default, as the job
     if "attn_implementation" in given:
         kernel = config.attn_implementation
         asked["attention"] = "flash" if kernel == "flash_attention_2" else kernel

@@ -145,6 +145,10 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     assert (named.model, train_of(named).lora_rank, train_of(named).sequence_length) == ("GPT-2", 32, 1024)
     assert train_of(job_request(Request(model="GPT-2", sequence_length=512), None, [])).sequence_length == 512
     assert job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
+    silent = tmp_path / "silent.yaml"
+    silent.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\n")
+    assert train_of(job_request(Request(), silent, [])).sequence_length == 1024  # as TRL and the job have it
+    assert train_of(job_request(Request(sequence_length=512), silent, [])).sequence_length == 512
     assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
     advice = advise(replace(asked, machine="dgx-h100"), tuple)
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
