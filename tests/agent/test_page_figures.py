@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent.gate.report import Report
 from agent.http.questions import question
-from agent.pages import charts, drawing
+from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
@@ -40,7 +40,7 @@ def test_every_device_is_drawn_and_the_drawing_is_well_formed(path: Path) -> Non
     """Each GPU and NIC once, and a sentence that says the same."""
     snapshot = scan(load(path))
     node = build(snapshot)
-    drawn = drawing.picture(node, snapshot=snapshot, checks=look((snapshot,)).checks)
+    drawn = pages.picture(node, snapshot=snapshot, checks=look((snapshot,)).checks)
     root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
     classes = [element.get("class", "").split() for element in root.iter("rect")]
     assert sum("d-gpu" in names for names in classes) == len(node.gpus)
@@ -54,7 +54,7 @@ def test_missing_nics_and_sick_devices_stand_out() -> None:
     drawn = {}
     for name in ("sick-h100-rdma-off", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", "hgx-h100-8xH100-8hca"):
         snapshot = scan(load(by_name[name]))
-        drawn[name] = drawing.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
+        drawn[name] = pages.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
     assert drawn["sick-h100-rdma-off"].count('class="d-ghost d-fail"') == 10
     assert "✗ GPU5" in drawn["sick-h100-gpu-lost"]
     assert "! NV16" in drawn["sick-h100-nvlink-missing"]
@@ -70,7 +70,7 @@ def texts(drawn: str) -> list[tuple[str, str]]:
 def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
     """Four lanes in a slot of sixteen: said at that GPU, marked, with both bandwidths behind it; the others are x16."""
     snapshot = scan(load(MACHINES[0].with_name("sick-l40s-x4.json")))
-    drawn = drawing.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
+    drawn = pages.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
     links = [(kind, words) for kind, words in texts(drawn) if "x16" in words]
     assert sorted(links) == [("d-tiny", "Gen4 x16")] * 3 + [("d-tiny d-warn", "! Gen4 x4 of x16")]
     assert "GPU2: Gen4 x4 of x16, 6 GB/s each way as it runs, 24 GB/s planned each way" in drawn
@@ -79,7 +79,7 @@ def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
 def test_no_line_of_a_drawing_is_red_where_nothing_is_wrong(path: Path) -> None:
     """The link between two CPUs is as sound as the CPUs: it has their colour, and is not dashed as what is missing."""
-    drawn = drawing.picture(build(scan(load(path))))
+    drawn = pages.picture(build(scan(load(path))))
     root = ElementTree.fromstring(drawn) if drawn else ElementTree.Element("svg")  # noqa: S314 - our own output
     kinds = [line.get("class", "") for line in root.iter("path")]
     assert "l-sys" not in kinds and "l-gone" not in kinds
@@ -91,7 +91,7 @@ def test_no_line_of_a_drawing_is_red_where_nothing_is_wrong(path: Path) -> None:
 def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
     """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
     node = build(scan(load(MACHINES[0].with_name(f"{name}.json"))))
-    root = ElementTree.fromstring(drawing.picture(node))  # noqa: S314 - our own output
+    root = ElementTree.fromstring(pages.picture(node))  # noqa: S314 - our own output
     space = float(root.attrib["viewBox"].split()[2])
     lines = [path.attrib for path in root.iter("path")]
     upright = [line for line in lines if "C" in line["d"]]  # of a device to its switch or to the CPU
@@ -109,7 +109,7 @@ def test_names_of_a_host_stay_text() -> None:
     """A hostname or device name can neither end the drawing nor start a script."""
     node = build(scan(load(MACHINES[0])))
     nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
-    drawn = drawing.picture(replace(node, hostname=HOSTILE, nics=nics))
+    drawn = pages.picture(replace(node, hostname=HOSTILE, nics=nics))
     ElementTree.fromstring(drawn)  # noqa: S314 - our own output
     assert "<script" not in drawn
 
@@ -151,7 +151,7 @@ def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
     """Two nodes of one kind share every address: only the one whose NICs are gone shows them, in one report too."""
     view = seen("hgx-h100-8xH100-8hca", "sick-h100-rdma-off")
     healthy, sick = (
-        drawing.picture(node, snapshot=snapshot, checks=view.checks)
+        pages.picture(node, snapshot=snapshot, checks=view.checks)
         for node, snapshot in zip(view.topologies, view.snapshots, strict=True)
     )
     assert "d-fail" not in healthy
