@@ -29,7 +29,7 @@ def pin(config: JobConfig, note: Callable[[str], None] = lambda _text: None) -> 
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            said = [(_commits(config), _gone[-1:])]
+            said = [(commits_of(config), _gone[-1:])]
         except ConfigError as error:
             said = [str(error)]
     dist.broadcast_object_list(said, src=0)
@@ -43,10 +43,14 @@ def pin(config: JobConfig, note: Callable[[str], None] = lambda _text: None) -> 
     return dataclasses.replace(config, **commits)
 
 
-def _commits(config: JobConfig) -> dict[str, str]:
+def commits_of(config: JobConfig) -> dict[str, Any]:
+    """The commit of each name that is a hub's, by the setting of its revision. Raises ConfigError.
+
+    Where the hub is not there it is asked this once, and the cache from then on.
+    """
     from huggingface_hub import HfApi
 
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for kind, name, revision in (
         ("model", "model_name_or_path", "model_revision"),
         ("model", "tokenizer_name", "tokenizer_revision"),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
+from finetune import hub
 from finetune.rows import encode, load_tokenizer
 from finetune.sources import load_rows
 
@@ -22,6 +23,7 @@ LONGEST = 1_000_000  # tokens; longer rows count as so long
 
 def measure(config: JobConfig) -> dict[str, Any]:
     """Rows of the training split, how many were measured, and (tokens, rows) of those that the job would keep."""
+    config = replace(config, **hub.commits_of(config))
     rows = load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
     tokenizer = load_tokenizer(config)

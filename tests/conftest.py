@@ -18,6 +18,9 @@ GOLDEN = Path(__file__).parent / "golden"
 # hardware, a cluster, data and 290 MB of packages that a CI machine need not have
 MAY_SKIP_IN_CI = {"gpu", "kube", "corpus", "triton"}
 
+# no test asks a hub on the network; those of the stand-in hub say so in their own environment
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # The same examples in every run, however slow the machine: what searches for new ones is bench/fuzz.py.
 settings.register_profile(
     "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -312,7 +312,7 @@ def test_two_ranks_take_the_commit_that_the_first_was_told(online, home, hub):
     done = subprocess.run(
         argv, capture_output=True, text=True, cwd=ROOT, timeout=900,
         env={**os.environ, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url,
-             "HF_HOME": str(home / "cache"), "no_proxy": "*"},
+             "HF_HOME": str(home / "cache"), "HF_HUB_OFFLINE": "0", "no_proxy": "*"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     flight = json.loads((home / "ranks/flight.json").read_text())
