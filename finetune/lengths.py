@@ -23,6 +23,8 @@ LONGEST = 1_000_000  # tokens; longer rows count as so long
 
 def measure(config: JobConfig) -> dict[str, Any]:
     """Rows of the training split, how many were measured, and (tokens, rows) of those that the job would keep."""
+    if config.tokenizer_name is not None:  # the model, which may be behind a gate, spells nothing then
+        config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
     config = replace(config, **hub.commits_of(config))
     rows = load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
