@@ -38,13 +38,9 @@ log_driver = "k8s-file"
 
 def ready() -> None:
     """Install the engine, and make the base image once; skips where it cannot be had."""
-    for program, package in (
-        ("buildah", "buildah"),
-        ("podman", "podman"),
-        ("runc", "runc"),
-        ("mmdebstrap", "mmdebstrap"),
-    ):
-        apt_installed(program, package)
+    apt_installed("podman", "podman", "runc", "catatonit", "netavark")  # the last three are recommended by it alone
+    for program in ("runc", "buildah", "mmdebstrap"):
+        apt_installed(program, program)
     HOME.mkdir(parents=True, exist_ok=True)
     (HOME / "containers.conf").write_text(_CONFIGURATION)
     with one_installs("base-image"):
