@@ -13,6 +13,7 @@ import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
+from rigs.hub import beside_rows
 
 from agent.advise import Request, answer
 from agent.cli.hosts import snapshots
@@ -210,7 +211,7 @@ def test_without_a_gate_a_line_says_so() -> None:
     words = [*WORDS, "--api", "job", "--dry-run", "--no-dra", "--resource", "rdma/a=1"]
     assert "warning: no gate" in CliRunner().invoke(launch, words).stderr
     for more in (["--no-preflight"], ["--preflight-image", "registry.example/topoflight:1"]):
-        assert CliRunner().invoke(launch, [*words, *more]).stderr == ""
+        assert beside_rows(CliRunner().invoke(launch, [*words, *more]).stderr) == ""
 
 
 DRY = ["--api", "job", "--dry-run", "--no-dra", "--no-preflight"]
@@ -259,7 +260,7 @@ def test_pods_that_ask_for_no_rdma_device_are_told() -> None:
     assert "the pods ask for none" in CliRunner().invoke(launch, words).stderr
     assert "the pods ask for none" in CliRunner().invoke(launch, [*words, "--resource", "rdma/hca=0"]).stderr
     for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev"):
-        assert CliRunner().invoke(launch, [*words, "--resource", f"{name}=1"]).stderr == ""
+        assert beside_rows(CliRunner().invoke(launch, [*words, "--resource", f"{name}=1"]).stderr) == ""
 
 
 def test_several_named_devices_of_a_family_are_all_asked_for() -> None:
@@ -276,7 +277,7 @@ def test_a_run_without_a_claim_is_told_what_it_loses() -> None:
     words = [word for word in WORDS if word not in ("--claim", "shared")]
     words[words.index("--nodes") + 1] = "1"
     assert "end with the pod" in CliRunner().invoke(launch, [*words, *DRY]).stderr
-    assert CliRunner().invoke(launch, [*words, *DRY, "--claim", "c"]).stderr == ""
+    assert beside_rows(CliRunner().invoke(launch, [*words, *DRY, "--claim", "c"]).stderr) == ""
 
 
 def test_a_file_of_the_node_is_told() -> None:

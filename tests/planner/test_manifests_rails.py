@@ -16,6 +16,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import cluster, host, interface, port
+from rigs.hub import beside_rows
 from test_manifests_schema import strict
 
 from agent.cli.launch import launch
@@ -347,7 +348,7 @@ def launched(recording: Path, *more: str) -> tuple[list[Document], str]:
     ]  # fmt: skip
     done = CliRunner().invoke(launch, words)
     assert done.exit_code == 0, done.output
-    return list(yaml.safe_load_all(done.stdout)), done.stderr
+    return list(yaml.safe_load_all(done.stdout)), beside_rows(done.stderr)
 
 
 def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -> None:
