@@ -51,6 +51,8 @@ TWO = [
     case("DDP", dp_replicate=2, sharding="ddp", micro_batch=8),
     fused("DDP full accumulating", "full", dp_replicate=2, sharding="ddp", micro_batch=2, gradient_accumulation=4,
           counts=True),
+    fused("DDP full selective checkpointing", "full", dp_replicate=2, sharding="ddp", micro_batch=8,
+          checkpointing="selective"),
     fused("DDP packed, checkpointing", packing=True, dp_replicate=2, sharding="ddp", micro_batch=8,
           checkpointing="full"),
     case("FSDP", dp_shard=2, micro_batch=8),
