@@ -82,8 +82,13 @@ class JobPlan:
 
 
 def dumps(plan: JobPlan) -> str:
-    """The document's text."""
-    return json.dumps(codec.write(plan), indent=1) + "\n"
+    """The document's text. Raises ConfigError where a job would refuse it."""
+    text = json.dumps(codec.write(plan), indent=1) + "\n"
+    try:
+        plain(text.encode())
+    except ValueError as error:
+        raise ConfigError(f"the plan: {error}") from None
+    return text
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:

@@ -12,6 +12,7 @@ from typing import Any
 
 from agent.advise import Request, RequestError, train_of
 from contracts.job_config import ConfigError, JobConfig, parse_config, read_file, with_overrides
+from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
 from planner.forecast.models import hub_id
 
@@ -45,7 +46,9 @@ def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, 
         if not (name and equals and value):
             raise RequestError(f"--set {word!r}: must be NAME=VALUE")
     try:
-        return parse_config(with_overrides(raw, words))
+        parsed = parse_config(with_overrides(raw, words))
+        dumps(JobPlan(config=parsed[0]))  # what no rank would read is refused before any starts
+        return parsed
     except ConfigError as error:
         raise RequestError(f"--set {error}") from None
 

@@ -83,7 +83,7 @@ def test_the_record_of_a_failed_job_is_its_own(
 def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; /flights serves what the folder holds."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
-    words = ["--output", str(tmp_path / "out"), "--no-preflight", "--set", "learning_rate=1e30", "--set", "max_steps=5"]
+    words = ["--output", str(tmp_path / "out"), "--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5"]
     done = CliRunner().invoke(launch, [*words, "--set", "max_grad_norm=0"])
     assert done.exit_code == 3, done.output
     (kept,) = (tmp_path / "flights").glob("*.json")
@@ -174,3 +174,10 @@ def test_a_setting_that_the_job_does_not_have_is_refused_before_anything_starts(
     job.write_text(text)
     with pytest.raises(RequestError, match=re.escape(error)):
         job_request(Request(), job if text else None, words)
+
+
+def test_a_number_that_no_rank_would_read_is_refused_before_any_starts(tmp_path: Path) -> None:
+    """plan.json is read within bounds; a launch that writes what they refuse would fail on every pod."""
+    done = CliRunner().invoke(launch, ["--output", str(tmp_path / "out"), "--set", "learning_rate=1e30"])
+    assert done.exit_code == 2 and "1e+30 is out of bounds" in done.output
+    assert not (tmp_path / "out").exists()
