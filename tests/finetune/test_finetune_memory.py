@@ -78,7 +78,8 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_run
     words = dict(word.split(": ") for word in named[1].split("; "))
     done, flight = job(**{name: json.loads(value) for name, value in words.items()})
     assert done.returncode == 0, (words, done.stderr[-3000:])
-    assert flight["layout"]["asked"]["micro_batch"] * flight["layout"]["asked"]["gradient_accumulation"] == 128
+    ran = flight["plan"]["layout"]
+    assert ran["micro_batch"] * ran["gradient_accumulation"] == 128
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def hold(got, name, method, layout, layers=None):
     told = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
     assert heard.keys() == due.keys(), (got["name"], told)
     for key, size in due.items():
-        more = NORMS + (padding(model, method, layout, due, key) if key[0] == "dp_shard" else 0.0)
+        more = NORMS + (padding(model, method, layout, due, key) if key[0] in ("dp_shard", "dp_replicate") else 0.0)
         assert size * (1 - NORMS) <= heard[key] <= size * (1 + more), (got["name"], told)
 
 
@@ -142,7 +142,7 @@ def padding(model, method, layout, due, key):
     if method == "full" or layout.dp_shard <= RANK:
         return head
     more = layout.dp_shard / RANK
-    if key[1] == "reduce_scatter":  # of adapters alone
+    if key[1] != "all_gather":  # gradients of adapters alone, reduced over the shards and between their replicas
         return more
     # Gradients are in fp32, what is gathered in 16 bits; twice for each micro-batch at most.
     adapters = due["dp_shard", "reduce_scatter"] / 2 * 2 * layout.gradient_accumulation
