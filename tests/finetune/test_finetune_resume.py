@@ -22,7 +22,7 @@ max_length: 48
 use_peft: true
 lora_r: 4
 lora_modules_to_save: [embed_tokens, lm_head]
-learning_rate: 5.0e-3
+learning_rate: 2.0e-3
 lr_scheduler_type: inverse_sqrt
 warmup_steps: 4
 max_steps: {STEPS}
@@ -113,5 +113,6 @@ def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
     assert not list(folder.glob(".checkpoint-*"))
     assert whole.wait(timeout=400) == 0
     assert len(curve(folder)) == STEPS
-    # The sums of other layouts differ in the last bits, and AdamW's division spreads them over the steps.
-    assert curve(folder) == pytest.approx(curve(tmp_path / "whole"), rel=1e-3)
+    # The sums of other layouts differ in the last bits, and at this learning rate stay there (3e-7; at 5e-3 AdamW makes
+    # 1e-2 of them by step 60).
+    assert curve(folder) == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)
