@@ -8,4 +8,5 @@ FAMILIES: tuple[str, ...] = (
     "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4", "glm4_moe",
 )  # fmt: skip
 # The job cuts and shards these: one stack of layers, rotary positions, q/k/v/o and gate/up/down projections.
-TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of them those with experts
+TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)

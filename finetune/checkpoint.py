@@ -288,6 +288,13 @@ def _merged(model: Any, name: str, source: weights.Source) -> torch.Tensor:
         trained: torch.Tensor = module.modules_to_save["default"].get_parameter(key).detach()
         return trained
     value = source.read(name)
+    while getattr(module, "parameter_name", key) != key:  # of two weights of one module, PEFT wraps it twice
+        module = module.base_layer
+    if hasattr(module, "parameter_name"):  # stacked experts, or a router: of all experts' factors one matrix each
+        a, b = (getattr(module, f"lora_{x}")["default"].weight.detach().float() for x in "AB")
+        count = module.num_experts
+        added = torch.einsum("ore,eri->eoi", b.reshape(len(b), -1, count), a.reshape(count, -1, a.shape[-1]))
+        return value.float() + module.scaling["default"] * added.reshape(value.shape)
     if hasattr(module, "get_delta_weight") and key == "weight":
         with torch.no_grad():
             return value.float() + module.get_delta_weight("default").float()

@@ -26,6 +26,7 @@ from contracts.layout import Layout
 from contracts.run_record import EvalLoss, RunModel
 from finetune import checkpoint, data, model, optim, parallel, parts, verify, weights
 from finetune import recorder as runs
+from finetune.plan import experts_of
 from finetune.rows import load_tokenizer
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
@@ -72,11 +73,15 @@ def multiplied(net: Any) -> tuple[int, int]:
     """Weights that a token is multiplied with, and how many of them train.
 
     An embedding is looked up; tied, it is the head. Of a module that is trained whole PEFT keeps the original, unused.
+    Of experts a token passes through some.
     """
     lm = model.causal_lm(net)
+    experts = experts_of(lm.config)
+    chosen = lm.config.num_experts_per_tok / experts if experts else 1.0
     looked_up = set() if lm.config.tie_word_embeddings else {id(p) for p in lm.get_input_embeddings().parameters()}
     counts = [
-        (weights_in(p), p.requires_grad) for name, p in net.named_parameters()
+        (round(weights_in(p) * (chosen if ".experts." in name else 1.0)), p.requires_grad)
+        for name, p in net.named_parameters()
         if p.ndim > 1 and id(p) not in looked_up and ".original_module." not in name
     ]  # fmt: skip
     return sum(n for n, _ in counts), sum(n for n, grows in counts if grows)

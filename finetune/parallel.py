@@ -46,7 +46,7 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default, torch.ops.aten._grouped_mm.default,
 }  # fmt: skip
 # The flash-attn package's and torch's own for lengths; each is an operator only where its module has been imported.
 KEPT_NAMED = {
@@ -115,6 +115,7 @@ def parallelize(
     shard: Any = partial(
         fully_shard,
         mesh=over,
+        shard_placement_fn=partial(_side, over.shape[-1]),
         reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -137,6 +138,12 @@ def parallelize(
 def _on(chunk: Chunk, device: torch.device) -> Chunk:
     """The chunk on the device; what is there already keeps its parameters."""
     return chunk if {p.device for p in chunk.parameters()} == {device} else chunk.to(device)
+
+
+def _side(ranks: int, p: nn.Parameter) -> Shard | None:
+    """The side that FSDP cuts: of stacked experts that the ranks do not divide another one, which needs no padding."""
+    sides = range(p.ndim) if p.ndim == 3 else ()
+    return next((Shard(side) for side in sides if p.shape[side] % ranks == 0), None)
 
 
 def check_compiler(device: torch.device) -> None:

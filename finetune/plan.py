@@ -38,13 +38,18 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     return parse_layout(wanted, "layout")
 
 
+def experts_of(shape: Any) -> int:
+    """Experts of each layer by this transformers config; 0: it has none."""
+    return int(getattr(shape, "num_experts", 0) or getattr(shape, "num_local_experts", 0) or 0)
+
+
 def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     why = []
     if layout.cp > 1:
         why.append(f"cp={layout.cp}: context parallelism is not implemented")
     if layout.ep > 1:
-        why.append(f"ep={layout.ep}: the models of this job have no experts")
+        why.append(f"ep={layout.ep}: expert parallelism is not implemented; FSDP shards the experts' weights")
     if layout.sharding == "zero1" and layout.dp_shard > 1:
         why.append("sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3")
     if layout.precision in ("fp16", "fp8"):
@@ -53,7 +58,9 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
         why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")
     if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
         why.append("offload='all': needs dp_shard > 1")
-    if layout.tp > 1:
+    if layout.tp > 1 and experts_of(shape):
+        why.append(f"tp={layout.tp}: experts are stacked in one tensor, which is sharded by FSDP and not split over TP")
+    elif layout.tp > 1:
         why += _tensor_parallel(layout, shape, lora)
     if layout.pp > 1:
         why += _pipeline(layout, shape)

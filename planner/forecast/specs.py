@@ -185,10 +185,15 @@ def lora_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
 
 
 def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
-    """Of the adapters' weights, those of the routed experts: one adapter for each expert's matrix."""
-    adapted = len({"gate_proj", "up_proj", "down_proj"} & set(train.lora_targets)) if model.experts else 0
-    sides = model.experts * (model.hidden + model.expert_ffn)
-    return train.lora_rank * adapted * sides * (model.layers - model.dense_layers)
+    """Of the adapters' weights, those of the routed experts: one adapter for each expert's matrix.
+
+    PEFT 0.21 adapts gate and up, which transformers 5 stacks in one, together: by one adapter of twice the rank.
+    """
+    h, ffn, targets = model.hidden, model.expert_ffn, set(train.lora_targets)
+    sides = len({"gate_proj", "up_proj", "down_proj"} & targets) * (h + ffn)
+    if {"gate_proj", "up_proj"} <= targets:
+        sides += 2 * (h + 2 * ffn) - 2 * (h + ffn)
+    return train.lora_rank * model.experts * sides * (model.layers - model.dense_layers)
 
 
 def routed_weights(model: ModelSpec, train: TrainSpec) -> tuple[int, int]:

@@ -32,6 +32,11 @@ class Topoflight(Fsdp):
         """Models that it does not train, and what its plans and schedules do not split."""
         if model.family not in TRAINED:
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
+        if model.experts and (train.method == "qlora" or layout.tp > 1):
+            what = "4-bit weights of" if train.method == "qlora" else "TP over"
+            return f"topoflight has no {what} experts, which are stacked in one tensor"
+        if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
+            return "topoflight adapts gate_proj and up_proj of experts together, or neither"
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight has no PP for tied embeddings: both ends would train their own copy"
         if layout.sequence_parallel and not self.splits_sequence(train):
@@ -73,6 +78,8 @@ class Topoflight(Fsdp):
         model = share.model
         products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
         kept = products + model.hidden
+        if model.experts:  # the results of a token's experts, before they are summed
+            kept += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
         return boundary + share.tokens * share.element * kept / share.layout.tp
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
@@ -96,6 +103,12 @@ class Topoflight(Fsdp):
             rounds += 0.5
         return rounds - (3.0 if train.method != "full" else 0.0)
 
+    def gathered(self, share: Share) -> float:
+        """Beside them, in a layer that is made again, its experts with their adapters added."""
+        made = self.adapts_experts(share.train, share.model) and share.layout.checkpointing == "selective"
+        again = share.element * weights(share.model).routed_per_layer if made else 0.0
+        return super().gathered(share) + again
+
     def gathers(self, layout: Layout) -> int:
         """What it keeps gathered, it keeps until the step is over."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
@@ -118,6 +131,7 @@ ENGINE = Topoflight(
     can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
     offloads=("all",),
     ends_apart=True,
+    merges_expert_adapters=True,
 )
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout) if f.default is not dataclasses.MISSING}

@@ -42,7 +42,7 @@ def test_recommended_layouts_are_accepted(machine, nodes, name, method, packing)
     shape = SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
-        quantization_config={} if method == "qlora" else None,
+        quantization_config={} if method == "qlora" else None, num_experts=model.experts,
     )  # fmt: skip
     for layout in best(machine, nodes, name, method, packing):
         assert refusals(layout, shape, lora=method != "full") == []

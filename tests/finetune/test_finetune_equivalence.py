@@ -26,7 +26,11 @@ MODELS = {  # of four layers, beside micro-llama; the windows are shorter than t
     "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3": {"model_type": "qwen3"},
     "tied": {"model_type": "llama", "tie_word_embeddings": True},
-}
+    # three experts, which two ranks do not divide, and four
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "norm_topk_prob": True},
+}  # fmt: skip
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 256, "tie_word_embeddings": False,
@@ -92,6 +96,14 @@ TWO = [
     case("Qwen 3 TP", tp=2, micro_batch=16, model="qwen3"),
     case("Qwen 3 TP full", "full", tp=2, micro_batch=16, model="qwen3"),
     fused("Qwen 3 TP full, sequence parallel", "full", tp=2, micro_batch=16, sequence_parallel=True, model="qwen3"),
+    fused("Mixtral FSDP", dp_shard=2, micro_batch=8, model="mixtral"),
+    fused("Mixtral FSDP full packed, selective checkpointing", "full", packing=True, dp_shard=2, micro_batch=8,
+          checkpointing="selective", model="mixtral"),
+    case("Qwen 3 MoE FSDP accumulating, checkpointing", dp_shard=2, micro_batch=4, gradient_accumulation=2,
+         checkpointing="full", model="qwen3_moe"),
+    case("Qwen 3 MoE FSDP full kept gathered", "full", dp_shard=2, micro_batch=8, model="qwen3_moe", **KEPT),
+    case("Qwen 3 MoE DDP", dp_replicate=2, sharding="ddp", micro_batch=8, model="qwen3_moe"),
+    fused("Qwen 3 MoE PP full", "full", pp=2, micro_batch=8, gradient_accumulation=2, model="qwen3_moe"),
     fused("DDP QLoRA", "qlora", dp_replicate=2, sharding="ddp", micro_batch=8),
     fused("FSDP QLoRA packed", "qlora", packing=True, dp_shard=2, micro_batch=8),
     fused("FSDP QLoRA accumulating, checkpointing", "qlora", dp_shard=2, micro_batch=4, gradient_accumulation=2,

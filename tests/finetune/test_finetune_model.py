@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from filled import filled_model
-from transformers import MistralConfig, Qwen2Config, Qwen3Config, get_scheduler
+from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import Bounds, NamedValue, RunForecast
@@ -30,6 +30,8 @@ FAMILIES = {
     "mistral": MistralConfig(**SMALL, sliding_window=16),
     "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "qwen3": Qwen3Config(**SMALL),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 
 

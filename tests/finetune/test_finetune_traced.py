@@ -86,10 +86,12 @@ def case_of(folder, name, method, layout, layers=None):
     if not home.exists():
         home.mkdir()
         (home / "config.json").write_text(json.dumps({
-            "model_type": "llama", "hidden_size": model.hidden, "intermediate_size": model.ffn,
-            "num_hidden_layers": layers, "num_attention_heads": model.heads, "head_dim": model.head_dim,
-            "num_key_value_heads": model.kv_heads, "vocab_size": model.vocab, "tie_word_embeddings": False,
-            "max_position_embeddings": model.max_positions,
+            "model_type": model.family if model.experts else "llama", "hidden_size": model.hidden,
+            "intermediate_size": model.ffn, "num_hidden_layers": layers, "num_attention_heads": model.heads,
+            "head_dim": model.head_dim, "num_key_value_heads": model.kv_heads, "vocab_size": model.vocab,
+            "tie_word_embeddings": False, "max_position_embeddings": model.max_positions,
+            "num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_ffn,
         }))  # fmt: skip
     return {"name": f"{name} {method} {layout}", "method": method, "length": LENGTH, "stage": 0,
             "model": f"random:{home}", "layout": asdict(layout)}  # fmt: skip
@@ -170,6 +172,11 @@ MADE_AGAIN = [
     ("lora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "full"}),
     ("full", {"pp": 2, "dp_shard": 4, "gradient_accumulation": 4}),
 ]
+MIXED = [  # the second has 8 experts over 16 ranks
+    ("Qwen3-30B-A3B", "lora", {"world_size": 8, "dp_shard": 8, "checkpointing": "selective"}),
+    ("Mixtral-8x7B", "full", {"world_size": 16, "dp_shard": 16, "gradient_accumulation": 2}),
+    ("Mixtral-8x7B", "lora", {"world_size": 16, "pp": 2, "dp_replicate": 2, "dp_shard": 4, "gradient_accumulation": 2}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +203,14 @@ def test_recommended_layouts_send_what_the_forecast_counts(name, tmp_path):
     got = traced(tmp_path, [case for case, *_ in cases])
     for case, method, layout in cases:
         hold(got[case["name"]], name, method, layout)
+
+
+def test_mixtures_send_what_the_forecast_counts(tmp_path):
+    """Experts and their adapters too, without padding where there are more ranks than experts."""
+    cases = [(case_of(tmp_path, name, method, Layout(**more)), name, method, more) for name, method, more in MIXED]
+    got = traced(tmp_path, [case for case, *_ in cases])
+    for case, name, method, more in cases:
+        hold(got[case["name"]], name, method, Layout(**more))
 
 
 def test_all_layers_of_an_8b(tmp_path):

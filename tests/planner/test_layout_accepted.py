@@ -52,6 +52,7 @@ def shape(name: str, method: str = "lora") -> SimpleNamespace:
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings,
         quantization_config={} if method == "qlora" else None, sliding_window=model.sliding_window,
+        num_experts=model.experts,
     )  # fmt: skip
 
 
