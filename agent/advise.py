@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class RequestError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question. Without a model only the environment is advised."""
+    """One question: where, and which run. Without a model only the environment is advised."""
 
     hosts: tuple[Path, ...] = ()
     root: str = "/"
@@ -53,17 +53,7 @@ class Request:
     network: str | None = None  # "100G": what joins the nodes, in place of what they have
     transport: str | None = None  # "rdma", "tcp": of that network
     model: str | None = None
-    method: str = "lora"
-    sequence_length: int = 2048
-    global_batch: int | None = None
-    engine: str = "topoflight"
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    packing: bool = False
-    lengths: str | None = None  # "64:900,512:100": tokens of a row, and how many rows have them
-    lora_rank: int = 16
-    saved_modules: tuple[str, ...] = ()  # trained whole beside the adapters
-    steps: int | None = None  # of the whole run
+    train: TrainSpec = field(default_factory=TrainSpec)  # its `steps` are those of the whole run
     tokens: int | None = None  # of the whole run, in place of steps
     epochs: float | None = None  # of the whole run, in place of steps: passes over the rows
     rows: int | None = None  # of the data set
@@ -76,14 +66,23 @@ class Request:
     bench_file: Path | None = None
     calibration: Path | None = None
     shape: ModelSpec | None = None  # of the model, where its hub was asked
-    train: TrainSpec | None = None  # as the job's own settings have it, in place of what stands above
     allow_files: bool = True  # whether `model` may name a file: not over HTTP
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Request:
-        """From the command line's options, which carry the same names."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in options.items() if name in names})
+    def of(cls, **options: Any) -> Request:
+        """From options named as the members here and in TrainSpec, and `lengths`; others are passed over."""
+        return cls().changed(**options)
+
+    def changed(self, **options: Any) -> Request:
+        """The same question with these options. Raises RequestError where `lengths` cannot be read."""
+        run = {name: value for name, value in options.items() if name in _OF_RUN}
+        if "lengths" in options:
+            run["length_histogram"] = histogram_of(options["lengths"])
+        own = {one.name for one in fields(self)} & options.keys()
+        return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
+
+
+_OF_RUN = {one.name for one in fields(TrainSpec)}
 
 
 def model_of(request: Request) -> ModelSpec | None:
@@ -100,25 +99,6 @@ def model_of(request: Request) -> ModelSpec | None:
         return models.model_named(request.model)
     except models.ModelError as error:
         raise RequestError(str(error)) from None
-
-
-def train_of(request: Request) -> TrainSpec:
-    """The run asked for."""
-    if request.train is not None:
-        return request.train
-    return TrainSpec(
-        method=request.method,  # type: ignore[arg-type]
-        sequence_length=request.sequence_length,
-        global_batch=request.global_batch,
-        engine=request.engine,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        packing=request.packing,
-        lora_rank=request.lora_rank,
-        saved_modules=request.saved_modules,
-        length_histogram=histogram_of(request.lengths),
-        steps=request.steps,
-    )
 
 
 def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
@@ -139,7 +119,8 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
 
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
     """The same advice with length and cost of the whole run on so many nodes, where a budget was given."""
-    given = [name for name in ("steps", "tokens", "hours", "epochs") if getattr(request, name) is not None]
+    budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
+    given = [name for name, value in budgets.items() if value is not None]
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)}: give one budget")
     price = price_of(request)
@@ -162,8 +143,8 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
 def steps_of(request: Request, chosen: RankedLayout) -> int:
     """Optimizer steps of the whole run, at least one. RequestError where epochs are of nobody knows how many rows."""
     forecast = chosen.forecast
-    if request.steps is not None:
-        return request.steps
+    if request.train.steps is not None:
+        return request.train.steps
     if request.hours is not None:
         return int(request.hours * 3600 / forecast.step_seconds.mid)
     if request.tokens is not None:
@@ -171,9 +152,9 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
     rows = rows_of(request)
     if rows is None:
         raise RequestError("epochs: how many rows the data has is not known; give rows, lengths or dataset")
-    histogram = histogram_of(request.lengths)
-    if request.packing and histogram:  # rows are packed into sequences
-        rows = math.ceil(rows * mean_length(histogram, request.sequence_length) / request.sequence_length)
+    train = request.train
+    if train.packing and train.length_histogram:  # rows are packed into sequences
+        rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
     return max(1, int((request.epochs or 1.0) * max(1, rows // chosen.layout.global_batch)))
 
 
@@ -181,7 +162,7 @@ def rows_of(request: Request) -> int | None:
     """Rows of the data: as given, else those of the lengths."""
     if request.rows is not None:
         return request.rows
-    return sum(count for _, count in histogram_of(request.lengths)) or None
+    return sum(count for _, count in request.train.length_histogram) or None
 
 
 _MOST_PRICE = 1e9
@@ -333,7 +314,7 @@ def of_cluster(
     if len(snapshots) == 1 and len(findings) == 1:  # one host, perhaps several times over
         findings = {node.hostname: found for node in cluster.nodes for found in findings.values()}
     advice = recommend(
-        cluster, snapshots, model, train_of(request), measurements=measured, calibration=calibration,
+        cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
         nccl_version=version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
         multi_node=spans_nodes(request, cluster), findings=findings,
     )  # fmt: skip

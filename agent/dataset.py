@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advise import Request, histogram_of
+from agent.advise import Request
 from planner.forecast.models import hub_id
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
@@ -32,7 +32,7 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     The data that the job makes itself, and a model of a name that no hub has, are left as they are.
     """
     name = settings.get("dataset_name")
-    if not isinstance(name, str) or name.startswith("synthetic:") or request.lengths:
+    if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
         return request
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
         return replace(request, unmeasured=_words(name, "not on this host", request))
@@ -48,14 +48,13 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     except LookupError as error:
         return replace(request, unmeasured=_words(name, str(error), request))
     lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
-    train = request.train and replace(request.train, length_histogram=histogram_of(lengths))
-    return replace(request, lengths=lengths, train=train, rows=request.rows or found["rows"])
+    return request.changed(lengths=lengths, rows=request.rows or found["rows"])
 
 
 def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
     """The question for as many steps as the job's settings say, where its rows are known."""
     if settings.get("max_steps"):
-        return replace(request, steps=settings["max_steps"])
+        return request.changed(steps=settings["max_steps"])
     if request.rows is None:
         return request
     return replace(request, epochs=float(settings.get("num_train_epochs") or EPOCHS))
@@ -72,7 +71,7 @@ def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, A
 
 def _words(name: str, why: str, request: Request) -> str:
     return (
-        f"the rows of {name} were not measured ({why}): each is taken for {request.sequence_length} tokens; give "
+        f"the rows of {name} were not measured ({why}): each is taken for {request.train.sequence_length} tokens; give "
         "lengths and rows"
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from agent import units
-from agent.advise import Request, cluster_of, default_ranks, model_of, train_of
+from agent.advise import Request, cluster_of, default_ranks, model_of
 from contracts.layout import LayoutError
 from planner.forecast.machines import MachineError
 from planner.recommend import best_layout, plan
@@ -18,7 +18,11 @@ from probes.api import Snapshot
 _SHORTEST = 512  # tokens: a shorter sequence is another job
 _MOST_TIMES = 64  # as many nodes
 _OPTIONS = {"nccl_version": "nccl", "bench_file": "bench"}  # where the command line says it otherwise
-_UNSAID = {"hosts", "transport", "shape", "train", "allow_files", "unmeasured", "saved_modules", "tokenizer"}
+_UNSAID = {
+    "hosts", "transport", "shape", "train", "allow_files", "unmeasured", "tokenizer", "saved_modules", "mean_tokens",
+    "optimizer_in_backward", "lora_targets", "length_histogram", "attention", "fused_cross_entropy", "asked",
+    "host_threads",
+}  # fmt: skip
 
 
 def questions(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
@@ -28,14 +32,15 @@ def questions(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...
     """
     nodes = request.nodes or max(1, len(snapshots))
     several = [{"nodes": nodes * times} for times in _powers(_MOST_TIMES)] if len(snapshots) < 2 else []
-    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[request.method]
-    lengths = [request.sequence_length >> n for n in range(1, 16) if request.sequence_length >> n >= _SHORTEST]
+    train = request.train
+    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
+    lengths = [train.sequence_length >> n for n in range(1, 16) if train.sequence_length >> n >= _SHORTEST]
     kinds: list[list[dict[str, Any]]] = [
         [{"method": method} for method in methods],
         [{"sequence_length": length} for length in lengths],
-        [{"optimizer": "adamw8bit"}] if request.method == "full" and request.optimizer == "adamw" else [],
+        [{"optimizer": "adamw8bit"}] if (train.method, train.optimizer) == ("full", "adamw") else [],
         several,
-        [{"engine": engine} for engine in ENGINES if engine != request.engine],
+        [{"engine": engine} for engine in ENGINES if engine != train.engine],
     ]
     found = [line for kind in kinds if (line := _first(request, kind, snapshots))]
     if not found:
@@ -54,14 +59,12 @@ def _powers(most: int) -> Iterator[int]:
 def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
     """The first of these changes with which a layout fits, its step, and the command; "" for none."""
     for changed in changes:
-        other = replace(request, **changed)
+        other = request.changed(**changed)
         model = model_of(other)
         try:
             cluster = cluster_of(other, snapshots, other.ranks_per_node)
             ranks = other.ranks_per_node or default_ranks(other, cluster)
-            best = (
-                best_layout(plan(cluster, snapshots, model, train_of(other), ranks_per_node=ranks)) if model else None
-            )
+            best = best_layout(plan(cluster, snapshots, model, other.train, ranks_per_node=ranks)) if model else None
         except (LayoutError, MachineError, ValueError):
             continue
         if best is not None:
@@ -76,8 +79,10 @@ def command(request: Request) -> str:
     """The question as a command line."""
     words = ["topoflight", "recommend"]
     words += [word for path in request.hosts for word in ("--host", str(path))]
-    for field in fields(request):
-        value = getattr(request, field.name)
+    if request.train.length_histogram:
+        words += ["--lengths", ",".join(f"{tokens}:{rows}" for tokens, rows in request.train.length_histogram)]
+    parts = (request, request.train)
+    for field, value in ((field, getattr(part, field.name)) for part in parts for field in fields(part)):
         if field.name in _UNSAID or value == field.default:
             continue
         name = f"--{_OPTIONS.get(field.name, field.name).replace('_', '-')}"

@@ -20,7 +20,6 @@ from agent.advise import (
     model_of,
     prices_of,
     rows_of,
-    train_of,
 )
 from agent.cli.hosts import snapshots
 from agent.cli.output import emit, waiting
@@ -72,7 +71,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
 
     Without a budget the run is a billion tokens. Raises RequestError.
     """
-    model, train = model_of(request), train_of(request)
+    model, train = model_of(request), request.train
     assert model is not None  # noqa: S101 - asked before
     prices = prices_of(request.price, files=request.allow_files) if request.price else None
     named = [word for word in (request.machine or "").split(",") if word]
@@ -113,8 +112,8 @@ def tokens_of(request: Request, train: TrainSpec) -> float:
         return float(request.tokens)
     if request.epochs is not None and (rows := rows_of(request)):
         return request.epochs * rows * mean
-    if request.steps is not None:
-        return request.steps * (train.global_batch or 1) * mean
+    if train.steps is not None:
+        return train.steps * (train.global_batch or 1) * mean
     return PER_TOKENS
 
 
@@ -122,7 +121,7 @@ def _frontier(request: Request, text: str, plot: Path | None, form: str) -> None
     with waiting("recommend: forecasting the frontier"):
         points = frontier_of(request, _numbers(text))
     if plot is not None:
-        _write(plot, frontier_svg(points, f"{request.model}, {request.method}"))
+        _write(plot, frontier_svg(points, f"{request.model}, {request.train.method}"))
 
     def show(out: Console) -> None:
         rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", "money")
@@ -154,7 +153,7 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
         raise click.UsageError("--sweep needs --machine: a sweep is over nodes of one kind")
     model = model_of(request)
     assert model is not None  # noqa: S101 - `run` has refused otherwise
-    nodes, train = _numbers(text), train_of(request)
+    nodes, train = _numbers(text), request.train
     try:
         if train.global_batch is None:  # one batch for all points, or the curve would compare different jobs
             largest = machines.cluster(request.machine, max(nodes), gpus_per_node=request.ranks_per_node)
@@ -186,7 +185,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     try:
         cluster = cluster_of(request, found, request.ranks_per_node)
         ranks = request.ranks_per_node or default_ranks(request, cluster)
-        planned = plan(cluster, found, model, train_of(request), ranks_per_node=ranks)
+        planned = plan(cluster, found, model, request.train, ranks_per_node=ranks)
         first, second = (forecast_named(planned, values_of(text)) for text in texts)
     except (LayoutError, MachineError, ValueError) as error:
         raise RequestError(str(error)) from None

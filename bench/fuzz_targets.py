@@ -314,7 +314,7 @@ def model_config(data: bytes) -> object:
 
     path = _scratch().file("config.json", _json(lambda: CONFIG, data))
     with contextlib.suppress(RequestError):
-        model_of(Request(model=str(path)))
+        model_of(Request.of(model=str(path)))
     return load_model(str(path))
 
 
@@ -505,7 +505,7 @@ def calibration(data: bytes) -> object:
 
     path = _scratch().file("calibration.json", _json(lambda: CALIBRATION, data))
     dump_calibration(load_calibration(path))
-    return answer(Request(model="tiny", calibration=path, ranks_per_node=2), (_no_gpu(),))
+    return answer(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_no_gpu(),))
 
 
 @cache

@@ -6,15 +6,15 @@ Specification: docs/finetune.md, the names of contracts.job_config. The job itse
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advise import Request, RequestError, train_of
+from agent.advise import Request, RequestError
 from contracts.job_config import ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
 from planner.forecast.models import hub_id
+from planner.forecast.specs import TrainSpec
 
 # The job's own default (contracts/default.yaml): a Llama small enough for any host, on data that the job makes.
 EMBEDDED_MODEL = "tiny-llama"
@@ -62,7 +62,7 @@ def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -
         "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
         asked["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
     if {"model_name_or_path", "max_length"} & set(given) == {"model_name_or_path"} and (
-        request.sequence_length == Request().sequence_length
+        request.train.sequence_length == TrainSpec().sequence_length
     ):
         asked["sequence_length"] = config.max_length  # a whole job that is silent on it has TRL's default, as the job
     if "attn_implementation" in given:
@@ -73,8 +73,7 @@ def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -
         asked["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
         if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
             asked["global_batch"] = None
-    train = replace(train_of(request), **asked)
-    return replace(request, train=train, sequence_length=train.sequence_length)
+    return request.changed(**asked)
 
 
 # Settings that a forecast goes by -> their names there.

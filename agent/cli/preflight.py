@@ -145,7 +145,7 @@ def _options(given: dict[str, Any], folder: Path | None) -> Any:
     from agent.advise import Request
     from agent.gate.preflight import Options
 
-    request = Request(
+    request = Request.of(
         hosts=given["hosts"], root=given["root"], model=given.pop("model"), method=given.pop("method"),
         sequence_length=given.pop("sequence_length") or 2048, global_batch=given.pop("global_batch"),
     )  # fmt: skip

@@ -85,7 +85,7 @@ def recommend(**options: object) -> None:
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
     refuse_two_sources(options)
     _refuse_unused(options)
-    request = Request.from_options(options)
+    request = Request.of(**options)
     if options["dataset"]:
         from agent import dataset
 

@@ -245,10 +245,10 @@ def _measure(
     model = request.model or EMBEDDED_MODEL
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
-        tokens = request.sequence_length * max(1, (request.global_batch or ranks) // ranks)
+        tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
         return result, benchmark.calibration(
-            model, sequence_length=request.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
-            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.method, gpu=benchmark.has_gpu(found),
+            model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=benchmark.has_gpu(found),
             stop=stop,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:

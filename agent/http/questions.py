@@ -79,7 +79,7 @@ def recommendations(
     own: tuple[str | None, float] | None = None,
 ) -> Answer:  # fmt: skip
     """Environment and layout, in any format."""
-    wanted, view = advise.Request(**dict(options)), known.current()
+    wanted, view = advise.Request.of(**dict(options)), known.current()
     if cluster_wide:
         advice, hosts = cluster.advise_cluster(known.nodes(own), wanted)
     else:
@@ -156,7 +156,7 @@ def question(asked: Mapping[str, str]) -> advise.Request:
     method, methods = asked.get("method") or "lora", ("full", "lora", "qlora")
     if method not in methods:
         raise advise.RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
-    return advise.Request(
+    return advise.Request.of(
         model=(asked.get("model") or "")[:200] or None,
         method=method,
         machine=(asked.get("machine") or "")[:64] or None,

@@ -174,9 +174,9 @@ def has_gpu(found: Sequence[Snapshot]) -> bool:
 def flight_request(given: Mapping[str, Any]) -> Request:
     """The question behind `launch`: the named model, or the embedded one."""
     names = ("hosts", "root", "model", "method", "global_batch", "machine", "nodes")
-    request = Request(**{name: given[name] for name in names}, ranks_per_node=given["ranks"])
+    request = Request.of(**{name: given[name] for name in names}, ranks_per_node=given["ranks"])
     if given["sequence_length"]:
-        request = replace(request, sequence_length=given["sequence_length"])
+        request = request.changed(sequence_length=given["sequence_length"])
     return job_request(request, given["config"], given["overrides"])
 
 
@@ -185,8 +185,8 @@ def job_request(request: Request, config: Path | None, overrides: Sequence[str])
     job, given, _ = settings(config, overrides)
     if request.model is None:
         name = str(given.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
-        embedded = {**EMBEDDED_REQUEST, "global_batch": request.global_batch or EMBEDDED_REQUEST["global_batch"]}
-        request = replace(request, **(embedded if name == EMBEDDED_MODEL else {"model": name}))
+        embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
+        request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
     try:
         shape = shape_of(request.model or "", job.model_revision)
     except ModelError as error:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from agent import dataset
-from agent.advise import Request, RequestError, answer, histogram_of, prices_of
+from agent.advise import Request, RequestError, answer, prices_of
 from agent.cli.launch import launch
 from planner.advice import Recommendation
 from planner.forecast.specs import mean_length
@@ -18,7 +18,7 @@ from planner.forecast.specs import mean_length
 
 def ask(**more: Any) -> Recommendation:
     given = {"machine": "p5.48xlarge", "nodes": 2, "model": "Llama-3.1-8B", "method": "full", "global_batch": 64}
-    return answer(Request(**{**given, **more}), ())
+    return answer(Request.of(**{**given, **more}), ())
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Path) -> None:
     """By the job's own reader and template: 180 characters more are 180 bytes more, in a fifth of the rows."""
     request = dataset.with_rows(
-        Request(model="Llama-3.1-8B"), dataset.named(str(rows), "builtin:bytes", "Llama-3.1-8B")
+        Request.of(model="Llama-3.1-8B"), dataset.named(str(rows), "builtin:bytes", "Llama-3.1-8B")
     )
     assert request.rows == 5000 and request.unmeasured == ""
-    (short, many), (long, few) = histogram_of(request.lengths)
+    (short, many), (long, few) = request.train.length_histogram
     assert (many, few) == (4000, 1000) and long - short == 180
-    forecast, blind = (ask(epochs=2, lengths=lengths, rows=5000) for lengths in (request.lengths, None))
+    lengths = ",".join(f"{tokens}:{count}" for tokens, count in request.train.length_histogram)
+    forecast, blind = (ask(epochs=2, lengths=told, rows=5000) for told in (lengths, None))
     assert forecast.total_steps == blind.total_steps == 2 * (5000 // 64)
     assert forecast.total_seconds is not None and blind.total_seconds is not None
     assert forecast.total_seconds.mid < 0.3 * blind.total_seconds.mid
-    mean = mean_length(histogram_of(request.lengths), 2048)
+    mean = mean_length(request.train.length_histogram, 2048)
     chosen = forecast.chosen
     assert chosen is not None
     assert chosen.forecast.tokens_per_second * chosen.forecast.step_seconds.mid == pytest.approx(64 * mean)
@@ -57,7 +58,7 @@ def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
     """No file, or a tokenizer that nobody knows: the advice says so and counts no epochs."""
     for name, tokenizer in ((str(tmp_path / "none.jsonl"), "builtin:bytes"), ("some/data", None)):
         request = dataset.with_rows(
-            Request(model="tiny-llama", machine="p5.48xlarge", epochs=3), dataset.named(name, tokenizer, None)
+            Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=3), dataset.named(name, tokenizer, None)
         )
         advice = answer(request, ())
         assert request.rows is None and advice.total_seconds is None

@@ -22,7 +22,7 @@ MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 def advice(**more: Any) -> Recommendation:
     given = {"machine": "p5.48xlarge", "model": "Llama-3.1-8B", "method": "full", "global_batch": 64, **more}
-    return answer(Request(**given), ())
+    return answer(Request.of(**given), ())
 
 
 def step(**more: Any) -> float:
@@ -101,7 +101,7 @@ def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
     whole, part = advice(machine="p4d.24xlarge", nodes=4), advice(machine="p4d.24xlarge", nodes=4, ranks_per_node=1)
     assert whole.chosen is not None and part.chosen is not None
     assert (whole.chosen.layout.world_size, part.chosen.layout.world_size) == (32, 4)
-    assert cluster_of(Request(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
+    assert cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -110,11 +110,11 @@ def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
     snapshot = scan(load(FOLDER / f"{name}.json"))
     usable = sum(gpu.usable for gpu in build(snapshot).gpus)
     for ranks in range(1, usable + 1):
-        found = answer(Request(model="tiny", nodes=2, ranks_per_node=ranks), (snapshot,))
+        found = answer(Request.of(model="tiny", nodes=2, ranks_per_node=ranks), (snapshot,))
         assert found.chosen is not None and found.chosen.layout.world_size == 2 * ranks
     if usable:
         with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
-            answer(Request(model="tiny", ranks_per_node=usable + 1), (snapshot,))
+            answer(Request.of(model="tiny", ranks_per_node=usable + 1), (snapshot,))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_forecast_without_a_model_is_refused(words: list[str]) -> None:
 def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None, networked: bool) -> None:
     """`--nodes 1` says that the job stays there; without the option it may come to span more."""
     snapshot = scan(load(FOLDER / "aws-p4d-8xA100-4efa.json"))
-    request = Request(nodes=nodes)
+    request = Request.of(nodes=nodes)
     found = of_cluster(request, cluster_of(request, [snapshot]), [snapshot])
     topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
     assert ("NCCL_IB_HCA" in topics) is networked

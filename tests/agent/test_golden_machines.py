@@ -67,7 +67,7 @@ def test_golden_advice(machine: tuple[str, View], golden: Golden) -> None:
     """Environment, and the layout for a full and a LoRA fine-tune of an 8B model; figures to two digits."""
     name, view = machine
     for method in ("lora", "full"):
-        advice = for_view(view, Request(model="Llama-3.1-8B", method=method, global_batch=64))
+        advice = for_view(view, Request.of(model="Llama-3.1-8B", method=method, global_batch=64))
         golden(f"{name}/advice-{method}.json", shortened(document(advice)), digest=True)
 
 
@@ -87,7 +87,7 @@ def one(pattern: str) -> View:
 
 def settings(view: View, nodes: int = 2) -> dict[str, str]:
     """The environment for a job over several such nodes."""
-    return {s.name: s.value for s in for_view(view, Request(nodes=nodes)).settings}
+    return {s.name: s.value for s in for_view(view, Request.of(nodes=nodes)).settings}
 
 
 def test_efa_machine_gets_no_hca_list() -> None:

@@ -17,7 +17,7 @@ MACHINE = ["--machine", "dgx-h100", "--dry-run"]
 
 def test_what_the_jobs_defaults_would_train_instead() -> None:
     """A data set always; weights where the name is no hub's. The embedded job trains what it is planned for."""
-    advice = advise(Request(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64), tuple)
+    advice = advise(Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64), tuple)
     assert advice.model is not None
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
     assert untrainable(advice, {}).startswith("dataset_name: no data set is named")

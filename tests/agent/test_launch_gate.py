@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, RequestError, advise, train_of
+from agent.advise import Request, RequestError, advise
 from agent.cli.hosts import snapshots
 from agent.cli.launch import _gate, launch
 from agent.gate.preflight import Options, _stopping
@@ -110,7 +110,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
 
 def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     """Its weights, its data set and its adapters are in the job's YAML; without a data set nothing starts."""
-    asked = Request(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
+    asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, tuple)
     with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
         fly(advice, tmp_path / "out", timeout_seconds=1)
@@ -118,7 +118,7 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
     assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
-    assert (config.max_length, config.lora_r) == (asked.sequence_length, asked.lora_rank)
+    assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
     made_up = replace(advice, model=replace(advice.model, name="house-model")) if advice.model else advice
     with pytest.raises(LaunchError, match="where its weights are is not known"):
         fly(made_up, tmp_path / "out", overrides=["dataset_name=x"], timeout_seconds=1)
@@ -128,7 +128,7 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
 
 def test_the_embedded_job_needs_no_yaml() -> None:
     """The job has its settings itself."""
-    advice = advise(Request(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
+    advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
     assert job_plan(advice).config == read_config(None)[0]
 
 
@@ -137,18 +137,18 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
     asked = job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
-    train = train_of(asked)
+    train = asked.train
     assert (asked.model, train.method, train.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
     assert (train.sequence_length, train.packing) == (1024, True)
-    assert train_of(job_request(Request(), job, ["use_peft=false"])).method == "full"
-    named = job_request(Request(model="GPT-2"), job, [])
-    assert (named.model, train_of(named).lora_rank, train_of(named).sequence_length) == ("GPT-2", 32, 1024)
-    assert train_of(job_request(Request(model="GPT-2", sequence_length=512), None, [])).sequence_length == 512
+    assert job_request(Request(), job, ["use_peft=false"]).train.method == "full"
+    named = job_request(Request.of(model="GPT-2"), job, [])
+    assert (named.model, named.train.lora_rank, named.train.sequence_length) == ("GPT-2", 32, 1024)
+    assert job_request(Request.of(model="GPT-2", sequence_length=512), None, []).train.sequence_length == 512
     assert job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
     silent = tmp_path / "silent.yaml"
     silent.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\n")
-    assert train_of(job_request(Request(), silent, [])).sequence_length == 1024  # as TRL and the job have it
-    assert train_of(job_request(Request(sequence_length=512), silent, [])).sequence_length == 512
+    assert job_request(Request(), silent, []).train.sequence_length == 1024  # as TRL and the job have it
+    assert job_request(Request.of(sequence_length=512), silent, []).train.sequence_length == 512
     assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
     advice = advise(replace(asked, machine="dgx-h100"), tuple)
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)

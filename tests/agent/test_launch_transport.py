@@ -32,7 +32,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
     path = MACHINES / f"{machine}.json"
     found = snapshots([path])
-    advice = answer(Request(hosts=(path,), model="Llama-3.1-8B", nodes=2), found)
+    advice = answer(Request.of(hosts=(path,), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
     (tmp_path / "plan.json").write_text(dumps(written))
     plan = read(tmp_path / "plan.json")
@@ -49,7 +49,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
 
 def test_a_machine_that_nobody_looked_at_promises_no_gpudirect():
     """A catalogue's machine: whether its modules are loaded is not known."""
-    advice = answer(Request(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
+    advice = answer(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
     assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
 
 

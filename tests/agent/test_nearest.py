@@ -46,6 +46,6 @@ def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
 
 def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:
     """No shorter sequence and no other method would help."""
-    advice = advise(Request(machine="dgx-h100", model="Mixtral-8x7B"), tuple)
+    advice = advise(Request.of(machine="dgx-h100", model="Mixtral-8x7B"), tuple)
     assert advice.chosen is None
     assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]

@@ -79,10 +79,10 @@ def told(advice: Recommendation) -> dict[str, Any]:
 @pytest.mark.parametrize("question", QUESTIONS, ids=str)
 def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
     """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
-    snapshot, request = SNAPSHOTS[machine], advise.Request(nodes=2, **question)
+    snapshot, request = SNAPSHOTS[machine], advise.Request.of(nodes=2, **question)
     own = advise.answer(request, (snapshot,))
     records = [through_the_api(replace(record_of(snapshot, name), verdict="pass")) for name in ("n1", "n2")]
-    whole, count = advise_cluster(fleet_of(*records), advise.Request(**question))
+    whole, count = advise_cluster(fleet_of(*records), advise.Request.of(**question))
     assert count == 2
     if machine != "sick-h100-thermal":  # a record holds no clocks, and what a low one costs is not guessed
         assert told(whole) == told(own)
@@ -295,7 +295,7 @@ def test_records_of_the_old_form_are_read_and_equal_the_new_ones() -> None:
         (kind,) = topology_document(both)["kinds"]
         assert kind["names"] == ["new", "old"]
         for question in QUESTIONS:
-            request = advise.Request(**question)
+            request = advise.Request.of(**question)
             assert told(advise_cluster(fleet_of(old), request)[0]) == told(advise_cluster(fleet_of(new), request)[0])
 
 

@@ -32,7 +32,7 @@ GIVEN = {
 
 def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
     found = snapshots([H100])
-    advice = answer(Request(hosts=(H100,), model="Llama-3.1-8B", nodes=2), found)
+    advice = answer(Request.of(hosts=(H100,), model="Llama-3.1-8B", nodes=2), found)
     given = {**GIVEN, "name": name, "overrides": ("dataset_name=openai/gsm8k",)}
     return cluster_job.documents(cluster_job.spec_of(advice, given), kind, cluster_job.plan_of(advice, given, found))
 

@@ -112,7 +112,7 @@ def test_what_launch_prints_is_admitted(space: str, api: str, machine: str) -> N
     for version, kind in NEEDS[api]:
         need(version, kind)
     host = MACHINES / f"{machine}.json"
-    advice = answer(Request(hosts=(host,), model="Llama-3.1-8B", nodes=2), snapshots([host]))
+    advice = answer(Request.of(hosts=(host,), model="Llama-3.1-8B", nodes=2), snapshots([host]))
     if advice.chosen is None:
         return  # no layout fits: `launch` says so and prints nothing
     given = {**GIVEN, "namespace": SPACE, "name": f"{RUN}-{api}"[:40], "resources": ("rdma/shared=1",)}

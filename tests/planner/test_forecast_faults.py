@@ -34,7 +34,7 @@ def host(name: str) -> Snapshot:
 
 def ask(snapshot: Snapshot, **options: object) -> Recommendation:
     asked = {"nodes": 2, "model": "Llama-3.1-8B", "method": "full", **options}
-    return advise.answer(advise.Request(**asked), (snapshot,))  # type: ignore[arg-type]
+    return advise.answer(advise.Request.of(**asked), (snapshot,))  # type: ignore[arg-type]
 
 
 def seconds(advice: Recommendation) -> float:

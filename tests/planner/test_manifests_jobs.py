@@ -238,10 +238,10 @@ GIVEN = {
 def test_nccl_says_what_it_does() -> None:
     """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
     path = MACHINES / "r760xa-2xA40-bf3.json"
-    advice = answer(Request(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path]))
+    advice = answer(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path]))
     assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
     path = MACHINES / "cpu-only-vm.json"
-    advice = answer(Request(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path]), ranks=1)
+    advice = answer(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path]), ranks=1)
     assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
 
 
@@ -270,7 +270,7 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if inside:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    advice = answer(Request(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
+    advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
     made, told = cluster_job.for_pods(advice, {"machine": None, "resources": (), "nodes": 2, **given}, [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is kept
@@ -288,7 +288,7 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
 def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: bool) -> None:
     """A pod on a macvlan sees GIDs of its own."""
     found = node("net1" if role == "secondary" else "ens5", role)
-    advice = answer(Request(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
+    advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
     made, told = cluster_job.in_pods(replace(advice, settings=(index,)), [found], here=False)
     assert (made.settings == (index,)) is kept and bool(told) is not kept
@@ -323,7 +323,7 @@ def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch
 def test_a_rank_starts_as_many_threads_as_its_pod_may_use(ranks: int, resources: tuple[str, ...], threads: str) -> None:
     """torchrun sets nothing for a rank that is alone, which then takes the whole node; --ranks says how many share."""
     found = host("n", gpus=0, cores=8, threads=16)
-    request = Request(model="tiny-llama", nodes=2, ranks_per_node=ranks)
+    request = Request.of(model="tiny-llama", nodes=2, ranks_per_node=ranks)
     given = {"hosts": ("n.json",), "machine": None, "resources": resources, "nodes": 2}
     made, _ = cluster_job.for_pods(answer(request, [found]), given, [found])
     spec = cluster_job.spec_of(made, {**GIVEN, "resources": resources})

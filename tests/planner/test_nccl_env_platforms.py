@@ -338,7 +338,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
     assert "AMD GPUs seen" in said.message
     checks = covered(snapshot, checks_of_snapshot(snapshot))
     assert judge([one for one in checks if one.id.startswith("gpu.")]).word == "unknown"
-    found = of_cluster(Request(model="tiny-llama"), cluster_of(Request(), [snapshot]), [snapshot])
+    found = of_cluster(Request.of(model="tiny-llama"), cluster_of(Request(), [snapshot]), [snapshot])
     assert found.backend == "rccl"
     assert found.chosen is None
     assert not found.runners_up
