@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import io
 import json
+import pickle
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -576,6 +577,85 @@ def _kinds(text: bytes) -> list[bytes]:
     return [bytes([kind]) + text for kind in range(7)]
 
 
+TRACE: dict[str, Any] = {
+    "version": "2.10", "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}, "pg_status": {},
+    "entries": [{
+        "record_id": 1, "process_group": ["0", "default_pg"], "collective_seq_id": 1, "p2p_seq_id": 0,
+        "profiling_name": "nccl:all_reduce", "time_created_ns": 10**18, "input_sizes": [[8]], "input_dtypes": ["Float"],
+        "state": "started", "time_discovered_completed_ns": None, "retired": False, "is_p2p": False,
+        "frames": [{"name": "step", "filename": "/job/train.py", "line": 31}],
+    }],
+}  # fmt: skip
+RAS: dict[str, Any] = {
+    "nccl_version": "2.28.7", "communicators": [{
+        "hash": "0x1", "secondary_hash": "0x2:0x3", "size": 2, "ranks": [{
+            "rank": 0, "host": "10.0.0.4", "pid": 7, "nvml_dev": 0, "status": {"init_state": 0, "async_error": 0},
+            "collective_counts": {"AllReduce": 4}}],
+        "missing_ranks": [{"rank": 1, "host": "10.0.0.5", "pid": 8, "status": {"unresponsive": True}}]}],
+    "ras": {"timeouts_count": 0},
+}  # fmt: skip
+RAS_TEXT = """Communicators... (0.00s)
+    0         1         1         8         8         8   RUNNING  MISMATCH
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  7 ranks have launched up to operation 41
+  Rank 5 has launched up to operation 40 -- GPU 5 managed by process 4705 on node 10.0.0.4
+"""
+WATCHDOG = (
+    b"[Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=BROADCAST, NumelIn=56, "
+    b"NumelOut=56, Timeout(ms)=600000)\n[PG 0 (default_pg) Rank 7] last enqueued NCCL work: 79, last completed NCCL "
+    b"work: 77."
+)
+PERFORMED: dict[str, Any] = {
+    "header": {"id": "0x7f", "rank": 2, "n_ranks": 8}, "metadata": {"hostname": "host-a"},
+    "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 9,
+                  "coll_busbw_gbs": 1.5},
+}  # fmt: skip
+
+
+def flight_recorder(data: bytes) -> object:
+    """A dump, and the rules on it."""
+    from collectives.traces import calls
+    from planner import why
+
+    steps = data[1:] if data[:1] == b"\1" else b""
+    raw = json.dumps(changed(TRACE, steps)).encode() if steps else data
+    trace = calls.read(raw, rank=0)
+    return why.judge(why.Seen(traces={0: trace, 1: trace}, world=2))
+
+
+def ras_answer(data: bytes) -> object:
+    """RAS's answer, and who is behind in it."""
+    from collectives.traces import ras
+
+    raw = json.dumps(changed(RAS, data[1:])).encode() if data[:1] == b"\1" else data
+    return [ras.behind(comm) for comm in ras.read(raw).comms]
+
+
+def trace_lines(data: bytes) -> object:
+    """Lines of a log and of Inspector."""
+    from collectives.traces import inspector, watchdog
+
+    lines = data.decode("utf-8", errors="replace").splitlines()
+    if data[:1] == b"\1":
+        lines = [json.dumps(changed(PERFORMED, data[1:]))]
+    rows = [row for line in lines if (row := inspector.read_line(line))]
+    return watchdog.read(lines), inspector.slow_members(rows, 1.3)
+
+
+def rank_state(data: bytes) -> object:
+    """A rank's own file, and the rules on it."""
+    from contracts import rank_state as states
+    from planner import why
+
+    document = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state_rank_1.json"
+        path.write_bytes(json.dumps(changed(document, data[1:])).encode() if data[:1] == b"\1" else data)
+        state = states.read(path)
+    return why.judge(why.Seen(states={1: state, 0: state}, world=2, now=2.0))
+
+
 def targets() -> Mapping[str, Target]:
     """Every target by name."""
     lints = _own("planner.lint.sources", "EnvironmentTextError")
@@ -639,6 +719,20 @@ def targets() -> Mapping[str, Target]:
             run=words,
             errors=lay,
             seeds=lambda: [b"\0dp_shard=4,tp=2", b"\x012.27.7+cuda12", b"\x0264:9,512:1", b"\x0312"],
+        ),
+        "flight_recorder": Target(
+            run=flight_recorder,
+            errors=_own("collectives.traces.calls", "TraceError"),
+            seeds=lambda: [dumped(TRACE).encode(), pickle.dumps(TRACE, protocol=2), pickle.dumps(TRACE, protocol=4)],
+        ),
+        "ras": Target(
+            run=ras_answer,
+            errors=_own("collectives.traces.ras", "RasError"),
+            seeds=lambda: [dumped(RAS).encode(), RAS_TEXT.encode()],
+        ),
+        "trace_lines": Target(run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, dumped(PERFORMED).encode()]),
+        "rank_state": Target(
+            run=rank_state, errors=_own("contracts.rank_state", "StateError"), seeds=_with_steps(b'{"rank": 1}')
         ),
         "pci_config": Target(run=pci_config, errors=(), seeds=lambda: [bytes(range(256)) * 16, b"\xff" * 256]),
         "token_file": Target(run=token_file, errors=(ValueError,), seeds=lambda: [b"# x\n" + b"a" * 32 + b"\n"]),

@@ -266,6 +266,12 @@ def first_ended(log: str) -> int | None:
     return int(found[2]) if found else None
 
 
+def first_rank(log: str) -> int | None:
+    """The rank that torchrun saw end first; None where its log does not say."""
+    found = _FIRST.search(log)
+    return int(found[1][:9]) if found else None
+
+
 def struck(log: str) -> tuple[int, str] | None:
     """(rank, "SIGKILL") of the rank that a signal ended first, by torchrun's log."""
     found = _STRUCK.search(log)

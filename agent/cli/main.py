@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "diff": ("agent.cli.topo:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
     "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
     "evidence": ("agent.cli.evidence:evidence", "Read an NCCL log and prove which transport every channel takes."),
+    "why": ("agent.cli.why:why", "Say why a run is stuck, slow or failed: who, where, what to change."),
     "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
     "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
     "lint-env": ("agent.cli.recommend:lint_env", "Judge an NCCL environment that exists."),

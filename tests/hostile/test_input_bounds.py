@@ -21,10 +21,16 @@ from agent.gate.baseline import read as read_baseline
 from agent.gate.verdict import GateError
 from agent.jobs.result_store import MOST_RECORD_BYTES
 from agent.jobs.result_store import read as read_kept
+from collectives.traces.calls import TraceError
+from collectives.traces.calls import read as read_trace
+from collectives.traces.ras import RasError
+from collectives.traces.ras import read as read_ras
 from contracts.job_config import ConfigError, read_mapping
 from contracts.job_plan import read as read_plan
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
+from contracts.rank_state import StateError
+from contracts.rank_state import read as read_state
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, load_model
 from planner.lint.sources import EnvironmentTextError, read_environment
@@ -74,6 +80,11 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
         b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
     )),
+    ("flight recorder", lambda path: read_trace(path.read_bytes(), rank=0), TraceError, (
+        DEEP, b"]" * 9_000_000, b"]r\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n(X\x02\0\0\0lstR.",
+    )),
+    ("RAS", lambda path: read_ras(path.read_bytes()), RasError, (b'{"communicators": ' + DEEP, b"x" * MIB)),
+    ("rank's file", read_state, StateError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("topo -m", text(parse_text), TopologyTextError, (b"x" * (17 * MIB),)),
     ("NCCL XML", text(parse_xml), TopologyXmlError, (
         b" " * (17 * MIB), DEEP_XML, b"<system>" + b"<cpu/>" * 300_000 + b"</system>",
@@ -102,10 +113,10 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     bounded = {
         "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
-        "topo_xml",
+        "topo_xml", "flight_recorder", "ras", "rank_state",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
-    flat = {"nccl_log", "words", "pci_config", "token_file", "dataset_card"}
+    flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file", "dataset_card"}
     assert set(TARGETS) == bounded | flat
 
 

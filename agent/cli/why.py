@@ -1,0 +1,67 @@
+"""The verb why."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.cli.output import emit, format_option
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("logs", metavar="[LOG]...", nargs=-1)
+@click.option("--run", "run", type=FOLDER, help="A run's folder: its record, steps, and what its ranks write.")
+@click.option(
+    "--ras", multiple=True, metavar="HOST:PORT|FILE", help="NCCL's RAS, or its answer; twice: do counts move?"
+)
+@click.option("--inspector", type=FOLDER, help="Dump folder of NCCL's Inspector: JSON lines or Prometheus text.")
+@click.option("--flight-recorder", "recorder", type=FOLDER, help="PyTorch's dumps of every rank.")
+@click.option("--diag", "diagnostics", multiple=True, metavar="FILE", help="Output of NCCL_RUN_DIAGNOSTICS=1.")
+@click.option("--watch", is_flag=True, help="Beside a run (--run): go on, and tell each new verdict.")
+@format_option
+def why(
+    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], inspector: Path | None, recorder: Path | None,
+    diagnostics: tuple[str, ...], watch: bool, form: str,
+) -> None:  # fmt: skip
+    """Say why a run is stuck, slow or failed: who, where, and what to change.
+
+    Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
+    """
+    from agent import why as gathered
+    from agent.terminal.why import verdict as show
+
+    with ExitStack() as stack:
+        files = tuple(_file(word, stack) for word in logs)
+        asked = gathered.Asked(
+            logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics
+        )
+        if asked == gathered.Asked():
+            raise click.UsageError("give a LOG, --run, --ras, --inspector, --flight-recorder or --diag")
+        if watch and run is None:
+            raise click.UsageError("--watch looks at a run: give --run DIR")
+        if watch and run is not None:
+            found = gathered.watch(run, lambda told: emit(told, form, lambda out: show(out, told)))
+        else:
+            found = gathered.answer(asked)
+            emit(found, form, lambda out: show(out, found))
+    if found.state == "fine":
+        sys.exit(EXIT_PASS if found.sources else EXIT_UNKNOWN)
+    sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
+
+
+def _file(word: str, stack: ExitStack) -> str:
+    """A log's name; of standard input a copy's, as it is read twice."""
+    if word != "-":
+        return word
+    copy = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".log"))  # noqa: SIM115 - the stack closes it
+    shutil.copyfileobj(sys.stdin.buffer, copy)
+    copy.flush()
+    return copy.name

@@ -1,0 +1,367 @@
+"""Gather what is told of a run, from its folder, its logs, NCCL and the nodes, and have it judged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agent.cli.inputs import InputError
+from collectives.nccl_log import evidence
+from collectives.nccl_log.reader import LogFileError, Unpacked
+from collectives.nccl_log.transport import Evidence
+from collectives.traces import calls, inspector, ras, watchdog
+from contracts import bounded, rank_state, run_record
+from contracts.rank_state import RankState
+from contracts.run_record import RunRecord
+from planner import why
+from planner.why import Cause, Seen, Unknown, Verdict
+
+ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
+_MOST_FILES = 8192
+_MOST_LOG_LINES = 20_000_000
+
+
+class WhyError(InputError):
+    """A source that cannot be read; names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The sources, as they were named."""
+
+    logs: tuple[str, ...] = ()
+    run: Path | None = None
+    ras: tuple[str, ...] = ()  # files, or HOST:PORT
+    inspector: Path | None = None
+    recorder: Path | None = None
+    diagnostics: tuple[str, ...] = ()
+
+
+def answer(asked: Asked) -> Verdict:
+    """The verdict on all that was named. Raises WhyError."""
+    seen, wrong = of_run(asked.run) if asked.run else (Seen(now=time.time()), [])
+    if asked.recorder is not None:
+        traces, bad = calls.read_files(sorted(asked.recorder.glob("*"))[:_MOST_FILES])
+        wrong += bad
+        seen = replace(seen, traces={**seen.traces, **traces})
+    if not seen.states and seen.traces:
+        seen = replace(seen, now=_newest(seen.traces))
+    told = {"watchdog": watchdog.read(_lines((*asked.logs, *asked.diagnostics)))}
+    seen = replace(seen, first=_first_ended(asked.logs))
+    reports = [_ras(source) for source in asked.ras]
+    seen = replace(seen, told={name: rows for name, rows in told.items() if rows}, world=_world(seen, told["watchdog"]))
+    verdict = why.judge(seen)
+    for report in reports[-1:]:
+        verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
+    if asked.inspector is not None:
+        verdict = with_inspector(verdict, asked.inspector)
+    found = _evidence((*asked.logs, *asked.diagnostics))
+    if found is not None:
+        verdict = with_log(verdict, found)
+    record = _record(asked.run)
+    if record is not None:
+        verdict = with_record(verdict, record)
+    unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
+    return replace(verdict, unknown=(*verdict.unknown, *unknown))
+
+
+def _world(seen: Seen, waiting: Mapping[int, calls.RankTrace]) -> int | None:
+    """How many ranks there are, where a source says; never fewer than have been seen."""
+    named = [max(rows) + 1 for rows in (seen.traces, seen.states, waiting) if rows]
+    members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
+    return max([*(named if seen.world is None else [seen.world, *named]), *members], default=0) or None
+
+
+# A run's folder -------------------------------------------------------------------------------------------------------
+
+
+def states_of(folder: Path) -> tuple[dict[int, RankState], list[str]]:
+    """The ranks' own files in a run's folder, and what could not be read."""
+    found: dict[int, RankState] = {}
+    wrong = []
+    for path in sorted(folder.glob("state_rank_*.json"))[:_MOST_FILES]:
+        try:
+            state = rank_state.read(path)
+        except rank_state.StateError as error:
+            wrong.append(str(error))
+            continue
+        found[state.rank] = state
+    return found, wrong
+
+
+def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
+    """What became of the ranks' processes, of those that started since this host's boot: "runs", "stopped", "gone"."""
+    boot, name = "", os.uname().nodename
+    with suppress(OSError):
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+    found: dict[int, str] = {}
+    for rank, state in states.items():
+        if not state.pid or not state.boot or state.boot != boot or state.started is None:
+            continue
+        here = state.host == name  # another pod or namespace of this kernel may number its processes by itself
+        try:
+            words = (proc / str(state.pid) / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            words = ["X"] if here else []
+        except OSError:
+            words = []
+        if words and words != ["X"] and (len(words) < 20 or int(words[19]) != state.started):
+            words = ["X"] if here else []
+        if words:
+            found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(words[0], "runs")
+    return found
+
+
+def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
+    """What a run's folder holds of its ranks, and what could not be read."""
+    ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
+    states, wrong = states_of(ranks)
+    traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
+    world = max((state.world_size or 0 for state in states.values()), default=0)
+    alive = processes(states)
+    # of a run that is over, the end is when its ranks last wrote; of one that goes on, it is now
+    last = max((state.written for state in states.values()), default=0.0)
+    running = any(kind != "gone" for kind in alive.values())
+    at = now or (time.time() if running else last) or _newest(traces)
+    return Seen(traces=traces, states=states, processes=alive, world=world or None, now=at), wrong + bad
+
+
+def _newest(traces: Mapping[int, calls.RankTrace]) -> float:
+    return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
+
+
+def look(folder: Path) -> Verdict:
+    """The verdict on a run's folder."""
+    return why.judge(of_run(folder)[0])
+
+
+def ask(folder: Path) -> None:
+    """Have every rank of a run dump its calls at its next look."""
+    with suppress(OSError):
+        (folder / rank_state.RANKS_FOLDER / rank_state.ASK).touch()
+
+
+def watch(
+    folder: Path, tell: Callable[[Verdict], None], *, seconds: float = 5.0, until: float | None = None
+) -> Verdict:
+    """Look at a run until it ends, or until `until`; each new verdict is told and kept beside the record."""
+    told, asked = "", 0.0
+    while True:
+        verdict = look(folder)
+        if verdict.line != told:
+            told = verdict.line
+            tell(verdict)
+            keep(folder, verdict)
+        seen = of_run(folder)[0]
+        over = bool(seen.states) and all(state.ended for state in seen.states.values())
+        if over or verdict.state == "failed" or (until is not None and time.time() >= until):
+            return verdict
+        if time.monotonic() - asked >= ASK_SECONDS:
+            ask(folder)
+            asked = time.monotonic()
+        time.sleep(seconds)
+
+
+def keep(folder: Path, verdict: Verdict) -> None:
+    """Write the verdict beside the run's record, and as a note into it where somebody is behind."""
+    from agent.documents import render
+
+    draft = folder / ".why.json.draft"
+    with suppress(OSError):
+        draft.write_text(render(verdict, "json"), encoding="utf-8")
+        draft.replace(folder / "why.json")
+
+
+def _record(folder: Path | None) -> RunRecord | None:
+    if folder is None:
+        return None
+    try:
+        return run_record.read(folder / "flight.json")
+    except run_record.RecordError:
+        return None
+
+
+# Other sources --------------------------------------------------------------------------------------------------------
+
+
+def _lines(sources: Sequence[str]) -> Iterator[str]:
+    """Lines of logs, packed or not."""
+    left = _MOST_LOG_LINES
+    for source in sources:
+        files = [p for p in sorted(Path(source).rglob("*")) if p.is_file()] if Path(source).is_dir() else [Path(source)]
+        for path in files[:_MOST_FILES]:
+            if source == "-":
+                continue
+            try:
+                with path.open("rb") as stream:
+                    rest = b""
+                    unpacked = Unpacked(stream)
+                    while left > 0 and (block := unpacked.read(1 << 20)):
+                        *whole, rest = (rest[-65536:] + block).split(b"\n")
+                        left -= len(whole)
+                        yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
+                    yield rest.decode("utf-8", errors="replace")
+            except OSError as error:
+                raise WhyError(f"{path}: {error.strerror}") from None
+            except LogFileError as error:
+                raise WhyError(f"{path}: {error}") from None
+
+
+def _evidence(sources: Sequence[str]) -> Evidence | None:
+    if not sources:
+        return None
+    try:
+        return evidence.read_files(sources)
+    except OSError as error:
+        raise WhyError(f"{error.filename or ' '.join(sources)}: {error.strerror}") from None
+    except LogFileError as error:
+        raise WhyError(str(error)) from None
+
+
+def _first_ended(logs: Sequence[str]) -> int | None:
+    """The rank that torchrun saw end first, by the end of a log."""
+    for log in logs:
+        with suppress(OSError), Path(log).open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
+            found = run_record.first_rank(stream.read().decode("utf-8", errors="replace"))
+            if found is not None:
+                return found
+    return None
+
+
+def _ras(source: str) -> ras.RasReport:
+    """A file, or what the socket answers."""
+    host, colon, port = source.rpartition(":")
+    try:
+        if not Path(source).exists() and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
+            return ras.read(ras.ask(host, int(port)))
+        return ras.read(bounded.read(source, ras.MOST_BYTES))
+    except (OSError, bounded.TooLargeError, ras.RasError) as error:
+        raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
+
+
+def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
+    """RAS beside the verdict: alone it decides, else it agrees or is shown to differ."""
+    rows = [(comm, *ras.behind(comm)) for comm in report.comms]
+    late = {rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()}
+    dead = [one for one in report.dead if one.missing == "dead"]
+    sources = (*verdict.sources, f"RAS: {len(report.comms)} communicators")
+    moved = earlier is not None and _counts(earlier) != _counts(report)
+    gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
+    if not late and not dead:
+        return replace(verdict, sources=sources)
+    if verdict.causes:
+        same = set(verdict.ranks) == set(late)
+        text = (f"RAS names {why.ranks_of(sorted(late))}, the verdict {why.ranks_of(verdict.ranks) or 'nobody'}: RAS "
+                f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
+        return replace(verdict, sources=sources, disagree=verdict.disagree if same else (*verdict.disagree, text))
+    if (moved or earlier is None) and not gone and not dead:
+        what = "the counts moved between two answers" if moved else "one answer does not tell slow from stuck"
+        hint = Unknown(what=f"{what}: {next(words for _, _, words in rows if words)}",
+                       command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+        return replace(verdict, sources=sources, unknown=(*verdict.unknown, *(() if moved else (hint,))))
+    causes = []
+    for rank, (comm, words) in sorted(late.items()):
+        if gone and rank not in gone:
+            continue
+        one = comm.ranks.get(rank)
+        where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one and one.host else ""
+        state = one.missing if one else ""
+        causes.append(Cause(code="rank.gone" if state == "dead" else "rank.silent" if state else "rank.behind",
+                            message=f"rank {rank}{where} {words}", ranks=(rank,),
+                            nodes=(one.host,) if one and one.host else (), evidence=(f"RAS, communicator {comm.id}",),
+                            action=why.ACTIONS["silent" if state else "unknown"]))  # fmt: skip
+    for one in dead if not causes else ():
+        causes.append(Cause(code="rank.gone", message=f"process {one.pid} on {one.host}, GPU {one.gpu}, dead for RAS",
+                            nodes=(one.host,) if one.host else (), action=why.ACTIONS["gone"]))  # fmt: skip
+    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
+    gpus = tuple(f"{one.host} GPU {one.gpu}" for rank in ranks if (one := late[rank][0].ranks.get(rank)) and one.host)
+    return replace(verdict, state=state, line=f"{state}: {causes[0].message}", causes=tuple(causes), ranks=ranks,
+                   gpus=gpus, nodes=tuple(sorted({n for c in causes for n in c.nodes})), sources=sources)  # fmt: skip
+
+
+def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
+    return [
+        (comm.id, dict(comm.spread), {r: dict(one.counts) for r, one in comm.ranks.items()}) for comm in report.comms
+    ]
+
+
+def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
+    """Inspector's times: who waits for nobody is waited for."""
+    try:
+        rows = [row for line in inspector.lines_of(folder) if (row := inspector.read_line(line))]
+    except OSError as error:
+        raise WhyError(f"--inspector {error.filename}: {error.strerror}") from None
+    found = inspector.slow_members(rows, why.OUTLIER)
+    sources = (*verdict.sources, f"Inspector: {len(rows)} collectives")
+    if verdict.causes or not found:
+        return replace(verdict, sources=sources)
+    counts = Counter(name for name, _, _ in found)
+    causes = tuple(
+        Cause(code="rank.late", message=f"{name} comes last to its collectives", evidence=(said,),
+              ranks=(int(name.split()[1]),) if name.startswith("rank ") else (), action=why.ACTIONS["compute"])
+        for name, said, _ in found if counts[name]
+    )  # fmt: skip
+    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    return replace(
+        verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes, ranks=ranks, sources=sources
+    )
+
+
+_ENDS = ("watchdog_timeout", "job_failed", "python_traceback")  # that the job ended, not why
+
+
+def with_log(verdict: Verdict, found: Evidence) -> Verdict:
+    """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
+    rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in _ENDS]
+    rows.sort(key=lambda p: p.severity != "fail")
+    causes = tuple(
+        Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action)
+        for p in rows[:8] if p.severity == "fail" or not verdict.causes
+    )  # fmt: skip
+    if evidence.exit_code(found) == 5:  # nothing of NCCL, and no end
+        return verdict
+    sources = (*verdict.sources, f"NCCL log: {found.lines_read} lines")
+    ended = [p for p in found.problems if p.code in _ENDS]
+    if verdict.state == "fine" and found.outcome == "failed":
+        causes = causes or tuple(
+            Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action)
+            for p in ended[:1]
+        )  # fmt: skip
+        first = causes[0].message if causes else "the log says so"
+        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, sources=sources)
+    slow = [c for c in causes if next(p for p in rows if p.code == c.code).severity == "fail"]
+    if verdict.state == "fine" and slow:
+        return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
+    return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
+
+
+_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
+
+
+def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
+    """The run's own record: how it ended, and its steps beside their forecast."""
+    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
+    verdict = replace(verdict, sources=sources)
+    if record.status not in _ENDED_WELL and verdict.state == "fine":
+        cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
+        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
+    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
+    if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
+        times = measured / forecast.mid if forecast.mid else measured / forecast.high
+        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        parts = tuple(
+            f"{part.words}: {part.measured_seconds:.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+        )
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts))
+        causes = (*verdict.causes, cause)
+        return replace(
+            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
+        )
+    return verdict

@@ -1,0 +1,297 @@
+"""Faults made for real on gloo ranks, and what `topoflight why` says: python bench/why.py [--times N] [FAULT ...]
+
+Each fault starts its own ranks (tests/why/ranks.py); the verdict is asked for again and again, as `--watch` asks, until
+something is accused or the time is over. An innocent passes only where nothing was accused at any time. With --page the
+table is written to docs/measurements/why.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from agent import why  # noqa: E402
+from planner.why import Verdict  # noqa: E402
+
+PAGE = ROOT / "docs" / "measurements" / "why.md"
+RANKS = ROOT / "tests" / "why" / "ranks.py"
+CULPRIT = 2
+ASK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is made, and the answer that is right."""
+
+    name: str  # as tests/why/ranks.py knows it
+    words: str
+    states: tuple[str, ...]  # any of these
+    code: str = ""  # of the first cause; empty for an innocent
+    ranks: tuple[int, ...] = (CULPRIT,)
+    nodes: tuple[str, ...] = ()  # that must be named, for a fault of the network
+    limit: float = 60.0  # seconds until the verdict must be there; of an innocent, how long it is looked at
+    act: str = ""  # done from outside: a signal's name, "cgroup", "cut", "shape"
+    hosts: int = 0  # namespaces; 0: one host, four ranks
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def _innocent(name: str, words: str, limit: float = 45.0, **env: str) -> Fault:
+    return Fault(name=name, words=words, states=("fine",), ranks=(), limit=limit, env=env)
+
+
+def _stuck(name: str, words: str, code: str, **more: Any) -> Fault:
+    return Fault(name=name, words=words, states=("stuck",), code=code, **more)
+
+
+def _odd(name: str, words: str, code: str) -> Fault:
+    """Calls that do not match: gloo waits for ever, or notices and ends."""
+    return Fault(name=name, words=words, states=("stuck", "failed"), code=code)
+
+
+def _gone(name: str, words: str, **more: Any) -> Fault:
+    return Fault(name=name, words=words, states=("failed",), code="rank.gone", **more)
+
+
+def _slow(name: str, words: str, code: str, **more: Any) -> Fault:
+    return Fault(name=name, words=words, states=("slow",), code=code, **more)
+
+
+FAULTS: tuple[Fault, ...] = (
+    _stuck("stopped", "a rank stops itself (SIGSTOP)", "rank.stopped"),
+    _stuck("none-stop", "a rank is stopped from outside (SIGSTOP)", "rank.stopped", act="SIGSTOP"),
+    _gone("killed", "a rank kills itself (SIGKILL)"),
+    _gone("none-kill", "a rank is killed from outside (SIGKILL)", act="SIGKILL"),
+    _gone("segfault", "a rank crashes (SIGSEGV)"),
+    _gone("raises", "a rank ends with an exception"),
+    _gone("exits", "a rank ends early, without an error"),
+    _odd("other-collective", "a rank calls another collective", "call.other"),
+    _odd("extra-collective", "a rank calls a barrier that the others do not", "call.other"),
+    _odd("other-size", "a rank reduces a tensor of another size", "call.size|rank.gone"),
+    _odd("other-dtype", "a rank reduces another data type", "call.size"),
+    _odd("order", "a rank calls two collectives in the other order", "call.order"),
+    _odd("skips", "a rank leaves out a collective", "call.order"),
+    _stuck("loader-hangs", "a rank's data loader waits for ever", "rank.data"),
+    _stuck("reads-forever", "a rank reads a pipe that nobody fills", "rank.data"),
+    _stuck("computes-forever", "a rank computes without end", "rank.compute"),
+    _stuck("sleeps-forever", "a rank sleeps without end", "rank.compute"),
+    _slow("loader-slow", "a rank's data loader is slow: 60 ms in a step of 20", "rank.data"),
+    _slow("compute-slow", "a rank computes 4 times longer", "rank.compute"),
+    _slow("spins", "a rank does other work beside each step (busy loop)", "rank.compute"),
+    _slow("throttled", "a rank's cgroup has a tenth of a CPU", "rank.compute", act="cgroup"),
+    _slow("all-slow", "all ranks compute 4 times longer, from a step on", "all.compute", ranks=(),
+          env={"WHY_AT": "300"}),
+    _stuck("link-cut", "a host's cable is pulled (namespaces)", "link", ranks=(), nodes=("host-2",), act="cut",
+           hosts=4),
+    _stuck("link-pair", "two hosts drop what they send each other (namespaces)", "link", ranks=(),
+           nodes=("host-1", "host-2"), act="pair", hosts=4),
+    _slow("link-shaped", "a host's port is slowed to 2 Mbit/s (namespaces)", "link", ranks=(), nodes=("host-2",),
+          act="shape", hosts=4, env={"WHY_SIZE": "16384"}),
+    _innocent("none", "nothing: a healthy run"),
+    _innocent("long-checkpoint", "a rank saves for 30 s, the others wait"),
+    _innocent("long-evaluation", "a rank evaluates for 30 s, the others wait"),
+    _innocent("all-evaluate", "all ranks evaluate for 20 s"),
+    _innocent("often-saves", "rank 0 saves every 200 steps"),
+    _innocent("uneven-last-batch", "a rank's last batch takes 20 times longer", WHY_STEPS="400"),
+    _innocent("first-step-compile", "a rank's first step compiles"),
+    _innocent("none-ends", "a run that comes to its end", WHY_STEPS="200"),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Result:
+    """One run of one fault."""
+
+    right: bool
+    seconds: float  # from the fault, or the run's first step where it begins with it, to the verdict
+    verdict: Verdict
+    accused: str = ""
+
+
+def torchrun(fault: Fault, folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Four ranks on this host."""
+    log = (folder / "log").open("wb")
+    port = str(random.randint(20000, 55000))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", port,
+             str(RANKS), str(folder), fault.name, str(CULPRIT)]  # fmt: skip
+    return subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+@contextmanager
+def started(fault: Fault, folder: Path) -> Iterator[Any]:
+    """The ranks, and how a fault is made from outside; all of it is gone at the end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **fault.env}
+    with ExitStack() as stack:
+        rig = None
+        if fault.hosts:
+            from rigs import netns
+
+            rig = stack.enter_context(netns.hosts(fault.hosts, default_rate="200mbit"))
+            jobs = []
+            for host in range(fault.hosts):
+                env = {**environment, "RANK": str(host), "WORLD_SIZE": str(fault.hosts), "LOCAL_RANK": "0",
+                       "MASTER_ADDR": rig.address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
+                log = (folder / f"log{host}").open("wb")
+                jobs.append(rig.popen(host, [sys.executable, str(RANKS), str(folder), fault.name, str(CULPRIT)], env,
+                                      stdout=log, stderr=log, start_new_session=True))  # fmt: skip
+        else:
+            jobs = [torchrun(fault, folder, environment)]
+        for job in jobs:
+            stack.callback(_end, job)
+        yield rig
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+
+
+def one(fault: Fault) -> Result:
+    """Make it once, and ask until something is accused."""
+    with tempfile.TemporaryDirectory(prefix="why-") as name:
+        folder = Path(name)
+        with started(fault, folder) as rig:
+            ready = time.monotonic() + 60
+            while len(states := why.states_of(folder / "ranks")[0]) < 4 or min(s.calls for s in states.values()) < 20:
+                if time.monotonic() > ready:
+                    break
+                if any(state.ended for state in states.values()):
+                    break
+                time.sleep(0.5)
+            if fault.act:
+                time.sleep(2)
+                act(fault, folder, rig)
+            began = time.monotonic()
+            result = _ask(fault, folder, began)
+            _give_back(folder)
+        shutil.rmtree(folder / "ranks", ignore_errors=True)
+        return result
+
+
+def _ask(fault: Fault, folder: Path, began: float) -> Result:
+    verdict, asked = Verdict(state="fine", line=""), 0.0
+    while (now := time.monotonic()) - began < fault.limit:
+        if now - asked > why.ASK_SECONDS:
+            why.ask(folder)
+            asked = now
+        time.sleep(ASK_SECONDS)
+        log = (str(folder / "log"),) if not fault.hosts else ()
+        verdict = why.answer(why.Asked(run=folder, logs=log))
+        if verdict.state != "fine":
+            break
+    right = verdict.state in fault.states and verdict.ranks == fault.ranks
+    if fault.code:
+        right = right and verdict.causes[0].code.startswith(tuple(fault.code.split("|")))
+    if fault.nodes:
+        right = right and set(fault.nodes) <= set(verdict.nodes)
+    return Result(right, time.monotonic() - began, verdict)
+
+
+def act(fault: Fault, folder: Path, rig: Any) -> None:
+    """What is done to the culprit from outside."""
+    state = why.states_of(folder / "ranks")[0][CULPRIT]
+    if fault.act.startswith("SIG"):
+        os.kill(state.pid or 0, getattr(signal, fault.act))
+    elif fault.act == "cgroup":
+        _throttle(state.pid or 0, folder)
+    elif fault.act == "cut":
+        rig.cut(CULPRIT, "eth0")
+    elif fault.act == "shape":
+        rig.shape(CULPRIT, "eth0", "2mbit")
+    elif fault.act == "pair":
+        for a, b in ((1, 2), (2, 1)):
+            rig.run(a, ["ip", "route", "add", "blackhole", f"{rig.address(b)}/32"])
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def _throttle(pid: int, folder: Path) -> None:
+    """A tenth of a CPU (cgroup v2, cpu.max; v1, cfs_quota)."""
+    v1 = CGROUP / "cpu"
+    group = (v1 if v1.is_dir() else CGROUP) / f"why-{folder.name}"
+    group.mkdir()
+    if v1.is_dir():
+        (group / "cpu.cfs_quota_us").write_text("10000")
+    else:
+        (CGROUP / "cgroup.subtree_control").write_text("+cpu")
+        (group / "cpu.max").write_text("10000 100000")
+    (group / "cgroup.procs").write_text(str(pid))
+
+
+def _give_back(folder: Path) -> None:
+    for parent in (CGROUP / "cpu", CGROUP):
+        if (group := parent / f"why-{folder.name}").is_dir():
+            for pid in (group / "cgroup.procs").read_text().split():
+                (parent / "cgroup.procs").write_text(pid)
+            group.rmdir()
+
+
+def main() -> int:
+    """Run them, print a line each, and write the page where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="FAULT")
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--page", action="store_true")
+    options = parser.parse_args()
+    chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    rows: dict[str, list[Result]] = {fault.name: [] for fault in chosen}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        jobs = [(fault, pool.submit(one, fault)) for _ in range(options.times) for fault in chosen]
+        for fault, job in jobs:
+            result = job.result()
+            rows[fault.name].append(result)
+            mark = "ok   " if result.right else "WRONG"
+            print(f"{mark} {fault.name:20} {result.seconds:5.1f} s  {result.verdict.line[:150]}", flush=True)
+            if not result.right:
+                for cause in result.verdict.causes[:3]:
+                    print(f"        {cause.code} {cause.ranks} {cause.nodes} {cause.evidence[:4]}", flush=True)
+    if options.page:
+        PAGE.write_text(page(chosen, rows), encoding="utf-8")
+    return int(any(not result.right for row in rows.values() for result in row))
+
+
+def page(chosen: list[Fault], rows: dict[str, list[Result]]) -> str:
+    """The table."""
+    import torch
+
+    runs = [result for row in rows.values() for result in row]
+    guilty = [f for f in chosen if f.code]
+    lines = [
+        "# Faults and verdicts", "",
+        f"Made by `python bench/why.py --page`: {len(guilty)} faults and {len(chosen) - len(guilty)} innocents, for "
+        f"real, on four gloo ranks; {sum(r.right for r in runs)} of {len(runs)} verdicts right. "
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} shared virtual cores, no GPU, Linux {platform.release()}, "
+        f"torch {torch.__version__}.", "",
+        "| fault | verdict | cause | right | median seconds to the verdict |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for fault in chosen:
+        row = rows[fault.name]
+        seconds = f"{statistics.median(r.seconds for r in row):.0f}" if fault.code else "-"
+        code = f"`{fault.code}`" if fault.code else "nobody accused"
+        lines.append(f"| {fault.words} | {row[0].verdict.state} | {code} | "
+                     f"{sum(r.right for r in row)} of {len(row)} | {seconds} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""PyTorch's flight recorder: which collectives each rank has called, and how far they came.
+
+Specification: torch/csrc/distributed/c10d/FlightRecorder.hpp, dumps of version 2, as pickle (TORCH_NCCL_DUMP_ON_TIMEOUT
+writes `nccl_trace_rank_N`) and as JSON (`_dump_fr_trace_json`). The recorder of gloo leaves a call in the state
+"scheduled" and retires it when it is over; NCCL's retires what has timed out, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from collectives.traces.plain_pickle import PickleError
+from collectives.traces.plain_pickle import loads as unpickle
+from contracts import bounded, plain
+from contracts.rank_state import TRACE
+
+MOST_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
+MOST_CALLS = 20_000  # kept of one rank, the newest
+MOST_RANKS = 4096
+_FRAMES = 8
+
+
+class TraceError(ValueError):
+    """A dump that cannot be read; names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective, or one send or receive, as one rank called it."""
+
+    group: str
+    number: int  # collective_seq_id, the same on each rank of the group
+    op: str  # "all_reduce"
+    record: int = 0  # order of calls within the rank
+    p2p: bool = False
+    peer: int | None = None  # of a send or receive, within the group
+    sizes: tuple[tuple[int, ...], ...] = ()  # of the inputs
+    dtypes: tuple[str, ...] = ()
+    done: bool = False
+    created: float | None = None  # Unix seconds
+    ended: float | None = None
+    frames: tuple[str, ...] = ()  # who called, innermost first: "train.py:31 step"
+
+    @property
+    def words(self) -> str:
+        """ "all_reduce of [1000] Float"."""
+        sizes = ", ".join(str(list(one)) for one in self.sizes[:3])
+        return f"{self.op} of {sizes} {self.dtypes[0] if self.dtypes else ''}".strip() if sizes else self.op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """One rank's dump."""
+
+    rank: int
+    source: str  # the file
+    calls: tuple[Call, ...] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # members, where the dump names them
+    names: Mapping[str, str] = field(default_factory=dict)  # what the program calls a group: "default_pg"
+    version: str = ""
+    enqueued: Mapping[str, int] = field(default_factory=dict)  # by group, the newest number that was called
+    taken: float | None = None  # Unix seconds, where that is known: what was called later it does not hold
+
+
+_PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
+_RANK = re.compile(r"(\d+)(?:\.\w{1,8})?$")
+
+
+def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
+    """One dump. Raises TraceError."""
+    where = source or f"rank {rank}"
+    try:
+        found = plain.loads(raw, unknown_numbers=True) if raw.lstrip()[:1] == b"{" else unpickle(raw)
+    except (plain.PlainError, PickleError, UnicodeDecodeError) as error:
+        raise TraceError(f"{where}: no dump of a flight recorder: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("entries", []), list) or "version" not in found:
+        raise TraceError(f"{where}: no dump of a flight recorder: must hold `version` and `entries`")
+    version = str(found["version"]) if isinstance(found["version"], str | float) else ""
+    if not version.startswith("2."):
+        raise TraceError(f"{where}: a dump of version {version[:20] or '?'}: 2 is read")
+    entries = [_call(one) for one in found.get("entries", [])[-MOST_CALLS:] if isinstance(one, dict)]
+    config = found.get("pg_config")
+    members = {
+        str(name): ranks for name, row in (config.items() if isinstance(config, dict) else ())
+        if isinstance(row, dict) and (ranks := _ranks(row.get("ranks")))
+    }  # fmt: skip
+    names = {one["process_group"][0]: one["process_group"][1] for one in found.get("entries", [])[-MOST_CALLS:]
+             if isinstance(one, dict) and _pair(one.get("process_group"))}  # fmt: skip
+    calls = tuple(sorted((call for call in entries if call is not None), key=lambda call: call.record))
+    newest: dict[str, int] = {}
+    for call in calls:
+        if not call.p2p:
+            newest[call.group] = max(call.number, newest.get(call.group, 0))
+    return RankTrace(
+        rank=rank, source=source, calls=calls, groups=members, names=names, version=version, enqueued=newest
+    )
+
+
+def _pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, str) for one in value)
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """ "[0, 1]", or the list itself."""
+    words = re.findall(r"\d{1,6}", value[:1_000_000]) if isinstance(value, str) else value
+    found = [int(one) for one in words if isinstance(one, str | int)] if isinstance(words, list) else []
+    return tuple(sorted(set(found)))[:MOST_RANKS]
+
+
+def _call(entry: Mapping[str, Any]) -> Call | None:
+    name, group = entry.get("profiling_name"), entry.get("process_group")
+    p2p = entry.get("is_p2p") is True
+    number = entry.get("p2p_seq_id" if p2p else "collective_seq_id")
+    if not isinstance(name, str) or not _pair(group) or not _whole(number):
+        return None
+    backend, _, op = name[:200].rpartition(":")
+    peer = _PEER.match(op)
+    ended = _seconds(entry.get("time_discovered_completed_ns"))
+    over = entry.get("state") == "completed" or (entry.get("retired") is True and backend != "nccl")
+    return Call(
+        group=group[0][:200] if group else "", number=number or 0, op=peer[1] if peer else op,
+        record=entry["record_id"] if _whole(entry.get("record_id")) else 0, p2p=p2p,
+        peer=int(peer[3][:9]) if peer else None,
+        sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
+                    if isinstance(row, list | tuple)),
+        dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
+        done=over, created=_seconds(entry.get("time_created_ns")), ended=ended,
+        frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
+    )  # fmt: skip
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _seconds(value: Any) -> float | None:
+    return value / 1e9 if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
+
+
+def _frame(one: Mapping[str, Any]) -> str:
+    words = [str(one.get(name, ""))[-120:] for name in ("filename", "line", "name")]
+    return f"{words[0].rpartition('/')[2]}:{words[1]} {words[2]}"
+
+
+def read_files(paths: Iterable[Path]) -> tuple[dict[int, RankTrace], list[str]]:
+    """Traces by rank, the newest of each, and what could not be read."""
+    found: dict[int, RankTrace] = {}
+    wrong: list[str] = []
+    for path in paths:
+        rank = _RANK.search(path.name)
+        if rank is None or len(rank[1]) > 6 or len(found) >= MOST_RANKS:
+            continue
+        try:
+            trace = read(bounded.read(path, MOST_BYTES), rank=int(rank[1]), source=str(path))
+            # the time of a file that this job keeps up to date; of one that was copied here it would say nothing
+            taken = path.stat().st_mtime if path.name == TRACE.format(rank=rank[1]) else None
+            found[int(rank[1])] = replace(trace, taken=taken)
+        except TraceError as error:
+            wrong.append(str(error))
+        except (OSError, bounded.TooLargeError) as error:
+            wrong.append(f"{path}: {error}")
+    return found, wrong

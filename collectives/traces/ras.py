@@ -1,0 +1,251 @@
+"""NCCL's RAS: which ranks of a communicator answered, and how many collectives each has launched.
+
+Specification: NCCL user guide, troubleshooting/ras (text since 2.24, counts by kind since 2.26, JSON since 2.28.7), and
+src/ras/client_support.cc of 2.24 to 2.30. The text lists members of a group only where they are outliers; the others
+are the rest of the communicator, so who is behind is often the group that is not listed.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from contracts import plain
+
+MOST_BYTES = 256 << 20  # JSON takes some 600 bytes a rank and communicator
+MOST_RANKS = 1 << 20
+PORT = 28028
+
+
+class RasError(ValueError):
+    """No answer of RAS, or none that is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RasRank:
+    """One rank of a communicator."""
+
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    gpu: int | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)  # launched, by kind; text of 2.24 and 2.25: "all"
+    missing: str = ""  # "dead", "unresponsive", "no answer"; empty where it answered
+    error: int = 0  # ncclResult_t of initialisation or of an asynchronous error; 0 and 7 (in progress) are none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RasComm:
+    """One communicator. `ranks` holds those that the answer names."""
+
+    id: str
+    size: int
+    ranks: Mapping[int, RasRank] = field(default_factory=dict)
+    spread: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # kind -> count -> how many ranks, from text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RasReport:
+    """One answer."""
+
+    comms: tuple[RasComm, ...] = ()
+    dead: tuple[RasRank, ...] = ()  # processes, whose rank the text does not give: rank -1
+    timeouts: int = 0
+    version: str | None = None
+
+
+def read(raw: bytes) -> RasReport:
+    """A report, in JSON or text. Raises RasError."""
+    text = raw.decode("utf-8", errors="replace")
+    start = text.find("{")
+    if start >= 0 and '"communicators"' in text[start : start + 4096]:
+        return _json(text[start:])
+    if "Communicators..." not in text and "Job summary" not in text and "considered dead" not in text:
+        raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
+    return _text(text)
+
+
+def _json(text: str) -> RasReport:
+    try:
+        found = plain.loads(text[: text.rindex("}") + 1])
+    except (plain.PlainError, ValueError) as error:
+        raise RasError(f"no answer of NCCL's RAS: {error}") from None
+    rows = found.get("communicators") if isinstance(found, dict) else None
+    if not isinstance(rows, list):
+        raise RasError("no answer of NCCL's RAS: must hold `communicators`")
+    comms = []
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        ranks = {one.rank: one for one in (_rank(r, here=True) for r in _rows(row, "ranks")) if one}
+        ranks |= {one.rank: one for one in (_rank(r, here=False) for r in _rows(row, "missing_ranks")) if one}
+        identity = f"{row.get('hash')}/{row.get('secondary_hash')}"[:100]
+        comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
+    ras = found.get("ras")
+    late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
+    return RasReport(comms=tuple(comms), timeouts=late or 0,
+                     version=str(found.get("nccl_version"))[:40])  # fmt: skip
+
+
+def _rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    found = row.get(name)
+    return [one for one in found[:MOST_RANKS] if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
+    number, status = _whole(row.get("rank")), row.get("status")
+    if number is None:
+        return None
+    state = status if isinstance(status, dict) else {}
+    missing = ""
+    if not here:
+        missing = "dead" if state.get("considered_dead") is True else (
+            "unresponsive" if state.get("unresponsive") is True else "no answer")  # fmt: skip
+    counts = row.get("collective_counts")
+    errors = [_whole(state.get(name)) or 0 for name in ("init_state", "async_error")]
+    return RasRank(
+        rank=number, host=str(row["host"])[:253] if isinstance(row.get("host"), str) else None,
+        pid=_whole(row.get("pid")), gpu=_whole(row.get("nvml_dev")), missing=missing,
+        counts={str(k)[:40]: n for k, v in counts.items() if (n := _whole(v)) is not None}
+        if isinstance(counts, dict) else {},
+        error=next((one for one in errors if one not in (0, 7)), 0),
+    )  # fmt: skip
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+_GROUP = re.compile(r"^\s*(\d{1,7})\s+(\d{1,7})\s+(\d{1,7})\s+[\d-]{1,15}\s+(\d{1,7})\s+(\d{1,7})\s+[A-Z]+\s+[A-Z]+")
+_HEAD = re.compile(r"^#(\d{1,7})-\d{1,7} \(([0-9a-f]{1,16})\) (\w+)")
+_KIND = re.compile(r"Communicator ranks have different (?:(\w{1,30}) operation|collective operation) counts")
+_COUNT = re.compile(r"^\s+(\d{1,7}) ranks have (?:launched up to operation (\d{1,18})|not launched any operations)")
+_ONE = re.compile(
+    r"^\s+Rank (\d{1,7})(?: has (?:launched up to operation (\d{1,18})|(not) launched any operations))?"
+    r"(?: (?:reported|has status) [\w ]{1,60})? -- "
+    r"(?:GPUs? ([\d,]{1,80})[^ ]*(?: \([^)]{0,80}\))? managed by process (\d{1,9}) on node (\S{1,80}))?"
+)  # fmt: skip
+_PROCESS = re.compile(r"^\s+Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
+_MISSING = re.compile(r"^\s+The missing ranks?: ([\d, ]{1,4000})")
+
+
+class _Text:
+    """Where the reader stands within the text."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.comms: dict[str, RasComm] = {}
+        self.ranks: dict[str, dict[int, RasRank]] = {}
+        self.spread: dict[str, dict[str, dict[int, int]]] = {}
+        self.dead: list[RasRank] = []
+        self.section, self.comm, self.kind = "", "", "all"
+        self.count: int | None = None
+
+    def line(self, line: str) -> None:
+        if not self.comm and (row := _GROUP.match(line)) and self.section == "":
+            self.sizes[int(row[1])] = int(row[4])
+        elif head := _HEAD.match(line):
+            self.comm, self.section, self.kind, self.count = head[2], head[3], "all", None
+            self.comms.setdefault(head[2], RasComm(id=head[2], size=self.sizes.get(int(head[1]), 0)))
+        elif line.rstrip() in ("INCOMPLETE", "DEAD", "TIMEOUT"):
+            self.comm, self.section = "", line.strip()
+        elif (process := _PROCESS.match(line)) and not self.comm:
+            words = "dead" if self.section == "DEAD" else "no answer"
+            gpu = int(process[3].split(",")[0] or 0)
+            self.dead.append(RasRank(rank=-1, host=process[2], pid=int(process[1]), gpu=gpu, missing=words))
+        elif self.comm:
+            self.within(line)
+
+    def within(self, line: str) -> None:
+        ranks = self.ranks.setdefault(self.comm, {})
+        if kind := _KIND.search(line):
+            self.kind, self.count = kind[1] or "all", None
+        elif count := _COUNT.match(line):
+            self.count = int(count[2] or 0)
+            self.spread.setdefault(self.comm, {}).setdefault(self.kind, {})[self.count] = int(count[1])
+        elif missing := _MISSING.match(line):
+            for word in missing[1].split(","):
+                if word.strip().isdecimal():
+                    ranks[int(word)] = RasRank(rank=int(word), missing="no answer")
+        elif one := _ONE.match(line):
+            self.one(one, ranks)
+
+    def one(self, one: re.Match[str], ranks: dict[int, RasRank]) -> None:
+        own = int(one[2]) if one[2] else 0 if one[3] else None
+        if own is not None:
+            spread = self.spread.setdefault(self.comm, {}).setdefault(self.kind, {})
+            spread[own] = spread.get(own, 0) + 1
+        count = own if own is not None else self.count
+        before = ranks.get(int(one[1]))
+        counts = dict(before.counts) if before else {}
+        if self.section == "MISMATCH" and count is not None:
+            counts[self.kind] = count
+        gpu = int(one[4].split(",")[0]) if one[4] and one[4].split(",")[0] else None
+        ranks[int(one[1])] = RasRank(
+            rank=int(one[1]), host=one[6], pid=int(one[5]) if one[5] else None, gpu=gpu, counts=counts,
+            missing="no answer" if self.section == "INCOMPLETE" else (before.missing if before else ""),
+            error=1 if self.section == "ERROR" else 0,
+        )  # fmt: skip
+
+
+def _text(text: str) -> RasReport:
+    reader = _Text()
+    for line in text.splitlines():
+        reader.line(line[:4096])
+    comms = tuple(
+        RasComm(id=name, size=comm.size, ranks=reader.ranks.get(name, {}), spread=reader.spread.get(name, {}))
+        for name, comm in reader.comms.items()
+    )
+    version = re.search(r"NCCL version (\S{1,40})", text)
+    timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
+    return RasReport(comms=comms, dead=tuple(reader.dead), timeouts=int(timeouts[1]) if timeouts else 0,
+                     version=version[1] if version else None)  # fmt: skip
+
+
+def behind(comm: RasComm) -> tuple[dict[int, str], str]:
+    """Ranks that have launched fewest collectives, with why, and the sentence that shows it; RAS lists outliers only.
+
+    Empty where all have launched the same number, or where nobody says which ranks these are.
+    """
+    gone = {rank: one.missing for rank, one in comm.ranks.items() if one.missing}
+    kinds = {kind for one in comm.ranks.values() for kind in one.counts} | set(comm.spread)
+    late: dict[int, str] = {}
+    words = ""
+    for kind in sorted(kinds):
+        counts = {rank: one.counts[kind] for rank, one in comm.ranks.items() if kind in one.counts}
+        levels = comm.spread.get(kind) or {n: list(counts.values()).count(n) for n in set(counts.values())}
+        if len(levels) < 2:
+            continue
+        least = min(levels)
+        named = {rank for rank, n in counts.items() if n == least}
+        if len(named) < levels[least]:  # the text lists the others: these are the rest
+            others = {rank for rank, n in counts.items() if n != least} | set(gone)
+            rest = set(range(comm.size)) - others if comm.size <= MOST_RANKS else set()
+            named = rest if len(rest) == levels[least] else named
+        for rank in named:
+            late[rank] = f"has launched {least} {kind} where others have {max(levels)}"
+        words = (
+            words
+            or f"{levels[least]} of {comm.size} ranks have launched {least} {kind}, the others up to {max(levels)}"
+        )
+    return {**late, **{rank: f"is {word} for RAS" for rank, word in gone.items()}}, words
+
+
+def ask(host: str, port: int = PORT, *, timeout_seconds: float = 10.0) -> bytes:
+    """The socket's answer, in JSON where this NCCL has it, else in text. Raises OSError."""
+    answer = _ask(host, port, b"SET FORMAT json\nVERBOSE STATUS\n", timeout_seconds)
+    return answer if b"{" in answer else _ask(host, port, b"VERBOSE STATUS\n", timeout_seconds)
+
+
+def _ask(host: str, port: int, command: bytes, timeout_seconds: float) -> bytes:
+    with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
+        connection.sendall(command)
+        found = bytearray()
+        while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
+            found += block
+    return bytes(found)

@@ -1,0 +1,69 @@
+"""Where one rank stands: the small file that each rank of a run keeps beside its work, and `topoflight why` reads.
+
+Written every few seconds by a thread that only looks (finetune.beside); plain JSON, so that any job may write it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contracts import bounded, codec, plain
+
+RANKS_FOLDER = "ranks"  # of a run's folder
+NAME = "state_rank_{rank}.json"
+TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
+ASK = "dump"  # touched by who wants a dump now
+MOST_BYTES = 1 << 20
+# what a rank does, by the Python stack of its main thread
+PHASES = ("collective", "compute", "data", "save", "evaluate", "compile")
+
+
+class StateError(ValueError):
+    """A file that is none; names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """One rank at one time; None and empty mean "not told"."""
+
+    rank: int = -1
+    world_size: int | None = None
+    host: str | None = None
+    gpu: int | None = None  # CUDA's number on this host
+    pid: int | None = None
+    started: int | None = None  # of the process, in clock ticks since the boot (proc(5)): a pid alone may be reused
+    boot: str | None = None  # boot_id of the kernel
+    written: float = 0.0  # Unix seconds
+    phase: str | None = None
+    since: float | None = None  # Unix seconds: in this phase without a break
+    where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
+    samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
+    calls: int = 0  # collectives called so far, all groups
+    cpu_seconds: float | None = None
+    io_bytes: int | None = None
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    addresses: tuple[str, ...] = ()  # of this host's interfaces
+    ends: tuple[str, ...] = ()  # own ends of this process's connections: "10.0.0.1:4711"
+    unsent: dict[str, int] = field(default_factory=dict)  # looks in which bytes to this address waited to be sent
+    resent: dict[str, int] = field(default_factory=dict)  # ... had to be sent again
+    ended: bool = False  # the process has come to its end and told
+    error: str | None = None  # the exception that ended it
+
+
+def read(path: Path) -> RankState:
+    """The state in a file. Raises StateError."""
+    try:
+        found = plain.loads(bounded.read_text(path, MOST_BYTES), unknown_numbers=True)
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path}: {error}") from None
+    state = codec.pick(found, RankState)
+    if state.rank < 0:
+        raise StateError(f"{path}: must hold `rank`")
+    return state
+
+
+def dumps(state: RankState) -> str:
+    """The document."""
+    return json.dumps(codec.write(state))

@@ -1,0 +1,646 @@
+"""Why a run is stuck, slow or failed: the rules that turn what its ranks left into one verdict.
+
+A rank that waits is never blamed: whoever is missing in a collective is, and where that rank waits too, whom it waits
+for. What the missing rank does says the rest: gone, stopped, loading data, computing; one that saves, evaluates or
+compiles is innocent. A cause is named alone only where it explains EXPLAINS of the wait, else all shares are given.
+Unknown stays unknown, with the command that would tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+
+from collectives.traces.calls import Call, RankTrace
+from contracts.rank_state import RankState
+
+SCHEMA_VERSION = 1
+EXPLAINS = 0.8  # of the wait: below it the shares are listed, and nobody is named alone
+# NCCL's own diagnostics name a rank that is more than 30 % off the median (docs/userguide, troubleshooting/diagnostics)
+OUTLIER = 1.3
+STALL_SECONDS = 15.0  # as long as finetune.beside waits before it dumps
+LONGER = 2.0  # than anything that this run has had before: what was seen once is a sample of one
+MIN_CALLS = 8  # of a collective that all ranks called, before its arrivals say anything
+STALE_SECONDS = 30.0  # three of the intervals at which a rank writes
+INNOCENT = {"save": "saves a checkpoint", "evaluate": "evaluates", "compile": "compiles"}
+DOING = {**INNOCENT, "data": "loads data", "compute": "computes", "collective": "is in a collective"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One cause, the strongest first."""
+
+    code: str  # "rank.gone", "call.size", "link.slow", or a code of the log's reader
+    message: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    share: float | None = None  # of the wait that it explains; None: it explains all, or that cannot be measured
+    evidence: tuple[str, ...] = ()
+    action: str = ""
+    price: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """What no source tells, and the command that would."""
+
+    what: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer."""
+
+    state: str  # "stuck", "slow", "failed", "fine"
+    line: str
+    ranks: tuple[int, ...] = ()  # behind it, never those that wait
+    nodes: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    nics: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    waiting: tuple[int, ...] = ()
+    innocent: tuple[str, ...] = ()  # what looks like a fault and is none
+    disagree: tuple[str, ...] = ()  # sources that differ, and which was believed
+    unknown: tuple[Unknown, ...] = ()
+    sources: tuple[str, ...] = ()
+    change: tuple[str, ...] = ()  # lines of an environment, or of a manifest
+    forecast: str = ""  # after the change
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """All that is known of a run's ranks."""
+
+    traces: Mapping[int, RankTrace] = field(default_factory=dict)  # of the flight recorder
+    states: Mapping[int, RankState] = field(default_factory=dict)
+    processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
+    told: Mapping[str, Mapping[int, RankTrace]] = field(default_factory=dict)  # by other sources: "watchdog", "RAS"
+    absent: Mapping[str, Mapping[int, str]] = field(
+        default_factory=dict
+    )  # by source: ranks it calls dead, and its words
+    first: int | None = None  # rank that torchrun saw end first
+    world: int | None = None
+    now: float = 0.0
+
+
+# Who waits for whom ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Jam:
+    """Ranks that wait in calls, and those they wait for."""
+
+    waits: dict[int, Call] = field(default_factory=dict)
+    missing: dict[int, set[int]] = field(default_factory=dict)  # by who waits
+    roots: set[int] = field(default_factory=set)  # waited for, and waiting for nobody
+    met: set[int] = field(default_factory=set)  # in a call that all of its group have come to
+    odd: list[Cause] = field(default_factory=list)  # calls that do not match
+    stale: set[int] = field(default_factory=set)  # of the missing: their dump is older than the call
+    age: float = 0.0  # seconds of the longest wait
+    usual: float = 0.0  # seconds of the longest pause before it
+
+
+def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int, RankState], now: float) -> Jam:
+    """Each rank's oldest call that is not over, and who has not come to it."""
+    found = Jam()
+    everyone = set(range(world)) if world else set(traces)
+    members = _members(traces, states, everyone)
+    for rank, trace in traces.items():
+        state = states.get(rank)
+        failed = state is not None and state.ended and state.error and _HEARD.search(state.error)
+        last = trace.calls[-1] if trace.calls and failed else None  # given up: the recorder has retired it
+        call = next((one for one in trace.calls if not one.done), last)
+        if call is None:
+            continue
+        found.waits[rank] = call
+        inside = members.get(call.group, everyone)
+        for other in inside - {rank}:
+            trace_of = traces.get(other)
+            if trace_of is None or trace_of.enqueued.get(call.group, 0) < call.number:
+                found.missing.setdefault(rank, set()).add(other)
+                if trace_of is not None and trace_of.taken and call.created and trace_of.taken < call.created:
+                    found.stale.add(other)
+        if call.created:
+            found.age = max(found.age, (trace.taken or now) - call.created)
+            found.usual = max(found.usual, _longest_pause(trace, call))
+    found.odd = _mismatches(traces, found.waits)
+    old = {rank for rank in found.stale if rank in states and states[rank].phase == "collective"}
+    found.roots = _roots(found) - old
+    found.met = {rank for rank in found.waits if not found.missing.get(rank)}
+    found.roots -= found.met
+    return found
+
+
+def _members(
+    traces: Mapping[int, RankTrace], states: Mapping[int, RankState], everyone: set[int]
+) -> dict[str, set[int]]:
+    """By group: as a rank or a dump names them, else whoever has called in it; the default group is everyone."""
+    members: dict[str, set[int]] = {}
+    for rank, trace in traces.items():
+        for call in trace.calls:
+            members.setdefault(call.group, set()).add(rank)
+        for group, name in trace.names.items():
+            if name == "default_pg":
+                members[group] = members.get(group, set()) | everyone
+    named = [*(trace.groups for trace in traces.values()), *(state.groups for state in states.values())]
+    for groups in named:
+        members.update({group: set(ranks) for group, ranks in groups.items() if ranks})
+    return members
+
+
+def _longest_pause(trace: RankTrace, until: Call) -> float:
+    """Seconds of the longest pause between two calls before this one; without the first, which connects."""
+    times = [call.created for call in trace.calls if call.created and call.record < until.record]
+    return max((b - a for a, b in pairwise(times[1:])), default=0.0)
+
+
+def _roots(jammed: Jam) -> set[int]:
+    """Ranks waited for that wait for nobody; of a circle none."""
+    wanted = set().union(*jammed.missing.values()) if jammed.missing else set()
+    return {rank for rank in wanted if not jammed.missing.get(rank)}
+
+
+_ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all_gather", "reduce_scatter", "broadcast",
+          "_reduce_scatter_base", "reduce", "allgather")  # fmt: skip
+
+
+def _signature(call: Call) -> tuple[object, ...]:
+    """What must be the same on each rank of a group."""
+    alike = call.op.lower() in _ALIKE
+    return (call.op, *((tuple(_product(one) for one in call.sizes), call.dtypes) if alike else ()))
+
+
+def _product(sizes: Sequence[int]) -> int:
+    found = 1
+    for one in sizes:
+        found *= one
+    return found
+
+
+def _mismatches(traces: Mapping[int, RankTrace], waits: Mapping[int, Call]) -> list[Cause]:
+    """The oldest call of each group that somebody waits in, and the ranks that called something else there."""
+    oldest: dict[str, int] = {}
+    for call in waits.values():
+        if not call.p2p:
+            oldest[call.group] = min(call.number, oldest.get(call.group, call.number))
+    causes = []
+    for group, number in oldest.items():
+        rows = {
+            rank: call for rank, trace in traces.items() for call in trace.calls
+            if call.group == group and call.number == number and not call.p2p
+        }  # fmt: skip
+        kinds = Counter(_signature(call) for call in rows.values())
+        if len(kinds) < 2:
+            continue
+        (usual, most), (_, second) = kinds.most_common(2)
+        odd = sorted(rank for rank, call in rows.items() if _signature(call) != usual or most == second)
+        causes.append(_mismatch(rows, odd, usual, traces, tied=most == second))
+    return causes
+
+
+def _mismatch(
+    rows: Mapping[int, Call], odd: list[int], usual: tuple[object, ...], traces: Mapping[int, RankTrace], *, tied: bool
+) -> Cause:
+    other = next((call for call in rows.values() if _signature(call) == usual), rows[odd[0]])
+    mine = rows[odd[-1]]
+    code, what = "call.other", "another collective"
+    if _swapped(traces[odd[-1]], mine, other):
+        code, what = "call.order", "its collectives in another order"
+    elif mine.op == other.op:
+        code, what = "call.size", "other sizes"
+    who = ranks_of(odd) + (" disagree: " if tied else f" call{'s' if len(odd) == 1 else ''} {what}: ")
+    said = tuple(
+        f"rank {rank}: {call.words}, number {call.number} of group {call.group}"
+        + (f", from {call.frames[0]}" if call.frames else "")
+        for rank, call in sorted(rows.items())
+    )[:8]
+    message = f"{who}{mine.words}, where {'the others call' if not tied else 'the rest calls'} {other.words}"
+    return Cause(code=code, message=message, ranks=tuple(odd), evidence=said,
+                 action="make every rank of the group call the same, in the same order")  # fmt: skip
+
+
+def _swapped(trace: RankTrace, mine: Call, other: Call) -> bool:
+    """Whether this rank calls now what it has called right after the others' call until now, or the other after it."""
+    calls = [call for call in trace.calls if call.group == mine.group and not call.p2p]
+    kinds = [(_signature(call), call.number) for call in calls]
+    for (first, _), (second, number) in pairwise(kinds):
+        if number < mine.number and (first, second) == (_signature(other), _signature(mine)):
+            return True
+    return any(kind == _signature(other) and number == mine.number + 1 for kind, number in kinds)
+
+
+# What the suspects do -------------------------------------------------------------------------------------------------
+
+
+def position(rank: int, seen: Seen) -> tuple[str, str]:
+    """(kind, words) of where a rank is: "gone", "stopped", "silent", a phase, or "unknown"."""
+    state, process = seen.states.get(rank), seen.processes.get(rank)
+    ended = state is not None and state.ended
+    if ended and state is not None:
+        return "gone", f"ended with {state.error}" if state.error else "has ended by itself"
+    if process == "gone":
+        return "gone", "its process is gone, without an end of its own"
+    if process == "stopped":
+        return "stopped", "its process is stopped (state T: a signal or a debugger)"
+    if state is None:
+        return "unknown", "where it is, no source tells"
+    newest = max(one.written for one in seen.states.values())
+    if newest - state.written > STALE_SECONDS:
+        return "silent", f"has written nothing for {newest - state.written:.0f} s, while others have"
+    since = f" for {seen.now - state.since:.0f} s" if state.since and seen.now > state.since else ""
+    where = f", at {state.where[0]}" if state.where else ""
+    return state.phase or "unknown", f"{DOING.get(state.phase or '', 'is at work')}{since}{where}"
+
+
+ACTIONS = {
+    "gone": "read that rank's own log: its last lines, and the node's kernel log for an OOM kill or an Xid",
+    "stopped": "kill -CONT that process, or find who stopped it",
+    "silent": "look at that node: it or its process has stopped",
+    "data": "look at that rank's storage and loader: more workers, a faster disk, or rows that are read ahead",
+    "compute": "look at that rank's stack (py-spy dump --pid), clock and throttling: topoflight scan on its node",
+    "unknown": "get that rank's stack: py-spy dump --pid on its node",
+}
+
+
+def _suspect(rank: int, kind: str, words: str, seen: Seen, wait: str, share: float | None = None) -> Cause:
+    code = {"gone": "rank.gone", "stopped": "rank.stopped", "silent": "rank.silent", "data": "rank.data",
+            "compute": "rank.compute"}.get(kind, "rank.behind")  # fmt: skip
+    state = seen.states.get(rank)
+    host = (state.host,) if state and state.host else ()
+    evidence = [wait] if wait else []
+    if state and state.where:
+        evidence.append(f"its stack: {' < '.join(state.where[:4])}")
+    return Cause(code=code, message=f"rank {rank} {words}" if not words.startswith(("its ", "where ")) else
+                 f"rank {rank}: {words}", ranks=(rank,), nodes=host, share=share, evidence=tuple(evidence),
+                 action=ACTIONS.get(kind, ACTIONS["unknown"]))  # fmt: skip
+
+
+# Stuck ----------------------------------------------------------------------------------------------------------------
+
+
+def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:
+    """The verdict where calls do not move; None where this source shows no such thing."""
+    jammed = jam(traces, seen.world, seen.states, seen.now)
+    kinds = {rank: position(rank, seen) for rank in jammed.roots}
+    ended = [rank for rank in seen.states if position(rank, seen)[0] == "gone"]
+    first = _first_to_end(ended, seen) if any(seen.states[rank].error for rank in ended) else None
+    decisive = {rank for rank, (kind, _) in kinds.items() if kind in ("gone", "stopped")}
+    if first is not None and (decisive or first in jammed.waits):  # the others ended after it, or were ended
+        decisive = {first}
+        kinds[first] = position(first, seen)
+        jammed.roots.add(first)
+    timed_out = source != "flight recorder"  # a watchdog has waited before it spoke
+    stalled = timed_out or jammed.age >= max(STALL_SECONDS, LONGER * jammed.usual)
+    if not jammed.waits or not (decisive or stalled or jammed.odd):
+        return None
+    if jammed.missing and not jammed.roots and jammed.stale and not jammed.odd:
+        return None  # they have dumped before that call: a newer dump tells
+    waiting = tuple(sorted(rank for rank in jammed.waits if rank not in jammed.roots))
+    call = next(iter(jammed.waits.values()))
+    wait = f"{source}: {ranks_of(waiting)} wait in {call.words}, number {call.number} of group {call.group}" + (
+        f", for {jammed.age:.0f} s" if jammed.age > 0 else ""
+    )
+    if jammed.odd and not any(kind == "stopped" for kind, _ in kinds.values()):
+        ranks = tuple(sorted({rank for cause in jammed.odd for rank in cause.ranks}))
+        failed = any(state.ended and state.error for state in seen.states.values())
+        return _verdict("failed" if failed else "stuck", tuple(jammed.odd), seen, ranks, waiting)
+    silent = [rank for rank in jammed.roots if kinds[rank][0] == "gone"]
+    if first is None and len(silent) > 1:
+        return None  # which of them was first is for their errors to tell
+    innocent = tuple(f"rank {r} {words}; {wait}" for r, (kind, words) in sorted(kinds.items()) if kind in INNOCENT)
+    if innocent and len(innocent) == len(kinds):
+        return Verdict(state="fine", line=f"nothing is stuck: {innocent[0]}", innocent=innocent, waiting=waiting)
+    if not jammed.roots:
+        return _no_root(jammed, seen, wait, waiting)
+    order = sorted(decisive or jammed.roots, key=lambda rank: (rank not in decisive, kinds[rank][0] in INNOCENT, rank))
+    causes = tuple(
+        _suspect(rank, *kinds[rank], seen, wait) for rank in order
+        if (not decisive or rank in decisive) and kinds[rank][0] not in INNOCENT
+    )  # fmt: skip
+    gone = any(cause.code == "rank.gone" for cause in causes)
+    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    return _verdict("failed" if gone else "stuck", causes, seen, ranks, waiting)
+
+
+def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
+    """Everyone has come and nothing moves: the network; or groups wait for each other in a circle."""
+    if jammed.met:
+        call = jammed.waits[min(jammed.met)]
+        met = sorted(rank for rank in jammed.met if jammed.waits[rank].group == call.group)
+        said = f"{ranks_of(met)} are all in {call.words}, number {call.number} of group {call.group}: it does not move"
+        return _verdict("stuck", (network(seen, "carries nothing", wait, said, between=met),), seen, (), waiting)
+    lines = tuple(
+        f"rank {rank} waits in {call.words} of group {call.group} for {ranks_of(sorted(jammed.missing[rank]))}"
+        for rank, call in sorted(jammed.waits.items()) if jammed.missing.get(rank)
+    )  # fmt: skip
+    circle = tuple(sorted(rank for rank, others in jammed.missing.items() if others))
+    cause = Cause(code="call.circle", message=f"{ranks_of(circle)} wait for each other in different groups",
+                  ranks=circle, evidence=lines, action="call groups in one order on every rank")  # fmt: skip
+    return _verdict("stuck", (cause,), seen, circle, ())
+
+
+def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = ()) -> Cause:
+    """The cause between ranks that have all come: by pairs of hosts whether a link or a node."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    owners = {address: state.host or "?" for state in seen.states.values() for address in state.addresses}
+    counts = {"resent": [s.resent for s in seen.states.values()], "unsent": [s.unsent for s in seen.states.values()]}
+    kind = "resent" if any(n for row in counts["resent"] for n in row.values()) else "unsent"
+    for state in seen.states.values():
+        for address, times in (state.resent if kind == "resent" else state.unsent).items():
+            if times and state.host and (there := owners.get(address, address)) != state.host:
+                pairs[state.host, there] += times
+    hosts = sorted({seen.states[rank].host or "?" for rank in between if rank in seen.states})
+    if len(hosts) == 2:  # only these two are in the call that does not move
+        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)} or {(hosts[0], hosts[1]): 1})
+    total = sum(pairs.values())
+    told = tuple(f"{a} to {b}: bytes {kind} in {n} looks" for (a, b), n in pairs.most_common(6))
+    by_host: Counter[str] = Counter()
+    for (a, b), n in pairs.items():
+        by_host[a] += n
+        by_host[b] += n
+    if total and len(by_host) > 1:
+        (host, touched), (pair, most) = by_host.most_common(1)[0], pairs.most_common(1)[0]
+        others = {a if b == host else b for a, b in pairs if host in (a, b)}
+        reverse = pairs.get((pair[1], pair[0]), 0)
+        if (most + reverse) / total >= EXPLAINS and len(owners) > 0:
+            return Cause(code="link", message=f"the link between {pair[0]} and {pair[1]} {what}", nodes=pair,
+                         share=(most + reverse) / total, evidence=(*evidence, *told),
+                         action=f"measure it: topoflight bench --nodes {pair[0]},{pair[1]}")  # fmt: skip
+        if touched / total >= EXPLAINS and len(others) > 1:
+            return Cause(code="link.node", message=f"the network of {host} {what}: towards {', '.join(sorted(others))}",
+                         nodes=(host,), share=touched / total, evidence=(*evidence, *told),
+                         action=f"look at its NIC, cable and port: topoflight scan on {host}")  # fmt: skip
+    return Cause(code="network", message=f"the network {what}: every rank has come to the call",
+                 evidence=(*evidence, *told), action="measure it by pairs: topoflight bench --pairs")  # fmt: skip
+
+
+# Slow -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """What the arrivals at collectives say, seconds."""
+
+    elapsed: float = 0.0
+    waited: dict[int, float] = field(default_factory=dict)  # by rank: for others
+    caused: dict[int, float] = field(default_factory=dict)  # by rank: of the others, a mean, as the last to come
+    quarters: dict[int, int] = field(default_factory=dict)  # of the time, in which it caused most of the wait
+    calls: int = 0
+    early: float | None = None  # seconds from call to call, in the slowest of the first three quarters
+    late: float | None = None  # ... in the last
+
+
+def pace(traces: Mapping[int, RankTrace], world: int | None) -> Pace:
+    """Arrivals of all ranks at the calls that all of them made; the first call, which connects, is left out."""
+    rows: dict[tuple[str, int], dict[int, float]] = {}
+    for rank, trace in traces.items():
+        for call in trace.calls:
+            if call.created and not call.p2p:
+                rows.setdefault((call.group, call.number), {})[rank] = call.created
+    full = sorted(
+        (row for row in rows.values() if len(row) == (world or len(traces)) > 1), key=lambda r: max(r.values())
+    )
+    found = Pace(calls=len(full))
+    full = full[1:]
+    if len(full) < MIN_CALLS:
+        return found
+    first, last = max(full[0].values()), max(full[-1].values())
+    found.elapsed = last - first
+    by_quarter: list[Counter[int]] = [Counter() for _ in range(4)]
+    for row in full:
+        late = max(row, key=lambda rank: row[rank])
+        wait = (len(row) * row[late] - sum(row.values())) / (len(row) - 1)
+        found.caused[late] = found.caused.get(late, 0.0) + wait
+        quarter = min(3, int(4 * (row[late] - first) / found.elapsed)) if found.elapsed > 0 else 0
+        by_quarter[quarter][late] += wait  # type: ignore[assignment]
+        for rank, at in row.items():
+            found.waited[rank] = found.waited.get(rank, 0.0) + row[late] - at
+    for counts in by_quarter:
+        total = sum(counts.values())
+        for rank, wait in counts.items():
+            found.quarters[rank] = found.quarters.get(rank, 0) + (wait > total / 2)
+    times = [max(row.values()) for row in full]
+    gaps = [b - a for a, b in pairwise(times)]
+    if len(gaps) >= 4 * MIN_CALLS:
+        size = len(gaps) // 4
+        *earlier, found.late = (_mean_gap(gaps[i * size : (i + 1) * size]) for i in range(4))
+        found.early = max(earlier)
+    return found
+
+
+def _mean_gap(gaps: Sequence[float]) -> float:
+    """Seconds from call to call, without the longest tenth: one pause is no pace."""
+    kept = sorted(gaps)[: max(1, len(gaps) * 9 // 10)]
+    return sum(kept) / len(kept)
+
+
+def slow(seen: Seen) -> Verdict | None:
+    """The verdict where ranks wait for one that is always late, or where all have become slower together."""
+    found = pace(seen.traces, seen.world)
+    if found.calls < MIN_CALLS or found.elapsed <= 0:
+        return None
+    total = sum(found.caused.values())
+    work = {rank: found.elapsed - wait for rank, wait in found.waited.items()}
+    usual = median(work.values())
+    late = sorted(found.caused, key=lambda rank: -found.caused[rank])
+    shares = {rank: found.caused[rank] / total for rank in late} if total > 0 else {}
+    chronic = [rank for rank in late if found.quarters.get(rank, 0) >= 2]
+    slowest = [rank for rank in chronic if work[rank] > OUTLIER * min(usual, _rest(work, rank))]
+    if slowest:
+        causes, innocent = [], []
+        for rank in slowest:
+            kind, words = _habit(rank, seen)
+            wait = (f"flight recorder: the others waited {found.caused[rank]:.1f} s of {found.elapsed:.1f} s for it, "
+                    f"{shares[rank]:.0%} of all waiting, over {found.calls} collectives")  # fmt: skip
+            if kind in INNOCENT:
+                innocent.append(f"rank {rank} {words}; {wait}")
+            else:
+                causes.append(_suspect(rank, kind, words, seen, wait, shares[rank]))
+        if not causes:
+            return Verdict(state="fine", line=f"no fault: {innocent[0]}", innocent=tuple(innocent))
+        alone = causes[0].share is not None and causes[0].share >= EXPLAINS
+        ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
+        others = tuple(sorted(set(seen.traces) - set(ranks)))
+        return _verdict("slow", tuple(causes), seen, ranks, others)
+    if found.early and found.late and found.late > LONGER * found.early:
+        return _slower_together(found, seen)
+    return None
+
+
+def _rest(work: Mapping[int, float], rank: int) -> float:
+    """The median work of the other ranks."""
+    return median(value for other, value in work.items() if other != rank)
+
+
+def _slower_together(found: Pace, seen: Seen) -> Verdict | None:
+    """All arrive together and later than before: in the collectives, or in what each does between them."""
+    assert found.early is not None and found.late is not None  # noqa: S101 - the caller's condition
+    times = found.late / found.early
+    told = (
+        f"flight recorder: {found.late:.3g} s from call to call, {found.early:.3g} s before: {times:.1f} times slower"
+    )
+    spent: Counter[str] = Counter()
+    for state in seen.states.values():
+        spent.update(state.samples)
+    total = sum(spent.values())
+    if total and spent["collective"] / total >= 0.5:
+        share = f"{spent['collective'] / total:.0%} of {total} looks at the ranks were inside collectives"
+        return _verdict("slow", (network(seen, "has become slow", told, share),), seen, (), ())
+    if total:
+        kind, most = max(((k, n) for k, n in spent.items() if k != "collective"), key=lambda row: row[1])
+        if kind in INNOCENT:
+            return None
+        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer",
+                      evidence=(told, f"{most / total:.0%} of {total} looks"),
+                      action=ACTIONS.get(kind, ""))  # fmt: skip
+        return _verdict("slow", (cause,), seen, (), ())
+    cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,))
+    return _verdict("slow", (cause,), seen, (), ())
+
+
+def _habit(rank: int, seen: Seen) -> tuple[str, str]:
+    """What a rank that is always late does more than the others do."""
+    state = seen.states.get(rank)
+    if seen.processes.get(rank) in ("stopped", "gone") or state is None or not state.samples:
+        return position(rank, seen)
+    mine, total = state.samples, sum(state.samples.values())
+    rest: Counter[str] = Counter()
+    for other, one in seen.states.items():
+        if other != rank:
+            rest.update(one.samples)
+    theirs = max(1, sum(rest.values()))
+    more = {kind: mine.get(kind, 0) / total - rest[kind] / theirs for kind in DOING if kind != "collective"}
+    kind = max(more, key=lambda one: more[one])
+    if more[kind] <= 0:
+        return "unknown", "is late; what it does more than the others, no source tells"
+    share = mine.get(kind, 0) / total
+    return kind, f"{DOING[kind]} in {share:.0%} of the looks at it, {rest[kind] / theirs:.0%} at the others"
+
+
+# The verdict ----------------------------------------------------------------------------------------------------------
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """ "rank 2", "ranks 1, 2, 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
+
+
+def _verdict(
+    state: str, causes: tuple[Cause, ...], seen: Seen, ranks: tuple[int, ...], waiting: tuple[int, ...]
+) -> Verdict:
+    hosts = {seen.states[r].host for r in ranks if r in seen.states} | {n for c in causes for n in c.nodes}
+    gpus = [f"{s.host} GPU {s.gpu}" for r in ranks if (s := seen.states.get(r)) and s.gpu is not None and s.host]
+    return Verdict(
+        state=state, line=f"{state}: {causes[0].message}" if causes else state, ranks=ranks, causes=causes,
+        nodes=tuple(sorted(host for host in hosts if host)), gpus=tuple(gpus), waiting=waiting,
+    )  # fmt: skip
+
+
+def judge(seen: Seen) -> Verdict:
+    """The verdict of the ranks: the flight recorder first, as it is exact; then others; then where the ranks are."""
+    told = {"flight recorder": seen.traces, **seen.told}
+    found = {name: verdict for name, traces in told.items() if traces and (verdict := stuck(seen, traces, name))}
+    best = next(iter(found.values()), None)
+    verdict = best or _by_states(seen) or slow(seen) or _nothing(seen)
+    return replace(verdict, disagree=(*verdict.disagree, *_differences(found)), sources=_sources(seen))
+
+
+def _differences(found: Mapping[str, Verdict]) -> tuple[str, ...]:
+    """Sources that name others than the one that is believed."""
+    if len(found) < 2:
+        return ()
+    (first, believed), *others = found.items()
+    return tuple(
+        f"{name} names {ranks_of(other.ranks) or 'nobody'}, {first} {ranks_of(believed.ranks) or 'nobody'}: {first} is "
+        f"believed, as it {TRUST[first]}"
+        for name, other in others if other.ranks != believed.ranks
+    )  # fmt: skip
+
+
+TRUST = {
+    "flight recorder": "lists each rank's own calls one by one",
+    "watchdog": "is each waiting rank's own word on one call",
+    "RAS": "counts calls that were launched, and lists outliers rather than who is behind",
+}
+
+
+def _by_states(seen: Seen) -> Verdict | None:
+    """Without calls: ranks that are gone or stopped while others still run."""
+    kinds = {rank: position(rank, seen) for rank in seen.states}
+    bad = [rank for rank, (kind, _) in kinds.items() if kind in ("gone", "stopped", "silent")]
+    errors = [rank for rank in bad if seen.states[rank].error]
+    clean = [rank for rank in bad if seen.states[rank].ended and not seen.states[rank].error]
+    if errors and (first := _first_to_end(bad, seen)) is not None:
+        bad = [first]
+    elif errors and len(bad) == len(kinds):
+        return _lost(bad, seen)
+    elif len(clean) == len(kinds) or len(bad) == len(kinds):
+        return None
+    bad = [rank for rank in bad if rank not in clean] or bad
+    if not bad:
+        return None
+    lost = [r for r, s in seen.states.items() if s.error and _HEARD.search(s.error) and r not in bad]
+    wait = f"rank states: {ranks_of(lost)} lost a peer: {(seen.states[lost[0]].error or '')[-120:]}" if lost else ""
+    causes = tuple(_suspect(rank, *kinds[rank], seen, wait) for rank in sorted(bad))
+    gone = any(cause.code == "rank.gone" for cause in causes)
+    others = tuple(sorted(set(seen.states) - set(bad)))
+    return _verdict("failed" if gone else "stuck", causes, seen, tuple(sorted(bad)), others)
+
+
+def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
+    """All have ended, each by the loss of another: which was first, no source tells."""
+    errors = [f"rank {rank}: {seen.states[rank].error}"[:200] for rank in ranks if seen.states[rank].error]
+    silent = [rank for rank in ranks if not seen.states[rank].ended]
+    cause = Cause(code="rank.lost", message="every rank has ended; those that told had lost another",
+                  evidence=tuple(errors[:4]),
+                  action=f"one of {ranks_of(silent)} was first: read their own logs" if silent else "")  # fmt: skip
+    hint = Unknown(what="which rank ended first", command="topoflight why LOG --run DIR, with torchrun's log")
+    return replace(_verdict("failed", (cause,), seen, (), ()), unknown=(hint,))
+
+
+# errors of a rank that lost another, or waited for it in vain (gloo/transport/tcp, c10d/socket.cpp, ProcessGroupNCCL)
+_HEARD = re.compile(r"closed by peer|Read error|Write error|onnection reset|Timed out waiting|Broken pipe|"
+                    r"remote process exited|watchdog|DistNetworkError|onnection refused", re.IGNORECASE)  # fmt: skip
+_PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
+
+
+def _first_to_end(ranks: Sequence[int], seen: Seen) -> int | None:
+    """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
+    errors = {rank: seen.states[rank].error or "" for rank in ranks if seen.states[rank].error}
+    if seen.first is not None and seen.first in ranks:
+        return seen.first
+    own = [rank for rank, error in errors.items() if not _HEARD.search(error)]
+    if own:
+        return min(own, key=lambda rank: seen.states[rank].written)
+    owner = {end: rank for rank, state in seen.states.items() for end in state.ends}
+    ends = {rank: f"{p[1].removeprefix('::ffff:')}:{p[2]}" for rank, e in errors.items() if (p := _PEER.search(e))}
+    lost = {rank: owner[end] for rank, end in ends.items() if end in owner}
+    silent = [rank for rank in ranks if not seen.states[rank].ended]
+    pointed = Counter(there for there in lost.values() if there in silent)
+    if pointed:
+        return pointed.most_common(1)[0][0]
+    return silent[0] if len(silent) == 1 else None
+
+
+def _nothing(seen: Seen) -> Verdict:
+    """Nothing found: an answer, with what it rests on."""
+    unknown = []
+    if not seen.traces:
+        unknown.append(Unknown(what="which collectives the ranks are in", command="topoflight why --run DIR --watch"))
+    if not seen.states:
+        unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
+    return Verdict(state="fine", line="nothing found: no rank is missing, late or gone, no call waits for long",
+                   unknown=tuple(unknown))  # fmt: skip
+
+
+def _sources(seen: Seen) -> tuple[str, ...]:
+    counts = {"flight recorder": seen.traces, "rank states": seen.states, "processes": seen.processes, **seen.told}
+    return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)

@@ -1,0 +1,207 @@
+"""The readers of what jobs leave: PyTorch's flight recorder and watchdog, NCCL's RAS and Inspector."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.traces import calls, inspector, plain_pickle, ras, watchdog
+
+
+def entry(number: int, **members: Any) -> dict[str, Any]:
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": number * 10**9,
+        "input_sizes": [[8, 2]], "input_dtypes": ["Float"], "output_sizes": [[8, 2]], "output_dtypes": ["Float"],
+        "state": "completed", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
+        "retired": True, "timeout_ms": 600000, "is_p2p": False,
+        "frames": [{"name": "step", "filename": "/job/train.py", "line": 31}], **members,
+    }  # fmt: skip
+
+
+def dump(*entries: dict[str, Any]) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    return {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": list(entries)}
+
+
+FORMS = {
+    "pickle 2": lambda data: pickle.dumps(data, protocol=2),
+    "pickle 4": lambda data: pickle.dumps(data, protocol=4),
+    "json": lambda data: json.dumps(data).encode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dump_reads_alike_in_each_form(form: str) -> None:
+    raw = FORMS[form](dump(entry(1), entry(2, state="started", retired=False, profiling_name="nccl:broadcast")))
+    found = calls.read(raw, rank=1)
+    assert [(c.op, c.number, c.done) for c in found.calls] == [("all_reduce", 1, True), ("broadcast", 2, False)]
+    assert found.groups == {"0": (0, 1, 2)}
+    assert found.enqueued == {"0": 2}
+    assert found.calls[0].words == "all_reduce of [8, 2] Float"
+    assert found.calls[0].frames == ("train.py:31 step",)
+    assert found.calls[1].created == 2.0
+
+
+def test_gloo_retires_what_is_over_and_nccl_what_has_timed_out() -> None:
+    gloo = calls.read(FORMS["json"](dump(entry(1, state="scheduled", profiling_name="gloo:barrier"))), rank=0)
+    nccl = calls.read(FORMS["json"](dump(entry(1, state="started"))), rank=0)
+    assert (gloo.calls[0].done, nccl.calls[0].done) == (True, False)
+
+
+def test_a_send_names_its_peer() -> None:
+    sent = entry(1, is_p2p=True, p2p_seq_id=4, profiling_name="nccl:send 0->2")
+    assert calls.read(FORMS["json"](dump(sent)), rank=0).calls[0].peer == 2
+
+
+class Runs:
+    """Touches a file where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("/tmp/was-run"),))
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_a_pickle_that_calls_something_is_refused_and_runs_nothing(protocol: int) -> None:
+    with pytest.raises(calls.TraceError, match=r"names a class|no dump|plain values"):
+        calls.read(pickle.dumps({"version": "2.4", "entries": [Runs()]}, protocol=protocol), rank=0)
+    assert not Path("/tmp/was-run").exists()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\x80\x02", b"\x80\x02}", b"]r\xff\xff\xff\xff", b"X\xff\xff\xff\xffx", b"(" * 1000, b"\x8b\xff\xff\xff\x7f",
+     b"}]a.", b"\x80\x02]q\x00h\x00a.", b"e.", b"u."],
+)  # fmt: skip
+def test_torn_and_hostile_pickles_end_in_the_readers_own_error(raw: bytes) -> None:
+    with pytest.raises(calls.TraceError):
+        calls.read(raw, rank=0)
+
+
+def test_plain_values_are_what_python_reads() -> None:
+    value = {"a": [1, -1, 70000, 2**40, 1.5, None, True, False, "ü", (), (1,), (1, 2, 3, 4)], "b": {"c": []}}
+    for protocol in (2, 3, 4, 5):
+        assert plain_pickle.loads(pickle.dumps(value, protocol=protocol)) == value
+
+
+# NCCL ----------------------------------------------------------------------------------------------------------------
+
+TEXT = """
+NCCL version 2.27.3 compiled with CUDA 12.9
+Job summary
+===========
+
+Communicators... (0.00s)
+=============
+
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+    0         1         1         8         8         8   RUNNING  MISMATCH
+
+Errors
+======
+
+Warnings
+========
+
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  6 ranks have launched up to operation 40
+  2 ranks have launched up to operation 41
+  Rank 2 -- GPU 2 managed by process 4702 on node 10.0.0.4
+  Rank 5 -- GPU 5 managed by process 4705 on node 10.0.0.4
+"""
+
+
+def test_ras_lists_who_is_ahead_and_who_is_behind_is_the_rest() -> None:
+    comm = ras.read(TEXT.encode()).comms[0]
+    late, words = ras.behind(comm)
+    assert sorted(late) == [0, 1, 3, 4, 6, 7]
+    assert words == "6 of 8 ranks have launched 40 AllReduce, the others up to 41"
+
+
+def test_ras_names_the_one_rank_that_is_behind() -> None:
+    text = TEXT.replace("  6 ranks have launched up to operation 40\n", "").replace(
+        "  2 ranks have launched up to operation 41\n", "  7 ranks have launched up to operation 41\n"
+    )
+    lines = [line for line in text.splitlines() if "Rank " not in line]
+    one = "  Rank 5 has launched up to operation 40 -- GPU 5 managed by process 4705 on node 10.0.0.4"
+    comm = ras.read("\n".join([*lines, one]).encode()).comms[0]
+    assert list(ras.behind(comm)[0]) == [5]
+    assert (comm.ranks[5].host, comm.ranks[5].pid, comm.ranks[5].gpu) == ("10.0.0.4", 4705, 5)
+
+
+def test_ras_in_json_has_dead_and_late_ranks() -> None:
+    def rank(number: int, reduced: int) -> dict[str, Any]:
+        status = {"init_state": 0, "async_error": 0}
+        return {"rank": number, "host": "10.0.0.4", "pid": 1, "nvml_dev": number, "status": status,
+                "collective_counts": {"AllReduce": reduced, "Broadcast": 1}}  # fmt: skip
+
+    gone = {
+        "rank": 3,
+        "host": "10.0.0.5",
+        "pid": 9,
+        "nvml_dev": 0,
+        "status": {"unresponsive": True, "considered_dead": True},
+    }
+    comm = {"hash": "0x1", "secondary_hash": "0x2:0x3", "size": 4, "ranks": [rank(0, 9), rank(1, 8), rank(2, 9)],
+            "missing_ranks": [gone]}  # fmt: skip
+    raw = json.dumps({"nccl_version": "2.28.7", "communicators": [comm], "ras": {"timeouts_count": 2}}).encode()
+    report = ras.read(raw)
+    assert report.timeouts == 2
+    late, _ = ras.behind(report.comms[0])
+    assert late == {1: "has launched 8 AllReduce where others have 9", 3: "is dead for RAS"}
+
+
+def test_ras_refuses_what_is_none() -> None:
+    for raw in (b"", b"hello", b'{"communicators": 3}', b'{"communicators": ['):
+        with pytest.raises(ras.RasError):
+            ras.read(raw)
+
+
+LOG = """
+[rank7]:[E816 01:45:40.1 ProcessGroupNCCL.cpp:607] [Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=BROADCAST, NumelIn=56, NumelOut=56, Timeout(ms)=600000) ran for 600026 milliseconds before timing out.
+[rank7]:[E816 01:45:40.2 ProcessGroupNCCL.cpp:1664] [PG 0 (default_pg) Rank 7] Exception (either an error or timeout) detected by watchdog at work: 78, last enqueued NCCL work: 79, last completed NCCL work: 77.
+[rank3]:[E816 01:45:40.3 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=ALLREDUCE, NumelIn=81, NumelOut=81, Timeout(ms)=600000) ran for 600013 milliseconds before timing out.
+[rank3]:[E816 01:45:40.4 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected by watchdog at work: 78, last enqueued NCCL work: 80, last completed NCCL work: 77.
+[E ProcessGroupNCCL.cpp:737] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=469, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802212 milliseconds before timing out.
+"""  # noqa: E501 - lines of a log
+
+
+def test_the_watchdogs_words_of_three_releases() -> None:
+    found = watchdog.read(LOG.splitlines())
+    assert {rank: (t.calls[0].op, t.calls[0].number) for rank, t in found.items()} == {
+        7: ("broadcast", 78), 3: ("allreduce", 78), 1: ("allreduce", 469)}  # fmt: skip
+    assert (found[7].enqueued, found[3].enqueued, found[1].enqueued) == ({"0": 79}, {"0": 80}, {"default": 469})
+
+
+def performed(rank: int, micro: int, number: int) -> str:
+    return json.dumps({
+        "header": {"id": "0x7f", "rank": rank, "n_ranks": 4, "nnodes": 1},
+        "metadata": {"inspector_output_format_version": "v4.0", "hostname": "host-a", "pid": 7},
+        "coll_perf": {"coll": "AllReduce", "coll_sn": number, "coll_msg_size_bytes": 1 << 20,
+                      "coll_exec_time_us": micro, "coll_algobw_gbs": 1.5, "coll_busbw_gbs": 2.5},
+    })  # fmt: skip
+
+
+def test_inspector_names_who_waits_for_nobody() -> None:
+    lines = [performed(rank, 900 if rank != 2 else 300, n) for n in range(10) for rank in range(4)]
+    rows = [row for line in lines if (row := inspector.read_line(line))]
+    assert (rows[0].busbw, rows[0].seconds, rows[0].number) == (2.5e9, 900e-6, 0)
+    assert [name for name, _, _ in inspector.slow_members(rows, 1.3)] == ["rank 2 on host-a"]
+    alike = [row for row in rows if row.rank != 2]
+    assert inspector.slow_members(alike, 1.3) == []
+
+
+def test_inspectors_prometheus_text() -> None:
+    line = ('nccl_bus_bandwidth_gbs{version="v5.1",slurm_job_id="unknown",node="host-a",gpu="GPU0",comm_name="DP",'
+            'n_nodes="1",nranks="4",collective="AllReduce",message_size="4-5GB"} 678.263')  # fmt: skip
+    found = inspector.read_line(line)
+    assert found is not None
+    assert (found.host, found.gpu, found.op) == ("host-a", "GPU0", "AllReduce")
+    assert (found.size, found.busbw) == ("4-5GB", 678.263e9)
+    assert inspector.read_line("# HELP nothing") is None
