@@ -268,6 +268,27 @@ def only(view: View, hostname: str) -> View:
     )  # fmt: skip
 
 
+def named(view: View, name: str) -> View:
+    """The same view of what is called so: a node, or the checks of a device or of a code. UnknownNameError."""
+    hosts = {snapshot.hostname for snapshot in view.snapshots}
+    if name in hosts:
+        return only(view, name)
+    checks = tuple(c for c in view.checks if name == c.id or name in c.subject.split(", "))
+    if not checks:
+        some = ", ".join(sorted(hosts)[:8])
+        raise UnknownNameError(f"{name}: no node, no device with a finding and no finding code here; nodes: {some}")
+    kept = {check.node for check in checks}
+    pairs = [pair for pair in zip(view.snapshots, view.topologies, strict=True) if pair[0].hostname in kept]
+    return replace(
+        view, snapshots=tuple(pair[0] for pair in pairs), topologies=tuple(pair[1] for pair in pairs), checks=checks,
+        verdict=judge(checks),
+    )  # fmt: skip
+
+
+class UnknownNameError(ValueError):
+    """A name that nothing in a view has."""
+
+
 def _nodes(check: Check) -> set[str]:
     """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
     return set(check.node.split(", "))

@@ -14,7 +14,7 @@ import click
 
 from agent import units
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.cli.output import Progress, console, emit, format_option, render, say
+from agent.cli.output import Progress, console, emit, format_option, render, say, verbose_option
 from agent.documents import write_atomic
 
 if TYPE_CHECKING:
@@ -69,8 +69,11 @@ if TYPE_CHECKING:
               help="What --save wrote when all was well, or a report.json: under 80 % is low.")  # fmt: skip
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON result here.")
 @format_option
+@verbose_option
 @click.pass_context
-def bench(context: click.Context, /, form: str, save: Path | None, baseline: Path | None, **options: Any) -> None:
+def bench(
+    context: click.Context, /, form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any
+) -> None:
     """Measure collectives with real ranks, or with --rdma the RDMA network alone. Makes load: one at a time per host.
 
     Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry.
@@ -107,7 +110,7 @@ def bench(context: click.Context, /, form: str, save: Path | None, baseline: Pat
         progress.done()
     result = against_baseline(result, before)
     keep_bench(result)
-    emit(result, form, lambda out: measured.bench(out, result))
+    emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
     _save(result, save)
     sys.exit(_bench_exit(result, _told(checks_of_bars(result, snapshots(())))))
 
@@ -132,7 +135,7 @@ def _told(checks: Iterable[Check]) -> bool:
     return all(check.status != "fail" for check in low)
 
 
-_BESIDE_RDMA = ("rdma", "devices", "startup", "baseline", "save", "form", "force")
+_BESIDE_RDMA = ("rdma", "devices", "startup", "baseline", "save", "form", "force", "verbose")
 
 
 def _refuse_beside_rdma(context: click.Context) -> None:

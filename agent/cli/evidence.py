@@ -8,7 +8,7 @@ from typing import Literal
 import click
 
 from agent.cli.inputs import InputError
-from agent.cli.output import emit, format_option
+from agent.cli.output import emit, format_option, verbose_option
 
 
 @click.command()
@@ -20,8 +20,14 @@ from agent.cli.output import emit, format_option
 @click.option("--require-gdrdma/--no-require-gdrdma", default=True, show_default=True,
               help="Whether RDMA without GPUDirect fails: EFA of g5 and g6 has none.")  # fmt: skip
 @format_option
+@verbose_option
 def evidence(
-    source: tuple[str, ...], ports: tuple[str, ...], fail_on: Literal["fail", "warn"], require_gdrdma: bool, form: str
+    source: tuple[str, ...],
+    ports: tuple[str, ...],
+    fail_on: Literal["fail", "warn"],
+    require_gdrdma: bool,
+    form: str,
+    verbose: bool,
 ) -> None:
     """Prove from NCCL logs which transport every channel takes, and say how the job ended.
 
@@ -39,5 +45,5 @@ def evidence(
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
     except LogFileError as error:
         raise InputError(str(error)) from None
-    emit(reader.to_json(found), form, lambda out: show(out, found))
+    emit(reader.to_json(found), form, lambda out: show(out, found, verbose=verbose))
     sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))

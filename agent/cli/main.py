@@ -23,8 +23,12 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's
 VERBS: dict[str, tuple[str, str]] = {
     # verb: (where it lives, one line of help; kept here so that --help imports nothing)
     "scan": ("agent.cli.scan:scan", "Probe this host (or recordings) and print what was found."),
+    "demo": ("agent.cli.scan:demo", "Show a sick 8-GPU node in two seconds: a built one, that ships with this."),
     "capture": ("agent.cli.scan:capture", "Record this host into a file that replays the whole product."),
-    "topo": ("agent.cli.topo:topo", "Print the link matrix; read nvidia-smi topo -m text or NCCL XML with --from."),
+    "topo": (
+        "agent.cli.topo:topo",
+        "Say how GPUs and NICs are linked; read nvidia-smi topo -m or NCCL XML with --from.",
+    ),
     "diff": ("agent.cli.topo:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
     "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
     "evidence": ("agent.cli.evidence:evidence", "Read an NCCL log and prove which transport every channel takes."),
@@ -84,7 +88,7 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version,
               help="Show the version and exit.")  # fmt: skip
-@click.option("-v", "--verbose", count=True, help="Log more to stderr; twice for debug.")
+@click.option("-v", "--verbose", count=True, help="Log more to stderr; twice for debug. After a verb: all details.")
 def cli(verbose: int) -> None:
     """Topology-aware preflight for GPU training.
 

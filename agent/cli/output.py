@@ -21,6 +21,10 @@ format_option = click.option(
     "-o", "--output", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Format on stdout."
 )
 
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="Everything, with its proof; ten lines on a healthy thing without."
+)
+
 
 def console() -> Console:
     """Where tables go; rich is imported with the first of them."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.cli.hosts import host_option, root_option
-from agent.cli.output import Progress, console, render, say, waiting
+from agent.cli.output import Progress, console, render, say, verbose_option, waiting
 from agent.documents import write_atomic
 from contracts.plain import printable
 
@@ -75,10 +75,13 @@ with_model_options = with_options(model_options)
 @click.option("--selector", default=None, metavar="LABELS", help="Judge the cluster's nodes with these labels.")
 @click.option("--context", default=None, help="With --nodes or --selector: the kubeconfig's context.")
 @click.option("--list-checks", is_flag=True, help="Name every check and stop.")
-@click.option("--all", "everything", is_flag=True, help="Show passed and unknown checks too.")
+@click.option("--all", "everything", is_flag=True, help="With -v: name passed and unknown checks one by one.")
+@verbose_option
 @click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet: bool, **given: Any) -> None:
+def preflight(
+    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, **given: Any
+) -> None:
     """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
 
     75 where SIGTERM ended it first: the report holds what was known by then.
@@ -107,7 +110,7 @@ def preflight(list_checks: bool, forms: tuple[str, ...], everything: bool, quiet
     except GateError as error:
         raise click.UsageError(str(error)) from None
     for form, path in targets:
-        _write(report, form, path, everything)
+        _write(report, form, path, verbose=verbose or everything, everything=everything)
     if folder is not None:
         try:
             written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
@@ -160,14 +163,14 @@ def _target(form: str) -> tuple[str, Path | None]:
     return name, Path(file) if file else None
 
 
-def _write(report: Report, form: str, path: Path | None, everything: bool) -> None:
+def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
     from agent.gate.report import junit
     from agent.pages import render as pages
 
     if form == "table" and path is None:
         from agent.terminal.report import report as show
 
-        show(console(), report, everything=everything)
+        show(console(), report, verbose=verbose, everything=everything)
         return
     text = {
         "json": lambda: render(report, "json"),

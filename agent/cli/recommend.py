@@ -66,7 +66,7 @@ LINT_KINDS = (
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep or --frontier: write an SVG here."
 )
-@click.option("--explain", is_flag=True, help="Show the forecast part by part, with the numbers behind it.")
+@click.option("--explain", is_flag=True, help="Reasons, other layouts, what was turned down, and the forecast's parts.")
 @click.option("--compare", nargs=2, default=None, metavar="A B",
               help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
 @click.option("--list-exports", is_flag=True, help="Name the export formats and stop.")
@@ -110,7 +110,7 @@ def recommend(**options: object) -> None:
         explain = bool(options["explain"])
         from agent.terminal.advice import recommendation
 
-        emit(advice, form, lambda out: recommendation(out, advice, explain=explain))
+        emit(advice, form, lambda out: recommendation(out, advice, explain=explain, brief=not explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
         say(export(advice, form, nodes=nodes), nl=False)
@@ -134,7 +134,7 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
             f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"
         )
     if options["model"] is None:
-        for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths", "explain"):
+        for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths"):
             if options[name]:
                 raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
 

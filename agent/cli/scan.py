@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import console, emit, format_option, say, waiting
+from agent.cli.output import console, emit, format_option, say, verbose_option, waiting
 
 
 @click.command()
@@ -16,16 +16,25 @@ from agent.cli.output import console, emit, format_option, say, waiting
 @root_option
 @format_option
 @click.option("--timeout", default=30.0, show_default=True, help="Seconds for each probe.")
-@click.option("--all", "everything", is_flag=True, help="List passed checks too.")
-def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool) -> None:
-    """Probe this host and print what was found: reads only, makes no load."""
+@click.option("--all", "everything", is_flag=True, help="With -v: list passed checks too.")
+@verbose_option
+@click.argument("name", required=False)
+def scan(
+    hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
+) -> None:
+    """Probe this host and print what was found: reads only, makes no load. NAME: all of one node, device or code."""
     from agent.terminal.hosts import scan as show
-    from agent.view import look
+    from agent.view import UnknownNameError, look, named
 
-    found = snapshots(hosts, root=root, timeout_seconds=timeout)
-    checks = look(found).checks
-    value = [{"snapshot": snapshot, "checks": [c for c in checks if c.node == snapshot.hostname]} for snapshot in found]
-    emit(value if len(found) > 1 else value[0], form, lambda out: show(out, found, checks, everything))
+    view = look(snapshots(hosts, root=root, timeout_seconds=timeout))
+    try:
+        view = named(view, name) if name else view
+    except UnknownNameError as error:
+        raise click.UsageError(str(error)) from None
+    value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
+    verbose = verbose or everything or bool(name)
+    emit(value if len(value) > 1 else value[0], form,
+         lambda out: show(out, view, verbose=verbose, everything=everything or bool(name)))  # fmt: skip
 
 
 @click.command()
@@ -64,3 +73,27 @@ def explain(code: str) -> None:
         explanation(console(), section(code))
     except UnknownCodeError as error:
         raise click.UsageError(str(error)) from None
+
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.json"
+
+
+@click.command()
+@click.option("--serve", "page", is_flag=True, help="Serve its page too, on this host only.")
+@click.option("--port", default=9402, show_default=True, type=click.IntRange(0, 65535), help="With --serve.")
+@verbose_option
+@click.pass_context
+def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
+    """Show what a sick node of eight GPUs looks like. The machine is built: no real node, and nothing is measured."""
+    from agent.terminal.hosts import scan as show
+    from agent.view import look
+
+    say("A built machine that ships with this program, sick on purpose: it is no real node.")
+    view = look(snapshots((DEMO,)))
+    show(console(), view, verbose=verbose, everything=False)
+    say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
+    if page:
+        from agent.cli.serve import ALONE, serve
+
+        given = {**ALONE, "folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
+        context.invoke(serve, **given, interval=3600.0)

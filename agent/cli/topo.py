@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent.cli import inputs
 from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import emit, format_option, say
+from agent.cli.output import emit, format_option, say, verbose_option
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
     "-o", "--output", "form",
     type=click.Choice(["table", "json", "yaml", "svg", "xml"]), default="table", show_default=True,
 )  # fmt: skip
-def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> None:
-    """Print the link matrix of this host, a recording, or a file that people already have."""
+@verbose_option
+def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
+    """Say how GPUs and NICs are linked, on this host, a recording, or a file that people have; -v: the matrix."""
     if source and hosts:
         raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
@@ -58,7 +59,10 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str) -> N
 
     def show(out: Console) -> None:
         for node, findings in zip(nodes, found, strict=True):
-            topology_view.node(out, node)
+            if verbose:
+                topology_view.node(out, node)
+            else:
+                topology_view.brief(out, node, findings)
             findings_view.told(out, findings)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from agent import units
-from agent.terminal.tables import indented, point, table
+from agent.terminal.tables import indented, pairs, point, table
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
+FIRST_SETTINGS = 3
 
-def recommendation(out: Console, advice: Recommendation, *, explain: bool = False) -> None:
-    """The layout with its forecast, then the settings with their reasons."""
+
+def recommendation(out: Console, advice: Recommendation, *, brief: bool = False, explain: bool = False) -> None:
+    """The layout with its forecast, then the settings; reasons, runners-up and what was turned down unless `brief`."""
+    if brief:
+        in_brief(out, advice)
+        return
     layout(out, advice)
     if explain and advice.chosen is not None:
         parts(out, advice.chosen)
@@ -29,6 +33,38 @@ def recommendation(out: Console, advice: Recommendation, *, explain: bool = Fals
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
         point(out, "·", f"the pod needs {escape(units.need(need.name, need.value))}: {escape(need.reason.rule)}")
+
+
+def in_brief(out: Console, advice: Recommendation) -> None:
+    """The layout, its speed, hours, money and memory, and the first settings; where the reasons are."""
+    if advice.chosen is None and advice.model is not None:
+        layout(out, advice)
+        return
+    rows = []
+    if advice.chosen is not None:
+        _title(out, advice, advice.chosen)
+        rows = [row for row in summary(advice, advice.chosen) if row[0] in FIRST_ROWS]
+    shown = [f"{setting.name}={setting.value}" for setting in advice.settings]
+    more = len(shown) - FIRST_SETTINGS
+    words = " ".join(shown[:FIRST_SETTINGS]) or "nothing: NCCL finds by itself what this machine has"
+    rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))
+    pairs(out, rows)
+    _remarks(out, advice)
+    out.print("[dim]reasons, other layouts, what a pod needs: --explain; use it: -o env, -o k8s[/dim]")
+
+
+def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
+    name = advice.model.name if advice.model else "the model"
+    out.print(f"[bold]Layout[/bold] for {escape(name)}: [green]✓[/green] {layout_title(chosen.layout)}")
+
+
+def _remarks(out: Console, advice: Recommendation) -> None:
+    for line in as_it_is(advice):
+        point(out, "!", escape(line))
+    for help_ in advice.helps_most:
+        point(out, "→", escape(help_))
+    for unknown in advice.unknowns:
+        point(out, "?", escape(unknown))
 
 
 def parts(out: Console, ranked: RankedLayout) -> None:
@@ -61,24 +97,19 @@ def layout(out: Console, advice: Recommendation) -> None:
                     out.print(f"  topoflight {escape(command)}", soft_wrap=True)
         return
     chosen = advice.chosen
-    name = advice.model.name if advice.model else "the model"
-    out.print(f"\n[bold]Layout[/bold] for {escape(name)}: [green]✓[/green] {layout_title(chosen.layout)}")
-    shown = Table.grid(padding=(0, 1))
-    for word, line in summary(advice, chosen):
-        shown.add_row(f"  [bold]{word}[/bold]", escape(line))
-    out.print(shown)
-    for line in as_it_is(advice):
-        point(out, "!", escape(line))
+    out.print()
+    _title(out, advice, chosen)
+    pairs(out, summary(advice, chosen))
     for ranked in advice.runners_up[:3]:
         out.print(f"  {layout_title(ranked.layout)}")
         memory = units.interval(ranked.forecast.memory_bytes, "B")
         step = units.interval(ranked.forecast.step_seconds, "s")
         point(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
     rejected(out, advice)
-    for help_ in advice.helps_most:
-        point(out, "→", escape(help_))
-    for unknown in advice.unknowns:
-        point(out, "?", escape(unknown))
+    _remarks(out, advice)
+
+
+FIRST_ROWS = ("speed", "time", "money", "memory")
 
 
 def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str]]:
@@ -91,10 +122,14 @@ def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str
         whole = advice.total_seconds
         low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
         lines.append(("time", f"{mid} ({low} to {high}) for {advice.total_steps:,} steps"))
+    else:
+        lines.append(("time", "of the run unknown: give --steps, --tokens, --epochs or --hours"))
     if advice.total_cost is not None:
         cost = advice.total_cost
         range_ = f"({cost.low:,.2f} to {cost.high:,.2f})"
         lines.append(("money", f"{cost.mid:,.2f} {range_} at {advice.node_hour_price:,.2f} a node-hour"))
+    else:
+        lines.append(("money", "unknown: give the run's length and --price"))
     held = f" of {units.size(forecast.capacity_bytes)}" if forecast.capacity_bytes else ""
     lines.append(("memory", f"{units.interval(forecast.memory_bytes, 'B')}{held} per {device}"))
     lines.append(("batch", batch_words(chosen.layout)))

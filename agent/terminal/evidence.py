@@ -5,9 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from agent.terminal.tables import COLOURS, GLYPHS, indented, table
+from agent import units
+from agent.terminal.tables import COLOURS, GLYPHS, indented, pairs
 from collectives.nccl_log.transport import Evidence, ProofLine
 
+ORDER = ("fail", "warn", "unknown", "info", "pass")
 _NVLINK_WORDS = {
     "used": "used",
     "enabled": "enabled for a communicator, no channel seen",
@@ -22,36 +24,52 @@ def _place(line: ProofLine) -> str:
     return f"line {line.line}" + (f" of {line.file}" if line.file else "")
 
 
-def evidence(out: Console, found: Evidence) -> None:
-    """The verdict on a log, the problems with their lines, and the lines that prove it."""
-    rows = table("what", "verdict")
-    rows.add_row("library", f"{found.library} {found.nccl_version or 'version unknown'}")
-    rows.add_row("between nodes", escape(found.inter_node_transport or "none seen"))
-    rows.add_row("within a node", escape(found.intra_node_transport or "none seen"))
+def _opening(out: Console, found: Evidence) -> None:
+    """What the log says of the transport, worst first, and what to do about it."""
+    worst = min(found.problems, key=lambda each: ORDER.index(each.severity), default=None)
+    if worst is not None:
+        colour, mark = COLOURS[worst.severity], GLYPHS[worst.severity]
+        more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
+        out.print(f"[{colour}]{mark}[/{colour}] {escape(worst.code + more)}. [bold]→ {escape(worst.action)}[/bold]")
+    elif found.send.total or found.receive.total or found.transports:
+        joined = f"{found.inter_node_transport or 'no channel'} between nodes, GPUDirect RDMA {found.gdrdma}"
+        out.print(f"[green]✓[/green] no problem in the log: {escape(joined)}. [bold]→ Nothing to do.[/bold]")
+    else:
+        out.print("[magenta]? unknown[/magenta] no channel in the log. [bold]→ Run with NCCL_DEBUG=INFO.[/bold]")
+
+
+def evidence(out: Console, found: Evidence, *, verbose: bool = False) -> None:
+    """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
+    _opening(out, found)
+    rows: list[tuple[str, str]] = []
+    rows.append(("library", f"{found.library} {found.nccl_version or 'version unknown'}"))
+    rows.append(("between nodes", (found.inter_node_transport or "none seen")))
+    rows.append(("within a node", (found.intra_node_transport or "none seen")))
     counts = (
         f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
     )
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
-    rows.add_row("GPUDirect RDMA", f"{word}: {counts}")
+    rows.append(("GPUDirect RDMA", f"{word}: {counts}"))
     if found.undirected.total:
-        rows.add_row("", f"{found.undirected.gdrdma}/{found.undirected.total} channels of unnamed direction")
-    for name, number in sorted(found.transports.items()):
-        rows.add_row("channels", f"{number} via {escape(name)}")
-    rows.add_row("NVLS", _NVLINK_WORDS[found.nvls_use])
+        rows.append(("", f"{found.undirected.gdrdma}/{found.undirected.total} channels of unnamed direction"))
+    if found.transports:
+        each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
+        rows.append(("channels", (each)))
+    rows.append(("NVLS", _NVLINK_WORDS[found.nvls_use]))
     if found.mnnvl_use not in ("unknown", "off"):
         clique = f", a clique of {found.mnnvl_clique} GPUs" if found.mnnvl_clique else ""
-        rows.add_row("NVLink between nodes", _NVLINK_WORDS[found.mnnvl_use] + clique)
-    rows.add_row("end of the job", _OUTCOMES[found.outcome])
+        rows.append(("NVLink between nodes", _NVLINK_WORDS[found.mnnvl_use] + clique))
+    rows.append(("end of the job", _OUTCOMES[found.outcome]))
     for number, run in enumerate(found.runs, 1):
         joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
-        rows.add_row(f"run {number}", escape(f"from {_place(run.first)}: {joined}, {_OUTCOMES[run.outcome]}"))
+        rows.append((f"run {number}", (f"from {_place(run.first)}: {joined}, {_OUTCOMES[run.outcome]}")))
     if found.torn_lines:
-        rows.add_row("torn lines", f"{found.torn_lines}, counted as neither on nor off")
-    for path in found.gdr_paths[:4]:
-        rows.add_row("GPU to NIC", escape(path))
-    for seen in found.notes[:6]:
-        rows.add_row("note", escape(f"{seen.code}: {seen.message}"))
-    out.print(rows)
+        rows.append(("torn lines", f"{found.torn_lines}, counted as neither on nor off"))
+    for path in found.gdr_paths[:4] if verbose else ():
+        rows.append(("GPU to NIC", (path)))
+    for seen in found.notes[:6] if verbose else ():
+        rows.append(("note", (f"{seen.code}: {seen.message}")))
+    pairs(out, rows)
     for problem in found.problems:
         colour, times = COLOURS.get(problem.severity, "yellow"), f" (x {problem.count})" if problem.count > 1 else ""
         mark = GLYPHS.get(problem.severity, problem.severity)
@@ -60,7 +78,9 @@ def evidence(out: Console, found: Evidence) -> None:
         for line in problem.lines[:2]:
             indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim]")
         indented(out, f"[bold]→ {escape(problem.action)}[/bold]")
-    if found.proof:
+    if not verbose:
+        out.print(f"[dim]{units.count(len(found.proof), 'line')} of proof: -v[/dim]")
+    elif found.proof:
         out.print("[bold]Proof[/bold]")
-    for line in found.proof[:8]:
+    for line in found.proof[:8] if verbose else ():
         indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim] · {escape(line.proves)}", 2)

@@ -50,16 +50,21 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
         indented(out, f"[dim]{escape(some(codes))}[/dim]", 9)
 
 
-def finding(out: Console, group: Group, *, named: bool = False) -> None:
-    """One finding: what, where, what proves it, what to do; `named` says its node though it be one only."""
+def finding(out: Console, group: Group, *, named: bool = False, brief: bool = False) -> None:
+    """One finding: what, where, what proves it, what to do; `named` says its node though it be one only.
+
+    `brief` leaves out the proof, and names every node.
+    """
     colour = COLOURS[group.status]
     one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))
-    where = f"on {group.subjects[0]}" if one else group.places
+    where = f"on {group.subjects[0]}" if one and not (brief and len(group.nodes) > 1) else group.places
     head = f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.title)}[/bold]"
     out.print(f"{head} {escape(where)}" if where else head)
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
     indented(out, f"{group.trouble}:" if group.trouble else "")
-    if group.alike:
+    if brief and (nodes or group.size > 1):
+        _places(out, group, named=bool(nodes), one=one)
+    elif group.alike:
         indented(out, escape(group.message))
         if nodes and not one and group.subjects:
             for node, subjects in group.by_node[:SHOWN]:
@@ -68,12 +73,32 @@ def finding(out: Console, group: Group, *, named: bool = False) -> None:
             indented(out, "" if one else escape(some(group.subjects, "on ")))
     else:
         _each(out, group, named=bool(nodes), subjects=not one)
-    indented(out, escape(some(nodes, "nodes " if len(nodes) > 1 else "node ")))
+    if not brief:
+        indented(out, escape(some(nodes, "nodes " if len(nodes) > 1 else "node ")))
     if group.status in ("fail", "warn"):
-        for check in group.checks[: len(group.codes) if group.trouble else 1]:  # those of the first device
+        proofs = 0 if brief else len(group.codes) if group.trouble else 1
+        for check in group.checks[:proofs]:  # those of the first device
             for line in check.evidence[:4]:
                 indented(out, f"[dim]{escape(line)}[/dim]")
         indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
+
+
+def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
+    """Every place: those that say the same share a line, and so do nodes with the same devices."""
+    said: dict[str, dict[str, dict[str, None]]] = {}
+    for check in group.checks:
+        words = check.message if group.size <= SHOWN else group.message
+        said.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
+    for words, by_node in said.items():
+        indented(out, escape(words))
+        shared: dict[tuple[str, ...], list[str]] = {}
+        for node, subjects in by_node.items():
+            shared.setdefault(tuple(filter(None, subjects)), []).append(node)
+        for what, nodes in shared.items():
+            where = (units.hostlist(nodes) if named else "", "" if one and not named else units.hostlist(what))
+            indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
+    if group.size > SHOWN and not group.alike:
+        indented(out, "in the words of the first: the others differ in figures or places (-v)")
 
 
 def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:

@@ -9,26 +9,44 @@ from rich.markup import escape
 
 from agent import units
 from agent.gate.verdict import Check
+from agent.terminal import brief
 from agent.terminal.findings import findings
-from agent.terminal.tables import table
+from agent.terminal.tables import pairs, table
+from agent.view import View
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
+from topology.graph import NodeTopology
 
 
-def scan(out: Console, found: Sequence[Snapshot], checks: Sequence[Check], everything: bool) -> None:
-    """Hosts and their findings."""
-    for snapshot in found:
+def scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
+    """The verdict of what a scan shows, hosts and their findings."""
+    one = view.snapshots[0].hostname if len(view.snapshots) == 1 else ""
+    brief.opening(out, view.verdict, view.checks, at=one)
+    if not verbose:
+        hosts_in_brief(out, view.snapshots, view.topologies, view.checks)
+        brief.findings(out, view.checks)
+        return
+    for snapshot in view.snapshots:
         host(out, snapshot)
         out.print("\n[bold]Findings[/bold]")
-        mine = [check for check in checks if check.node == snapshot.hostname]
-        findings(out, mine, everything=everything)
-        found_bad = [check for check in mine if check.status in ("fail", "warn")]
-        if found_bad:
-            out.print("[dim]scan only tells; `topoflight preflight` turns this into a verdict and an exit code[/dim]")
+        findings(out, [check for check in view.checks if check.node == snapshot.hostname], everything=everything)
+    if view.verdict.word in ("fail", "warn"):
+        out.print("[dim]scan only tells; `topoflight preflight` turns this into an exit code[/dim]")
+
+
+def hosts_in_brief(
+    out: Console, snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], checks: Sequence[Check]
+) -> None:
+    """One machine in a few rows; of several those that are sound, by kind."""
+    found = list(zip(snapshots, topologies, strict=True))
+    if len(found) == 1:
+        pairs(out, brief.machine(*found[0]))
+    else:
+        brief.nodes(out, [(each[0].hostname, brief.kind(*each)) for each in found], checks)
 
 
 def host(out: Console, snapshot: Snapshot) -> None:

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 from agent.terminal.tables import SHOWN, table
 
 
-def bench(out: Console, result: BenchResult) -> None:
-    """Measured collectives, one row per op and size."""
+def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
+    """Measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     expected = any(m.expected_busbw_bytes_per_second for m in result.measurements)
     rows = table("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
     for column in rows.columns:
         column.no_wrap = True
+    largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     for m in result.measurements:
+        if m is not largest[m.op] and m.verified and not verbose:
+            continue
         cells = [m.op, units.size(m.bytes), units.seconds(m.median_seconds)]
         cells.append(f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?")
         cells += [units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second)]
@@ -34,14 +37,20 @@ def bench(out: Console, result: BenchResult) -> None:
             cells.append(expected_words(m))
         rows.add_row(*cells, "yes" if m.verified else "NO")
     where = f"{result.world_size} {result.backend} ranks on {', '.join(sorted(set(result.hosts))) or 'this host'}"
-    out.print(f"\n[bold]Measured[/bold], {escape(where)}")
+    wrong = sum(not m.verified for m in result.measurements)
+    mark = "[bold red]✗ FAIL[/bold red]" if wrong or result.problems else "[green]✓[/green]"
+    told = f"{wrong} of {len(result.measurements)} results not verified" if wrong else "every result verified"
+    shown = len(rows.rows)
+    more = f"; {len(result.measurements) - shown} smaller sizes: -v" if shown < len(result.measurements) else ""
+    out.print(f"{mark} [bold]Measured[/bold], {escape(where)}: {told}{more}")
     out.print(rows)
-    if result.step is not None:
+    if result.step is not None and verbose:
         pieces = table("one training step", "bytes", "calls", "ranks", "time")
         for part in result.step.parts:
             moved, time = units.size(part.bytes), units.seconds(part.median_seconds)
             pieces.add_row(part.name, moved, str(part.times), str(part.group_ranks), time)
         out.print(pieces)
+    if result.step is not None:
         out.print(f"communication of the step, nothing hidden: {units.seconds(result.step.median_seconds)}")
     if len(set(result.hosts)) > 1 and result.carried:
         over: dict[str, int] = {}

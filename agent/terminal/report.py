@@ -7,35 +7,42 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from agent.gate.verdict import unjudged
-
 if TYPE_CHECKING:
     from agent.gate.report import Report
+from agent.terminal import brief
 from agent.terminal.advice import recommendation
 from agent.terminal.findings import findings, verdict
-from agent.terminal.hosts import host
+from agent.terminal.hosts import host, hosts_in_brief
 from agent.terminal.measured import bench, by_network, comparison, run
-from agent.terminal.tables import COLOURS
 from agent.terminal.topology import node
 
 
-def report(out: Console, whole: Report, *, everything: bool = False) -> None:
-    """The whole report, in the order of the flight, verdict last; first what it does not speak of."""
-    if (aside := unjudged(whole.checks)) and whole.verdict.word in ("pass", "warn"):
-        out.print(f"[{COLOURS['unknown']}]{escape(aside)}[/{COLOURS['unknown']}]: this says nothing of GPUs")
-    for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
-        host(out, snapshot)
-        node(out, topology, brief=True)
+def report(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
+    """The verdict and what to do, then what it rests on; `verbose` with hosts, links and proofs."""
+    one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
+    brief.opening(out, whole.verdict, whole.checks, at=one, seconds=whole.seconds)
+    if not verbose:
+        hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
+        brief.nodes(out, [(r.name, f"{r.gpus} x {r.product}; RDMA {r.rdma or 'unknown'}") for r in whole.nodes],
+                    whole.checks)  # fmt: skip
+    if verbose:
+        for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
+            host(out, snapshot)
+            node(out, topology, brief=True)
     if whole.bench is not None:
-        bench(out, whole.bench)
-    if whole.recommendation is not None:
-        recommendation(out, whole.recommendation)
+        bench(out, whole.bench, verbose=verbose)
+    if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
+        recommendation(out, whole.recommendation, brief=not verbose)
     if whole.flight is not None:
         run(out, whole.flight)
         comparison(out, whole.comparisons)
     by_network(out, whole)
-    out.print("\n[bold]Findings[/bold]")
-    findings(out, whole.checks, everything=everything)
+    if verbose:
+        out.print("\n[bold]Findings[/bold]")
+        findings(out, whole.checks, everything=everything)
+    else:
+        brief.findings(out, whole.checks)
     for note in whole.notes:
         out.print(f"· {escape(note)}")
-    verdict(out, whole.verdict, whole.seconds)
+    if verbose:
+        verdict(out, whole.verdict, whole.seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from rich import box
@@ -47,6 +47,14 @@ def point(out: Console, mark: str, text: str) -> None:
     row = Table.grid(padding=(0, 1))
     row.add_row(mark, text)
     out.print(row)
+
+
+def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """What a thing is, a word and its value in each line."""
+    shown = Table.grid(padding=(0, 1))
+    for word, text in rows:
+        shown.add_row(f"  [bold]{word}[/bold]", escape(text))
+    out.print(shown)
 
 
 def explanation(out: Console, text: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
 from rich.console import Console
 from rich.markup import escape
 
-from agent.terminal.tables import some, table
+from agent import units
+from agent.terminal.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.units import expected_rate
+from probes.api import Finding
 from topology.formats.matrix import columns
 from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
@@ -72,6 +77,39 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
             out.print(f"expected all_gather within {expected.scope}: {expected_rate(expected)} bus bandwidth")
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
+
+
+def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
+    """GPUs among themselves, to their nearest NICs, and what that should carry."""
+    gpus = {gpu.name for gpu in topology.gpus}
+    labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
+    if labels:
+        yield "links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
+    near = Counter(nearest.label for nearest in topology.nearest_nic if nearest.nics)
+    if near:
+        yield "nearest", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
+    for expected in topology.expectations:
+        if expected.op == "all_gather" and expected.scope == "node":
+            yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth"
+
+
+def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
+    """The verdict on a node's links, and how they are in a few rows; the matrix is `-v`."""
+    bad = [*departures(topology), *(f.code for f in found if f.severity.value in ("fail", "warn"))]
+    worst = "fail" if any(f.severity.value == "fail" for f in found) else "warn" if bad else "pass"
+    judged = topology.gpus or topology.nics
+    word, todo = (worst, "See below." if bad else "Nothing to do.") if judged else ("unknown", "Scan where GPUs are.")
+    what = topology.sku or ("no machine of the reference table" if judged else "no GPU and no RDMA device was read")
+    counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
+    mark = f"[{COLOURS[word]}]{GLYPHS[word]}[/{COLOURS[word]}]"
+    out.print(f"{mark} {escape(f'{topology.hostname}: {what}; {counted}')}. [bold]→ {todo}[/bold]")
+    pairs(out, links(topology))
+    for departure in departures(topology):
+        point(out, "[yellow]![/yellow]", escape(f"departs from it: {departure}"))
+    for warning in topology.warnings:
+        point(out, "[yellow]![/yellow]", escape(warning))
+    if judged:
+        out.print("[dim]the matrix: -v, or -o svg, xml, json[/dim]")
 
 
 def nearest_nics(out: Console, topology: NodeTopology) -> None:

@@ -233,7 +233,9 @@ def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path
 def test_a_line_of_a_log_is_quoted_to_the_letter(tmp_path: Path) -> None:
     """Host, process and thread are `gpu-a:100:130`: no picture takes the place of `:100:`, no bracket is markup."""
     (tmp_path / LOG).write_text("\n".join(LOG_LINES))
-    result = CliRunner().invoke(cli, ["evidence", str(tmp_path / LOG)], env={"COLUMNS": "120"}, prog_name="topoflight")
+    result = CliRunner().invoke(
+        cli, ["evidence", "-v", str(tmp_path / LOG)], env={"COLUMNS": "120"}, prog_name="topoflight"
+    )
     for line in LOG_LINES:
         assert line in result.output.replace("\n  ", ""), line
     assert result.output.index("✗ FAIL") < result.output.index("Proof")

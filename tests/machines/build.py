@@ -442,6 +442,20 @@ def sick_thermal(tree: Tree) -> Machine:
                 change=heat)  # fmt: skip
 
 
+def demo(tree: Tree) -> Machine:
+    """What `topoflight demo` shows: three faults that one node seldom has together."""
+
+    def hurt(gpus: list[NvmlGpu]) -> None:
+        gpus[3].links_down = (4, 11)
+        gpus[6].answers |= {
+            "nvmlDeviceGetTemperature": 88, "nvmlDeviceGetCurrentClocksThrottleReasons": 0x20 | 0x8 | 0x40,
+            "nvmlDeviceGetUtilizationRates": {"gpu": 100, "memory": 40}, "nvmlDeviceGetClockInfo": 1050,
+        }  # fmt: skip
+
+    sick = " Sick: GPU3 has 16 of 18 NVLinks, GPU6 throttles at 88 C, mlx5_9 is down (Polling)."
+    return _hgx(tree, "demo-built-h100", HGX_SOURCE + sick, change=hurt, dead_hca=7)
+
+
 def azure_vm(tree: Tree) -> Machine:
     """A virtual machine that gives every device a root of its own: the tree says nothing of nearness."""
     gpus = []
@@ -510,8 +524,9 @@ def record(describe: Callable[[Tree], Machine]) -> dict[str, Json]:
 def main(check: bool) -> int:
     """Write the recordings, or with `check` name those that differ."""
     stale = []
-    for name, describe in MACHINES.items():
-        path, content = FOLDER / f"{name}.json", dumps(record(describe))
+    shipped = FOLDER.parent.parent / "agent" / "data" / "demo.json"  # with the wheel, for `topoflight demo`
+    for path, describe in {shipped: demo, **{FOLDER / f"{name}.json": each for name, each in MACHINES.items()}}.items():
+        content = dumps(record(describe))
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             stale.append(path.name)
             if not check:

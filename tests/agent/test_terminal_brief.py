@@ -1,0 +1,142 @@
+"""What an engineer on call reads first: ten lines on a healthy thing, the verdict and what to do on the first."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agent.cli.main import VERBS, cli
+from agent.units import hostlist
+
+MACHINES = Path(__file__).parent.parent / "machines"
+SOUND = ("hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "titan-rtx-2x-nv2", "cpu-only-vm")
+LOG = """\
+n1:10:20 [0] NCCL INFO NCCL version 2.27.7+cuda12.9
+n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [receive] via NET/IB/0/GDRDMA
+n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA
+n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 16 - Destroy COMPLETE
+"""
+
+
+def told(*words: str, columns: int = 80) -> list[str]:
+    done = CliRunner().invoke(cli, list(words), env={"COLUMNS": str(columns)}, prog_name="topoflight")
+    assert done.exit_code in (0, 3), done.output
+    return done.stdout.rstrip("\n").splitlines()
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize(
+    "words", ["scan", "preflight -q", "topo", "recommend", "recommend --model Qwen2.5-0.5B --steps 100 --price 98"]
+)
+def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, words: str) -> None:
+    verb, *options = words.split()
+    lines = told(verb, "--host", str(MACHINES / f"{name}.json"), *options)
+    assert len(lines) <= 10, "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    if verb != "recommend":
+        assert re.match(r"(✓ pass|\? unknown) .*→ ", " ".join(lines[:3])), lines[0]
+    elif options:
+        assert lines[0].startswith("Layout for Qwen2.5-0.5B: ✓ ")
+        assert [line.split()[0] for line in lines[1:5]] == ["speed", "time", "money", "memory"]
+
+
+def test_evidence_of_a_good_log_is_ten_lines(tmp_path: Path) -> None:
+    (tmp_path / "nccl.log").write_text(LOG)
+    lines = told("evidence", str(tmp_path / "nccl.log"))
+    assert len(lines) <= 10 and lines[0].startswith("✓ no problem in the log") and "→" in " ".join(lines[:2])
+
+
+def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:
+    """Recordings of nodes by number: those of `faults` are the built sick machines, the rest healthy."""
+    kinds = {number: kind for kind, numbers in faults.items() for number in numbers}
+    names = []
+    for number in range(total):
+        content = json.loads((MACHINES / f"{kinds.get(number, SOUND[0])}.json").read_text())
+        name = f"gpu-{number:03d}"
+        content["hostname"] = content["answers"]["identity"][""]["hostname"] = name
+        (folder / f"{name}.json").write_text(json.dumps(content))
+        names.append(name)
+    return names
+
+
+def expanded(text: str) -> set[str]:
+    """The nodes that a list in Slurm's form stands for."""
+    found = set(re.findall(r"gpu-\d{3}", text))
+    for ranges in re.findall(r"gpu-\[([\d,-]+)\]", text):
+        for first, last in (part.split("-") if "-" in part else (part, part) for part in ranges.split(",")):
+            found |= {f"gpu-{number:03d}" for number in range(int(first), int(last) + 1)}
+    return found
+
+
+def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
+    """One fault on ten nodes, another on one: the lines do not grow with the nodes, and none is left out."""
+    faults = {"sick-h100-dead-hca": [*range(1, 11)], "sick-h100-memlock-64KiB": [11]}
+    names = fleet(tmp_path, faults, 12)
+    lines = told("preflight", "-q", "--host", str(tmp_path), columns=60)
+    text = "\n".join(lines)
+    assert lines[0].startswith("✗ FAIL ") and len(lines) < 50
+    assert max(map(len, lines)) <= 60
+    unfolded = re.sub(r"\s+", " ", text)
+    down = unfolded[unfolded.rindex("FAIL rdma.port.down on 10 nodes") :]
+    assert expanded(down[: down.index("→")]) == {f"gpu-{number:03d}" for number in faults["sick-h100-dead-hca"]}
+    assert "gpu-011" in unfolded[unfolded.index("✗ FAIL limits.memlock.low") :]
+    assert expanded(unfolded) == set(names)
+
+
+def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
+    fleet(tmp_path, {"sick-h100-dead-hca": [1]}, 2)
+    node = "\n".join(told("scan", "--host", str(tmp_path), "gpu-001"))
+    assert "rdma.port.down" in node and "gpu-000" not in node and "probe " in node
+    assert "mlx5_3:1" in "\n".join(told("scan", "--host", str(tmp_path), "mlx5_3:1"))
+    wrong = CliRunner().invoke(cli, ["scan", "--host", str(tmp_path), "gpu-009"])
+    assert wrong.exit_code == 2 and "gpu-009" in wrong.output and "gpu-000" in wrong.output
+
+
+def test_hosts_as_slurm_writes_them() -> None:
+    assert hostlist(["b", "a"]) == "b, a"
+    assert hostlist([f"n{i:02d}" for i in range(1, 12)]) == "n[01-11]"
+    assert hostlist(["n9", "n10", "n12"], plain=0) == "n[9,10,12]"
+    assert hostlist(["login", "n1-ib", "n2-ib"], plain=0) == "login, n[1-2]-ib"
+
+
+def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
+    text = "\n".join(told("demo"))
+    assert "A built machine" in text
+    for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
+        assert code in text, code
+
+
+def complete(shell: str, line: str) -> list[str]:
+    words = line.split(" ")
+    env = {"PATH": str(Path(sys.executable).parent), "_TOPOFLIGHT_COMPLETE": f"{shell}_complete", "COMP_WORDS": line,
+           "COMP_CWORD": words[-1] if shell == "fish" else str(len(words) - 1)}  # fmt: skip
+    return subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_verbs_options_and_choices(shell: str) -> None:
+    """By click's own protocol, as the script that it prints asks."""
+    assert {verb for verb in VERBS if any(verb in each for each in complete(shell, "topoflight "))} == set(VERBS)
+    assert any("--baseline" in each for each in complete(shell, "topoflight preflight --bas"))
+    assert any("qlora" in each for each in complete(shell, "topoflight recommend --method q"))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str) -> None:
+    env = {"PATH": str(Path(sys.executable).parent) + ":/usr/bin:/bin", "_TOPOFLIGHT_COMPLETE": f"{shell}_source"}
+    script = subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout
+    assert f"{shell}_complete" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+    if shell == "bash":  # and it works in one
+        asks = "COMP_WORDS=(topoflight pre); COMP_CWORD=1; _topoflight_completion topoflight pre; echo ${COMPREPLY[@]}"
+        del env["_TOPOFLIGHT_COMPLETE"]
+        done = subprocess.run(["bash", "-c", f"{script}\n{asks}"], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["preflight"]
