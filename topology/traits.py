@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hardware.units import GIGA
 from probes.api import Ok, Severity, Snapshot
@@ -19,7 +20,7 @@ from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.build import build
-from topology.graph import nvlinks
+from topology.graph import NodeTopology, nvlinks
 
 FAIL, WARN, INFO = Severity.FAIL, Severity.WARN, Severity.INFO
 UNLIMITED = "unlimited"
@@ -42,14 +43,19 @@ class Trait:
         return self.subject, self.what
 
 
-def traits(snapshot: Snapshot, like: Snapshot | None = None) -> dict[tuple[str, str], Trait]:
+def traits(
+    snapshot: Snapshot, like: Snapshot | None = None, node: NodeTopology | None = None
+) -> dict[tuple[str, str], Trait]:
     """Every trait of a snapshot by its key; a GPU has the name of the one in its place in `like`, by PCI address.
+
+    `node` is its topology where that is built already.
 
     NVML numbers the GPUs that it finds: where one is gone, those behind it have the numbers of others.
     """
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else _names_by_place(snapshot.facts(GpuFacts), like.facts(GpuFacts))
-    for source in (_probes, _gpus, _pci, _rdma, _interfaces, _limits, _host, _links):
+    links = partial(_links, node=node)
+    for source in (_probes, _gpus, _pci, _rdma, _interfaces, _limits, _host, links):
         for trait in source(snapshot):
             named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
             found.setdefault(named.key, named)
@@ -248,9 +254,9 @@ def _host(snapshot: Snapshot) -> Iterator[Trait]:
         yield from _trait(name, "set to", value, WARN)
 
 
-def _links(snapshot: Snapshot) -> Iterator[Trait]:
+def _links(snapshot: Snapshot, node: NodeTopology | None) -> Iterator[Trait]:
     """Path labels that the topology shows; NVLink counts stand with the GPUs already."""
-    node = build(snapshot)
+    node = build(snapshot) if node is None else node
     gpus = {gpu.name for gpu in node.gpus}
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     for pair in node.pairs:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -86,6 +87,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     state = State(
         scan, interval_seconds=interval, folder=given["folder"],
         expected=lambda: asked(given["expect"], given["expect_file"]),
+        history=None if hosts else _history(given["folder"]),
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
@@ -95,6 +97,13 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     finally:
         if scanner:
             scanner.close()
+
+
+def _history(folder: Path | None) -> Any:
+    from agent import history
+
+    kept = folder if folder is not None and folder.is_dir() and os.access(folder, os.W_OK) else None
+    return history.History(kept / history.FILE if kept else None, lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _url(address: str, port: int) -> str:

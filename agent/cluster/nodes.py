@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from agent import units
@@ -167,15 +168,16 @@ def _findings(checks: Sequence[Check]) -> tuple[Json, ...]:
 
 
 class FirstSeen:
-    """Since when each finding is there, as far as this process knows: a code and subject that stay keep their time."""
+    """Since when each finding is there: by the history, else as far as this process knows."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], str] = {}
 
-    def dated(self, record: NodeRecord) -> NodeRecord:
+    def dated(self, record: NodeRecord, known: Mapping[tuple[str, str], float] = MappingProxyType({})) -> NodeRecord:
         """The record with `since` in each finding; one that was not there before began with this scan."""
         now = _time(record.scanned_at_seconds)
-        since = {key: self._since.get(key, now) for key in map(_which, record.findings)}
+        kept = {**self._since, **{key: _time(at) for key, at in known.items()}}
+        since = {key: kept.get(key, now) for key in map(_which, record.findings)}
         self._since = since
         return replace(record, findings=tuple({**each, "since": since[_which(each)]} for each in record.findings))
 

@@ -43,6 +43,7 @@ class Check:
     evidence: tuple[str, ...] = ()
     remedy: str = ""
     required: bool = False
+    pending: bool = False  # a failure that one scan of the resident agent found, and no second one yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,7 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
     aside = unjudged(checks)
     told = f"{aside}; " if aside else ""
     say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
+    pending = sorted({check.id for check in checks if check.pending})
     required_unknown = [check for check in results["unknown"] if check.required]
     if results["fail"]:
         why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
@@ -158,6 +160,8 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
         return say(
             word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {_unmeasured(required_unknown)}"
         )
+    if pending:
+        return say(word="unknown", exit_code=EXIT_UNKNOWN, why=f"not yet seen twice: {', '.join(pending)}")
     if fail_on == "unknown" and results["unknown"]:
         unknown = len({check.id for check in results["unknown"]})
         why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"

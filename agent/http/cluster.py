@@ -79,7 +79,7 @@ class Cluster:
         if view is None:
             return ()
         records = records_of(view, name=self._name, interval_seconds=self._interval)
-        return tuple(self._first_seen.dated(record) for record in records) if len(records) == 1 else records
+        return tuple(self._first_seen.dated(record, view.since) for record in records) if len(records) == 1 else records
 
     @property
     def scanned(self) -> tuple[str | None, float] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agent.gate.expect import Expectation
 from agent.gate.verdict import GateError
+from agent.history import History
 from agent.jobs import bench_history
 from agent.jobs import result_store as keep
 from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
@@ -27,17 +28,18 @@ class State:
     """Scans in a thread of its own every `interval_seconds`, and hands out the newest view.
 
     `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and flights left.
-    `expected` says what each host must have, None for nothing.
+    `expected` says what each host must have, None for nothing; `history` which findings hold, None for each at once.
     """
 
     def __init__(
         self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
-        expected: Callable[[], Expectation | None] = lambda: None,
+        expected: Callable[[], Expectation | None] = lambda: None, history: History | None = None,
     ) -> None:  # fmt: skip
         self._scan = scan
         self._interval = interval_seconds
         self._folder = folder
         self._expected = expected
+        self._history = history
         self._view: View | None = None
         self._past = Past()
         self._error: str | None = None
@@ -87,6 +89,8 @@ class State:
                 self._scan(), bench=bench, bench_at_seconds=bench_at, benches=benches, flights=self._flights(),
                 earlier=self._past.snapshots, expected=self._asked(),
             )  # fmt: skip
+            if self._history is not None and len(view.snapshots) == 1:
+                view = self._history.seen(view)
             for prepare in self.before:
                 try:
                     prepare(view)

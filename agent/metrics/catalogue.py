@@ -118,6 +118,7 @@ OWN: tuple[Family, ...] = (
     _agent("probe_absent", "1 where the host has nothing for this probe to look at.", "probe"),
     _agent("probe_duration_seconds", "Duration of the probe's last run.", "probe"),
     _agent("findings", "Checks of the last scan that did not pass.", "code", "severity"),
+    _agent("finding_since_seconds", "Unix time since which a finding of that code is there.", "code", "severity"),
     _agent("checks", "Checks of the last scan by their outcome.", "status"),
     _agent("gate_status", "1 for the status the gate is in: pass, warn, unknown, fail.", "status"),
     # --- the cluster: of an agent that publishes, and of one that was asked for the cluster; as of the last scan

@@ -156,6 +156,11 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     missed = Counter((check.id, check.status) for check in view.checks if check.status != "pass")
     yield "findings", [(key, float(count)) for key, count in missed.items()]
     outcomes = Counter(str(check.status) for check in view.checks)
+    began: dict[tuple[str, ...], float] = {}
+    for check in view.checks:
+        if (at := view.since.get((check.id, check.subject))) is not None:
+            began[check.id, check.status] = min(at, began.get((check.id, check.status), at))
+    yield "finding_since_seconds", list(began.items())
     yield "checks", [((status,), float(outcomes[status])) for status in STATUSES]
     words = ("pass", "warn", "unknown", "fail")
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from agent import units
+from agent import history, units
 from agent.advise import EXPORTS
 from agent.gate.explain import UnknownCodeError, section
 from agent.gate.judged import expected_words
@@ -138,6 +138,7 @@ def _environment(*, html: bool) -> Environment:
         side_by_side=side_by_side,
         by_network=by_network,
         history_of=_history,
+        changed=history.changed,
         exports=EXPORTS,
     )
     return made

@@ -35,6 +35,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("scan", 2): (("--host", "missing.json"), ""),
     ("capture", 0): ((), ""),
     ("capture", 2): (("--no-such-option",), ""),
+    ("demo", 0): ((), ""),
     ("topo", 0): (("--host", SOUND), ""),
     ("topo", 2): (("--from", "-"), "no matrix"),
     ("diff", 0): ((SICK, SOUND), ""),

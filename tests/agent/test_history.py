@@ -1,0 +1,240 @@
+"""Findings that hold: raised by their second scan, cleared by the third without; and what changed, kept for 30 days."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agent import history
+from agent.cli.main import cli
+from agent.gate.codes import ALL_CODES
+from agent.gate.explain import section
+from agent.history import AT_ONCE, History
+from agent.metrics.families import exposition
+from agent.pages import render
+from agent.view import View, look
+from probes.api import Absent, Ok, Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.host.recording import load
+from probes.hostinfo.probe import HostinfoFacts
+from probes.rdma.facts import RdmaFacts
+from probes.scan import scan
+
+MACHINES = Path(__file__).parent.parent / "machines"
+STEP = 30.0
+START = time.time() - 7200.0
+
+
+def machine(name: str) -> Snapshot:
+    return scan(load(MACHINES / f"{name}.json"))
+
+
+@pytest.fixture(scope="module")
+def tray() -> Snapshot:
+    return machine("gb200-nvl72-tray")
+
+
+def with_facts(snapshot: Snapshot, facts: type, **changes: Any) -> Snapshot:
+    """The same host with other facts of one probe."""
+    return replace(snapshot, outcomes={
+        name: replace(outcome, facts=replace(outcome.facts, **changes))
+        if isinstance(outcome, Ok) and isinstance(outcome.facts, facts) else outcome
+        for name, outcome in snapshot.outcomes.items()
+    })  # fmt: skip
+
+
+def port_down(snapshot: Snapshot, device: str = "mlx5_2", state: str = "DOWN", downed: int = 0) -> Snapshot:
+    rdma = snapshot.facts(RdmaFacts)
+    assert rdma is not None
+    devices = tuple(
+        replace(each, ports=tuple(replace(port, state=state, counters={"link_downed": downed}) for port in each.ports))
+        if device in ("", each.name) else each
+        for each in rdma.devices
+    )  # fmt: skip
+    return with_facts(snapshot, RdmaFacts, devices=devices)
+
+
+def at(view: View, seconds: float, name: str = "n") -> View:
+    """The view as a scan of another node at another time shows it: equal nodes differ in nothing else."""
+    snapshot = replace(view.snapshots[0], hostname=name, taken_at_seconds=START + seconds)
+    return replace(view, snapshots=(snapshot,), checks=tuple(replace(check, node=name) for check in view.checks))
+
+
+def raised(view: View) -> set[str]:
+    return {check.id for check in view.checks if check.status in ("fail", "warn")}
+
+
+def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray: Snapshot) -> None:
+    kept = History(None)
+    sound, sick = look((tray,)), look((port_down(tray),))
+    shown = [
+        kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, sick, sound, sick, sick, sound, sound, sound])
+    ]
+    assert ["rdma.port.down" in raised(view) for view in shown] == [False] * 4 + [True] * 3 + [False]
+    assert [view.verdict.word for view in shown] == [
+        "pass",
+        "unknown",
+        "pass",
+        "unknown",
+        "fail",
+        "fail",
+        "fail",
+        "pass",
+    ]
+    told = [(event.kind, event.code) for event in shown[-1].events if event.code == "rdma.port.down"]
+    assert told == [("raised", "rdma.port.down"), ("cleared", "rdma.port.down")]
+
+
+def test_what_flickers_once_raised_stays_raised(tray: Snapshot) -> None:
+    kept, sound, sick = History(None), look((tray,)), look((port_down(tray),))
+    shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[sound, sick] * 5])]
+    assert all("rdma.port.down" in raised(view) for view in shown[1:])
+
+
+def test_what_was_not_judged_is_not_gone(tray: Snapshot) -> None:
+    """A probe that fails says nothing of what it found before."""
+    kept, sick = History(None), look((port_down(tray),))
+    silent = look((replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")}),))
+    shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[silent] * 5])]
+    assert "rdma.port.down" in raised(shown[-1])
+
+
+def test_since_when_after_what_and_how_often(tray: Snapshot, tmp_path: Path) -> None:
+    """The words of the page, the metric and `diff --since`, across a restart of the agent."""
+    sound, sick = look((tray,)), look((port_down(tray),))
+    newer = look((with_facts(port_down(tray), GpuFacts, driver_version="580.65.06"),))
+    path = tmp_path / history.FILE
+    kept = History(path)
+    for i, view in enumerate([sound, sound, sick, sick, sound, sound, sound, sound, sick, sick, *[sound] * 3]):
+        kept.seen(at(view, STEP * i))
+    kept = History(path)
+    late = STEP * 13
+    shown = [kept.seen(at(newer, late + STEP * i)) for i in range(14)]
+    assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
+    words = history.since_words(shown[-1], "rdma.port.down", "mlx5_2:1")
+    began = history.clock(START + late)
+    assert words == f"since {began}, after driver 570.124.06 -> 580.65.06 ({began}); third time this week"
+    assert words in html.unescape(render.node_page(shown[-1], None, "no model", digest="", trouble=None))
+    body = exposition(shown[-1], "")[0].decode()
+    shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
+    assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
+    done = CliRunner().invoke(cli, ["diff", "--since", "24h", "--state", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "driver 570.124.06 -> 580.65.06" in done.output and done.output.count("raised rdma.port.down") == 3
+    nothing = CliRunner().invoke(cli, ["diff", "--since", "1min", "--state", str(tmp_path)])
+    assert "nothing changed" in nothing.output
+    assert CliRunner().invoke(cli, ["diff", "--since", "soon", "--state", str(tmp_path)]).exit_code == 2
+    assert CliRunner().invoke(cli, ["diff", "--since", "1h", "--state", str(tmp_path / "none")]).exit_code == 2
+
+
+def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -> None:
+    rdma = tray.facts(RdmaFacts)
+    assert rdma is not None
+    without = look((with_facts(tray, RdmaFacts, devices=rdma.devices[1:]),))
+    sound, kept = look((tray,)), History(None)
+    shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, without, sound, without, without])]
+    assert not [event for event in shown[2].events if event.kind == "changed"]
+    assert "mlx5_0 missing" in [event.text for event in shown[-1].events]
+
+
+def test_the_file_is_bounded_and_a_broken_one_begins_anew(tray: Snapshot, tmp_path: Path) -> None:
+    path = tmp_path / history.FILE
+    events = [{"at_seconds": START - i, "kind": "changed", "text": "x" * 300} for i in reversed(range(5000))]
+    old = {"at_seconds": START - 31 * 86400, "kind": "changed", "text": "old"}
+    path.write_text(json.dumps({"events": [old, *events], "open": [], "traits": [], "boot_id": None}))
+    view = History(path).seen(at(look((tray,)), 0))
+    assert len(view.events) <= history.MOST_EVENTS and "old" not in [event.text for event in view.events]
+    assert path.stat().st_size < history.MOST_BYTES
+    path.write_text('{"events": [{}]')
+    assert History(path).seen(at(look((tray,)), 0)).events == ()
+
+
+def test_what_is_raised_at_once_says_why_on_its_page() -> None:
+    assert set(AT_ONCE) <= set(ALL_CODES)
+    for code in AT_ONCE:
+        assert "**Once:**" in section(code), f"docs/findings.md, {code}: **Once:** says why one scan raises it"
+
+
+# The replay: 16 racks of 18 trays, rebooted rack after rack, each tray's agent with it.
+
+
+def phases(tray: Snapshot) -> dict[str, View]:
+    """What the agent of a tray sees, in the order of a boot."""
+    host, gpus = tray.facts(HostinfoFacts), tray.facts(GpuFacts)
+    assert host is not None and gpus is not None
+    booted = with_facts(tray, HostinfoFacts, boot_id="the next one")
+    training = [
+        replace(gpu, fabric_state="in_progress", fabric_clique=None,
+                nvlinks=tuple(replace(link, active=False) for link in gpu.nvlinks))
+        for gpu in gpus.gpus
+    ]  # fmt: skip
+    no_driver = replace(port_down(booted, "", "INIT"), outcomes={
+        **port_down(booted, "", "INIT").outcomes, "gpu": Absent(why="no driver"), "imex": Absent(why="no driver"),
+    })  # fmt: skip
+    early = replace(with_facts(port_down(booted, "", "DOWN"), GpuFacts, gpus=tuple(training)), taken_at_seconds=1.0)
+    flapped = replace(port_down(early, "", "ARMED", downed=2), taken_at_seconds=31.0)
+    sound = port_down(booted, "", "ACTIVE", downed=2)
+    found = {
+        "before": look((tray,)), "no driver": look((no_driver,)), "training": look((early,)),
+        "flapped": look((flapped,), earlier=(early,)), "sound": look((sound,)),
+        "fault": look((port_down(sound, "mlx5_1", "DOWN", downed=2),)),
+    }  # fmt: skip
+    assert {"gpu.fabric.incomplete", "rdma.counters.rising"} <= raised(found["flapped"]), "boot as one scan sees it"
+    return found
+
+
+def scans(rack: int) -> Iterator[tuple[str, float]]:
+    """Phase and time of each scan of a tray in this rack; while it is down there is none."""
+    down = 120.0 + rack * 600.0
+    steps = ["no driver", "no driver", "no driver", "training", "training", "flapped", "flapped"]
+    for i in range(4):
+        yield "before", down - STEP * (4 - i)
+    for i, phase in enumerate([*steps, *["sound"] * 8]):
+        yield phase, down + 90.0 + STEP * i
+
+
+def test_a_rolling_reboot_of_288_trays_raises_nothing_and_a_fault_is_named_within_two_scans(
+    tray: Snapshot, tmp_path: Path
+) -> None:
+    views, alarms, named = phases(tray), 0, 0
+    for number in range(288):
+        rack, name = number // 18, f"r{number // 18:02d}-t{number % 18:02d}"
+        path, booted = tmp_path / f"{name}.json", 60.0
+        kept, times = History(path, lambda: float("inf")), list(scans(rack))
+        for i, (phase, when) in enumerate(times):
+            if i == 4:  # the agent starts with the host
+                began = when - booted
+                clock = [when]
+                kept = History(path, lambda clock=clock, began=began: clock[0] - began)
+            if i >= 4:
+                clock[0] = when
+            alarms += len(raised(kept.seen(at(views[phase], when, name))))
+        if number % 96 == 5:
+            last = times[-1][1]
+            for i in (1, 2):
+                clock[0] = last + STEP * i
+                shown = kept.seen(at(views["fault"], last + STEP * i, name))
+            named += "rdma.port.down" in raised(shown)
+    assert alarms == 0
+    assert named == 3
+
+
+def test_a_fault_of_boot_that_stays_is_named_when_the_host_has_settled(tray: Snapshot) -> None:
+    views, uptime = phases(tray), [0.0]
+    kept = History(None, lambda: uptime[0])
+    first = None
+    for i in range(20):
+        uptime[0] = 60.0 + STEP * i
+        if "gpu.fabric.incomplete" in raised(kept.seen(at(views["training"], STEP * i))):
+            first = uptime[0]
+            break
+    assert first == history.SETTLING_SECONDS
