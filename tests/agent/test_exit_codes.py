@@ -36,6 +36,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("capture", 0): ((), ""),
     ("capture", 2): (("--no-such-option",), ""),
     ("demo", 0): ((), ""),
+    ("demo", 2): (("--no-such-option",), ""),
     ("topo", 0): (("--host", SOUND), ""),
     ("topo", 2): (("--from", "-"), "no matrix"),
     ("diff", 0): ((SICK, SOUND), ""),

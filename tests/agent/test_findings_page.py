@@ -16,6 +16,7 @@ from agent.cli.main import cli
 from agent.cli.scan import explain
 from agent.gate.codes import ALL_CODES
 from agent.gate.explain import sections
+from agent.history import AT_ONCE
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.environment import CODES as ENV_CODES
 
@@ -43,6 +44,7 @@ def test_section_has_its_parts(code: str) -> None:
     text = sections()[code]
     gate = code in ALL_CODES and not code.startswith("env.")  # of settings docs/nccl-env.md tells them
     wanted = [part for part in PARTS if gate or part != "Severity"]
+    wanted += ["Once"] if code in AT_ONCE else []
     assert re.findall(r"^- \*\*(\w+):\*\* \S", text, flags=re.MULTILINE) == wanted
 
 
