@@ -28,13 +28,18 @@ def render(value: Any, form: str) -> str:
 
 def write_atomic(path: Path, text: str) -> Path:
     """Write a file so that a reader sees the old content or the new, never half of it."""
+    return write_atomic_bytes(path, text.encode())
+
+
+def write_atomic_bytes(path: Path, content: bytes, mode: int = 0o644) -> Path:
+    """As `write_atomic`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
+        Path(temporary).chmod(mode)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
     from probes.scanner import Scanner
 
+RECORDINGS = (".json", ".json.gz", ".tgz", ".tar.gz")
 _POLL_SECONDS = 0.05  # a signal's event is looked at this often
 
 host_option = click.option(
@@ -28,7 +29,7 @@ host_option = click.option(
     multiple=True,
     type=click.Path(exists=True, dir_okay=True, path_type=Path),
     metavar="FILE...",
-    help="Recordings (topoflight capture) to use in place of this host; a folder means all in it.",
+    help="Recordings (topoflight capture) or bundles in place of this host; a folder means all in it.",
 )
 
 
@@ -83,19 +84,19 @@ def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: t
 
         with Scanner(root, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
             return (scanner.scan(),)
-    from probes.host.recording import RecordingError, load
+    from probes.host.recording import RecordingError, load_all
     from probes.scan import scan
 
-    found = []
-    paths = recordings(hosts)
-    for path in paths:
-        if stop.is_set():
-            break
+    found, paths = [], []
+    for path in recordings(hosts):
         try:
-            found.append(scan(load(path)))
+            for host in load_all(path):
+                if not stop.is_set():
+                    found.append(scan(host))
+                    paths.append(path)
         except RecordingError as error:
             raise InputError(str(error)) from None
-    return told_apart(found, paths[: len(found)])
+    return told_apart(found, paths)
 
 
 @contextlib.contextmanager
@@ -142,9 +143,9 @@ def recordings(hosts: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in hosts:
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")))
+            inside = sorted(p for p in path.iterdir() if p.name.endswith(RECORDINGS))
             if not inside:
-                raise click.UsageError(f"--host {path}: no recording (*.json, *.json.gz) in this folder")
+                raise click.UsageError(f"--host {path}: no recording (*.json, *.json.gz, *.tgz) in this folder")
             files += inside
         else:
             files.append(path)

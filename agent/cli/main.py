@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "scan": ("agent.cli.scan:scan", "Probe this host (or recordings) and print what was found."),
     "demo": ("agent.cli.scan:demo", "Show a sick 8-GPU node in two seconds: a built one, that ships with this."),
     "capture": ("agent.cli.scan:capture", "Record this host into a file that replays the whole product."),
+    "bundle": ("agent.cli.bundle:bundle", "Write one file for whoever helps: this host, or --cluster; no secrets."),
     "topo": (
         "agent.cli.topo:topo",
         "Say how GPUs and NICs are linked; read nvidia-smi topo -m or NCCL XML with --from.",
@@ -129,7 +130,7 @@ def expand_hosts(words: list[str]) -> list[str]:
     expanded: list[str] = []
     after_host = False
     for word in words:
-        is_recording = word.endswith((".json", ".json.gz")) and not word.startswith("-") and Path(word).exists()
+        is_recording = word.endswith((".json", ".json.gz", ".tgz")) and not word.startswith("-") and Path(word).exists()
         if after_host and is_recording and len(expanded) >= 2 and expanded[-2] == "--host":
             expanded += ["--host", word]
         else:

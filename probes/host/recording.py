@@ -14,6 +14,7 @@ import gzip
 import json
 import os
 import re
+import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,22 @@ from probes.host.nvml import ERROR_CODES, failure
 from probes.host.protocol import GpuHandle, Host, Json, NvmlError
 
 KIND = "topoflight-recording"
+BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
 SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
 
 _SECRET_PAIR = re.compile(
     r"""([\w.-]{0,64}(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\\"']*\s*[=:]\s*)"""
     r"""(?:(\\*["'])[^"'\\]*|[^\s,;"'\\]+)""",
     re.IGNORECASE,
+)
+_SECRET_NAME = re.compile(r"token|secret|passw|credential|(api|access|private)_?key", re.IGNORECASE)
+_SECRET_SHAPES = re.compile(  # told by their form, whatever stands before them
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\beyJ[\w-]{10,}(?:\.[\w-]*){1,2}"  # a JSON web token
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_\w{20,}|\bgh[pousr]_\w{20,}"
+    r"|(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)"
+    r"|(?<=[Bb]earer )\S+|(?<=[Bb]asic )[\w+/=]{8,}",
+    re.DOTALL,
 )
 _METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
@@ -67,7 +78,7 @@ class RecordingHost:
             except (OSError, NvmlError, ImportError) as error:
                 self._keep(method, arguments, _error_answer(error, arguments))
                 raise
-            self._keep(method, arguments, _pack(answer) if isinstance(answer, bytes) else _without_secrets(answer))
+            self._keep(method, arguments, _pack(answer) if isinstance(answer, bytes) else without_secrets(answer))
             return answer
 
         return ask
@@ -207,7 +218,7 @@ def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]
     return (
         {"$errno": name}
         if plain
-        else {"$errno": name, "text": _without_secrets(getattr(error, "strerror", None) or str(error))}
+        else {"$errno": name, "text": without_secrets(getattr(error, "strerror", None) or str(error))}
     )
 
 
@@ -249,15 +260,45 @@ def _raised(answer: Json, asked: str) -> Json:
     raise OSError(number, answer.get("text", os.strerror(number)), asked)
 
 
-def _without_secrets(answer: Json) -> Json:
-    """The answer with the value of every name=value or name: value pair that looks like a secret left out."""
+def without_secrets(answer: Json) -> Json:
+    """The answer with whatever looks like a secret left out: by the name before it, or by its own form."""
     if isinstance(answer, str):
-        return _SECRET_PAIR.sub(r"\1\2(left out)", answer)
+        return _SECRET_SHAPES.sub("(left out)", _SECRET_PAIR.sub(r"\1\2(left out)", answer))
     if isinstance(answer, dict):
-        return {k: _without_secrets(v) for k, v in answer.items()}
+        return {
+            k: "(left out)" if isinstance(v, str) and _SECRET_NAME.search(str(k)) and v else without_secrets(v)
+            for k, v in answer.items()
+        }
     if isinstance(answer, list | tuple):
-        return [_without_secrets(item) for item in answer]
+        return [without_secrets(item) for item in answer]
     return answer
+
+
+def load_all(path: str | Path) -> list[RecordedHost]:
+    """Every recording of a file: one, or those of a bundle (gzipped tar, each `HOST/recording.json`).
+
+    Raises RecordingError.
+    """
+    path = Path(path)
+    if not path.name.endswith((".tgz", ".tar.gz")):
+        return [load(path)]
+    found, total = [], 0
+    try:
+        with tarfile.open(path, mode="r|gz") as tar:
+            for entry in tar:
+                total += entry.size
+                if total > BUNDLE_LIMIT_BYTES:
+                    raise RecordingError(f"{path}: more than {BUNDLE_LIMIT_BYTES >> 20} MiB unpacked")
+                file = tar.extractfile(entry) if re.fullmatch(r"[^/]+/recording\.json", entry.name) else None
+                if file is not None:
+                    if entry.size > SIZE_LIMIT_BYTES:
+                        raise RecordingError(f"{path}: {entry.name} is larger than any recording is")
+                    found.append(RecordedHost(_checked(plain(file.read()), path)))
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, PlainError) as error:
+        raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None
+    if not found:
+        raise RecordingError(f"{path}: holds no recording (HOST/recording.json)")
+    return found
 
 
 def load(path: str | Path) -> RecordedHost:

@@ -37,6 +37,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("capture", 2): (("--no-such-option",), ""),
     ("demo", 0): ((), ""),
     ("demo", 2): (("--no-such-option",), ""),
+    ("bundle", 2): (("--node", "n"), ""),
     ("topo", 0): (("--host", SOUND), ""),
     ("topo", 2): (("--from", "-"), "no matrix"),
     ("diff", 0): ((SICK, SOUND), ""),
@@ -87,6 +88,7 @@ ELSEWHERE: dict[tuple[str, int], str] = {
         75,
     ): "agent/test_preflight_unscanned.py::test_sigterm_during_the_scan_leaves_a_report_that_knows_nothing",
     ("launch", 5): "agent/test_launch_gate.py::test_a_required_check_that_is_unknown_stops_it_and_others_do_not",
+    ("bundle", 0): "agent/test_bundle.py::test_a_cluster_by_kubectl",
     ("launch", 75): "finetune/test_launch_cut_short.py::test_sigterm_is_passed_on_and_its_outcome_told",
 }
 
