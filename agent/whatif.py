@@ -160,7 +160,8 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
             batch = plan(largest, (), model, train).global_batch
             train = replace(train, global_batch=batch)
         with waiting(f"recommend: forecasting layouts for {text}"):
-            points = sweep(request.machine, nodes, model, train, gpus_per_node=request.ranks_per_node)
+            points = sweep(request.machine, nodes, model, train, gpus_per_node=request.ranks_per_node,
+                           network=request.network, transport=request.transport)  # fmt: skip
     except (MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
     if plot is not None:

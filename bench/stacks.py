@@ -128,6 +128,13 @@ STACKS: tuple[Stack, ...] = (
         ),
         pattern=r"coloss", default_sharding="zero1",
     ),
+    Stack(  # its step makes two copies of the gradients, one in fp32, and AdamW of one flat tensor two of the states
+        engine=Engine(
+            name="internevo", fused=True, states=StateBytes(2.0, 2.0, 26.0, copy=4.0), gradient_buffer=True,
+            fused_cross_entropy=False,
+        ),
+        pattern=r"intern-?(evo|lm)", default_sharding="zero1",
+    ),
     Stack(
         engine=Fsdp(name="fsdp", fused_cross_entropy=False, gradient_bytes=2),  # bfSixteen of fms-fsdp, llama-recipes
         pattern=r"^(?!.*torchtitan).*(fsdp|llama.?(recipes|cookbook)|olmo)",
@@ -145,9 +152,15 @@ STACKS: tuple[Stack, ...] = (
 )  # fmt: skip
 
 
+# Of one GPU, or said to be so, plain PyTorch: weights, gradients and states in the type that is computed with.
+_UNKNOWN_PLAIN = Stack(engine=Engine(name="unknown"), pattern="", known=False)
 _UNKNOWN = Stack(engine=Fsdp(name="unknown"), pattern="", known=False)
-# What no FSDP stack does: model-parallel ranks, experts spread out. It is Megatron's way under whatever name.
-_UNKNOWN_PARALLEL = replace(_MEGATRON, engine=replace(_MEGATRON.engine, name="unknown, model-parallel"), known=False)
+# What no FSDP stack does: model-parallel ranks, experts spread out. It is Megatron's way under whatever name, with
+# gradients in fp32 as Megatron-LM has them by itself.
+_UNKNOWN_PARALLEL = replace(_MEGATRON_FP32, engine=replace(
+    _MEGATRON_FP32.engine, name="unknown, model-parallel", sends_tokens_once=True), known=False)  # fmt: skip
+_PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16) (param|weight)s?"
+_MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
 
 
 def _degree(raw: Mapping[str, str], name: str) -> int:
@@ -159,7 +172,11 @@ def unknown_stack(raw: Mapping[str, str]) -> Stack:
     """The stack of a row whose framework nobody knows: FSDP, or where the degrees say so Megatron's way."""
     parallel = any(_degree(raw, name) > 1 for name in ("tp", "pp", "cp", "ep", "vpp"))
     sharded = re.search(r"fsdp|zero[-_ ]?3|full_shard", (raw.get("sharding") or "").lower())
-    return _UNKNOWN_PARALLEL if parallel and not sharded else _UNKNOWN
+    if parallel and not sharded:
+        return _UNKNOWN_PARALLEL
+    said = f"{raw.get('precision') or ''} ; {raw.get('note') or ''}".lower()
+    plain = re.search(_PURE, said) or (_degree(raw, "world") == 1 and (raw.get("world") or "") == "1")
+    return _UNKNOWN_PLAIN if plain and not re.search(_MIXED, said) else _UNKNOWN
 
 
 def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:

@@ -27,7 +27,7 @@ from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_h
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.rules import first_broken
-from planner.search import Candidate, Found, fitting, search
+from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -401,7 +401,7 @@ def recommend(
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
-    elif planned.capacity and chosen.forecast.memory_bytes.high > 0.85 * planned.capacity:
+    elif planned.capacity and chosen.forecast.memory_bytes.high > TIGHT_SHARE * planned.capacity:
         unknowns.append(
             f"memory is tight: up to {chosen.forecast.memory_bytes.high / GIB:.1f} of {planned.capacity / GIB:.1f} GiB"
         )

@@ -30,13 +30,19 @@ class SweepPoint:
 
 
 def sweep(
-    machine: str, nodes: Sequence[int], model: ModelSpec, train: TrainSpec, *, gpus_per_node: int | None = None
-) -> tuple[SweepPoint, ...]:
-    """Recommend for each number of nodes, with the same global batch where it is given; by default with all GPUs."""
+    machine: str, nodes: Sequence[int], model: ModelSpec, train: TrainSpec, *, gpus_per_node: int | None = None,
+    network: str | None = None, transport: str | None = None,
+) -> tuple[SweepPoint, ...]:  # fmt: skip
+    """Recommend for each number of nodes, with the same global batch where it is given; by default with all GPUs.
+
+    `network` as `machines.over_network` reads it, None for the machine's own. Raises MachineError.
+    """
     points: list[SweepPoint] = []
     base: float | None = None
     for count in nodes:
         cluster = machines.cluster(machine, count, gpus_per_node=gpus_per_node)
+        if network and (count > 1 or max(nodes) == 1):  # one node of several has none; of one alone it is refused
+            cluster = machines.over_network(cluster, network, transport)
         if reason := unjudged(cluster):
             points.append(SweepPoint(nodes=count, ranks=cluster.world_size, family="", step_seconds=None,
                                      tokens_per_second=None, efficiency=None, reason=reason))  # fmt: skip

@@ -127,8 +127,6 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
         raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
     if options["sweep"] and options["compare"]:
         raise click.UsageError("--sweep and --compare: give one of them")
-    if options["sweep"] and options["network"] and not options["frontier"]:
-        raise click.UsageError("--network and --sweep: give one of them; a sweep is over a machine's own network")
     if options["sweep"] and options["nodes"]:
         raise click.UsageError(
             f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"

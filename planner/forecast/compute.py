@@ -7,6 +7,7 @@ runs at its own rate (arXiv 2307.08691, 2407.08608). Everything else is passes o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -177,6 +178,7 @@ class LayerCost(NamedTuple):
     elementwise: float
     host: float
     dequantize: float = 0.0  # once per pass over the weights, whatever the tokens
+    merged: float = 0.0  # backward: gradients of experts that are merged with their adapters, whole
 
 
 def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
@@ -209,12 +211,14 @@ def layer_cost(
         hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
     kernels = constants.kernels_fused if fused else constants.kernels_eager
+    merged = 0.0
     if model.experts:
         moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _routing_passes(model, ep) * model.hidden
         kernels += constants.kernels_routing
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
             # Experts are read and written with their adapters added; twice that, backward, for their gradients.
             moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)
+            merged = _seconds_of_products(_expert_shapes(model, tokens, tp, ep), rates, constants)
     for into, out in _adapted(model, tp, lora_targets):
         inputs = 1.0 if fused else constants.lora_inputs
         moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
@@ -226,11 +230,12 @@ def layer_cost(
         share = constants.dequantize_share / constants.hbm_share
         dequantize = sum(products) * (NF4_BYTES + rates.element_bytes) / (rates.hbm * share)
     return LayerCost(
-        _products(model, tokens, tp, ep, constants) / rates.gemm,
+        _seconds_of_products(_shapes(model, tokens, tp, ep), rates, constants),
         _attention(model, tokens, sequence, tp, rates, constants),
         moved / rates.hbm,
         kernels * rates.launch_seconds,
         dequantize,
+        merged,
     )
 
 
@@ -261,28 +266,33 @@ def _routing_passes(model: ModelSpec, ep: int) -> float:
     return 2.0 * (k + 1.0) + (4.0 * k if 1 < ep < model.experts else 0.0)
 
 
-def _products(model: ModelSpec, tokens: float, tp: int, ep: int, constants: Constants) -> float:
-    """FLOPs of a layer's multiplications, each raised by what its shape loses."""
-    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in _shapes(model, tokens, tp, ep))
+_Product = tuple[float, float, float, int]  # rows, columns, depth, and how many
 
 
-def _shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[tuple[float, float, float, int], ...]:
-    """Rows, columns, depth and number of a layer's multiplications on one rank."""
+def _seconds_of_products(shapes: Sequence[_Product], rates: Rates, constants: Constants) -> float:
+    """Seconds of multiplications, each longer by what its shape loses."""
+    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
+
+
+def _shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
+    """A layer's multiplications on one rank."""
+    attention = linear_products(model, tp) if model.linear_layers else attention_products(model, tp)
+    shapes = (*((tokens, out, into, 1) for into, out in attention), *_expert_shapes(model, tokens, tp, ep))
+    if model.experts and model.shared_expert_ffn:
+        h, shared = float(model.hidden), model.shared_expert_ffn / tp
+        shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))
+    return shapes
+
+
+def _expert_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
+    """Those of the MLP, or of the routed experts in its place."""
     h, width = float(model.hidden), model.ffn / tp
     rows, copies = tokens, 1
     if model.experts:  # one of the local experts, balanced, and how many there are; see engine.share_of for TP
         width = model.expert_ffn / (tp if ep == 1 else 1)
         rows = tokens / (tp if ep > 1 else 1) * model.experts_per_token / model.experts * ep
         copies = max(1, model.experts // ep)
-    attention = linear_products(model, tp) if model.linear_layers else attention_products(model, tp)
-    shapes: tuple[tuple[float, float, float, int], ...] = (
-        *((tokens, out, into, 1) for into, out in attention),
-        (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies),
-    )  # fmt: skip
-    if model.experts and model.shared_expert_ffn:
-        shared = model.shared_expert_ffn / tp
-        shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))
-    return shapes
+    return (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies)
 
 
 def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates: Rates, constants: Constants) -> float:

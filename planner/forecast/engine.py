@@ -186,6 +186,7 @@ class Engine:
     replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
     sends_tokens_once: bool = False  # to a rank, or a domain, with several of a token's experts (DeepEP, HybridEP)
     sends_parts: bool = False  # a pipeline's messages are split over tensor-parallel ranks, whole as they are on each
+    gathers_context: bool = False  # CP ranks gather all keys and values at once, in place of a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
@@ -299,8 +300,9 @@ class Engine:
         if fused:
             inner -= 1.0
         elif not share.model.gated_mlp and share.model.family != "gpt2" and not share.in_fp32:
-            # torch's own layer norm and GELU keep their input; transformers' GPT-2 spells its GELU out.
-            hidden, inner = 5.0, 2.0
+            # torch's own layer norm and GELU keep their input; transformers' GPT-2 spells its GELU out. No dropout: the
+            # masks are what Megatron's GPT has beside two norms' inputs and outputs.
+            hidden, inner = 4.0, 2.0
         if train.method == "lora":  # a frozen product keeps its input only where an adapter needs it
             inner -= 0.0 if "down_proj" in train.lora_targets else 1.0
             hidden -= 0.0 if "up_proj" in train.lora_targets else 1.0

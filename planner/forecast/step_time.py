@@ -264,10 +264,10 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     bubble, send = _pipeline(step, micro, exchange.gather)
     optimizer, offload = _optimizer(step)
     m, layers = layout.gradient_accumulation, step.layers
-    head_passes = 2.0 + (1.0 if step.full else 0.0)
+    passes = 3.0 if step.full else 2.0  # over a product: forward, for its input, and for its weights where they train
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # beside a GPU, the head's product hides them
     return StepParts(
-        gemm=m * (layers * cost.gemm * (1.0 + (2.0 if step.full else 1.0)) + micro.head_gemm * head_passes),
+        gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
         elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + exchange.copied),
         dequantize=m * layers * layer.dequantize,
@@ -327,8 +327,8 @@ def _step(job: Job, layout: Layout) -> _Step:
 def _layer(step: _Step) -> _Layer:
     cost = step.cost
     forward = cost.gemm + cost.attention + cost.elementwise
-    # Frozen weights get no gradient.
-    backward = cost.gemm * (2.0 if step.full else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
+    # Frozen weights get no gradient, but where they are merged with their adapters.
+    backward = cost.gemm * (2.0 if step.full else 1.0) + cost.merged + cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
     return _Layer(
         forward=forward,
@@ -361,13 +361,14 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
 
 
 def _context_parallel(step: _Step) -> float:
-    """Keys and values go round the ring, under attention as far as it lasts."""
+    """Keys and values go round the ring, under attention as far as it lasts; gathered, under that of a rank's own."""
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
         return 0.0
     kv = 2.0 * step.wide * step.tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
     ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])
-    return max(0.0, ring - attention) + max(0.0, 2.0 * ring - 2.5 * attention) + 0.3 * ring
+    hidden = attention / layout.cp if step.job.engine.gathers_context else attention
+    return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
 
 
 def _expert_parallel(step: _Step) -> float:

@@ -35,6 +35,7 @@ ENGINE = Torchtitan(
     compiled_logits_bytes=4.0,  # the compiled loss reads bf16 logits and writes their gradient
     ends_apart=True,
     tp_overlap=True,
+    gathers_context=True,  # torch's context_parallel by default (_RotateMethod.ALL_GATHER)
 )
 
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}

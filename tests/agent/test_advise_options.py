@@ -152,6 +152,18 @@ def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None,
     assert ("NCCL_NET" in topics) is networked
 
 
+def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
+    """Several nodes over 10 Gb/s of TCP take longer than over what the machine has; one node has no network."""
+    asked = ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2", "-o", "json"]
+    own, slow = (
+        json.loads(CliRunner().invoke(recommend, [*asked, *more]).output)
+        for more in ([], ["--network", "10G", "--tcp"])
+    )
+    assert own[0] == slow[0] and slow[1]["step_seconds"] > 1.05 * own[1]["step_seconds"]
+    refused = CliRunner().invoke(recommend, [*asked, "--network", "fast"])
+    assert refused.exit_code == 2 and "network='fast'" in refused.output, refused.output
+
+
 def test_the_frontier_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     """From the shell: machines by name or by their prices; a budget decides how many tokens."""
     prices = tmp_path / "prices.yaml"

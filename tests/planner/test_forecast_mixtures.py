@@ -126,6 +126,31 @@ def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
     assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
 
 
+def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
+    """PEFT's ParamWrapper multiplies with W + BA: its gradient is as large a product as W's in a full fine-tune."""
+    model = replace(GPT_OSS, layers=4)
+    layout, engine = Layout(world_size=1), engine_named("trl")
+    targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    train = replace(FULL, method="lora", lora_rank=8, lora_targets=targets)
+    merged = parts_on_a_slow_network(model, layout, engine, train).gemm
+    apart = parts_on_a_slow_network(model, layout, replace(engine, merges_expert_adapters=False), train).gemm
+    rows = 4096.0 * 4 / 128
+    flops = sum(2 * rows * n * 2880 * (1 + 180 / rows + 190 / n + 220 / 2880) for n in (2 * 2880, 2880))
+    gpu = gpu_named("NVIDIA H100 80GB HBM3")
+    assert gpu is not None
+    assert merged - apart == pytest.approx(4 * 128 * flops / gpu_rates(gpu, train, engine, "bf16").gemm)
+
+
+def test_gathered_keys_and_values_hide_under_a_ranks_own_attention() -> None:
+    """A ring has all of attention to hide under, one gather only what needs no other rank's keys."""
+    train = replace(FULL, sequence_length=131072)
+    model, layout = replace(GPT_OSS, layers=4, experts=0, experts_per_token=0), Layout(world_size=4, cp=4)
+    engine = engine_named("torchtitan")
+    gathered = parts_on_a_slow_network(model, layout, engine, train).context_parallel
+    ring = parts_on_a_slow_network(model, layout, replace(engine, gathers_context=False), train).context_parallel
+    assert gathered > ring > 0
+
+
 def test_ranks_of_context_parallelism_shard_the_weights_too() -> None:
     """They hold the same ones: states over dp_shard x cp, as over so many data-parallel ranks."""
     train = replace(FULL, sequence_length=65536)

@@ -13,6 +13,7 @@ from planner.forecast.specs import weights
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))  # scripts, not a package
+from forecast import as_run  # noqa: E402
 from rows import Row, read_row  # noqa: E402
 
 BASE = {
@@ -180,6 +181,29 @@ def test_stacks_by_what_tables_call_them(framework: str, row: dict[str, str], en
     """NVIDIA's containers are Megatron and NeMo; a stack in no list is said to be unknown."""
     stack = read({**row, "framework": framework}).stack
     assert (stack.engine.name, stack.known) == (engine, known)
+
+
+@pytest.mark.parametrize(
+    ("row", "stored"),
+    [
+        ({"world": "1", "dp": "1", "nodes": "1"}, 2.0),
+        ({"world": "1", "dp": "1", "nodes": "1", "precision": "amp_bf16"}, 4.0),
+        ({}, 4.0),
+        ({"note": "bf16 params, paged optimizer"}, 2.0),
+        ({"precision": "bf16-true"}, 2.0),
+        ({"precision": "bf16-mixed"}, 4.0),
+    ],
+)
+def test_what_an_unknown_stack_stores_is_by_the_words_of_its_row(row: dict[str, str], stored: float) -> None:
+    """One GPU has no FSDP whose weights would be fp32; mixed precision keeps them in fp32 wherever it is named."""
+    assert read({**row, "framework": "in-house"}).stack.engine.states.weights == stored
+
+
+def test_a_row_that_moves_its_weights_out_is_taken_to_recompute() -> None:
+    """The search does so first, as it costs less."""
+    row = {"offload": "params+optimizer", "sharding": "FULL_SHARD", "framework": "in-house"}
+    assert as_run(read(row)).checkpointing == "full"
+    assert as_run(read({**row, "act_recompute": "none"})).checkpointing == "none"
 
 
 @pytest.mark.parametrize(
