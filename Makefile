@@ -11,12 +11,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # tests start the command and ranks thousands of times: compiled once (some images switch that off)
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tiers that start ranks, namespaces or guests run one after another: they measure, or take every core. Browsers and
-# Prometheus servers only wait, two at a time.
-ALONE := ranks or netns or rdma or kube or containers or gpu
-HEAVY := $(ALONE) or browser or prometheus
+# What shapes networks, boots guests or measures this host runs by itself. Ranks, browsers and Prometheus servers wait
+# for each other for most of their time: two files of them at once, each file's ranks and servers started once.
+ALONE := alone or netns or rdma or kube or containers or gpu
+HEAVY := $(ALONE) or ranks or browser or prometheus
+TWO := -n 2 --dist loadfile
 
-.PHONY: run test test-all test-fast test-real test-rest test-pages test-ranks lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz
+.PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz
 
 run: $(READY)
 	$(BIN)/topoflight preflight --fly
@@ -33,21 +34,21 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # schemathesis draws its questions from sets: with one seed of hashes, the same in every run
-test-fast test-real test-pages test-ranks: export PYTHONHASHSEED := 0
+test-fast test-real test-two test-alone: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
 	$(PYTEST) -q -n 2 -m "not ($(HEAVY))"
 
 test-real: $(READY)
-	$(PYTEST) -q -m "real"
+	$(PYTEST) -q $(TWO) -m "real"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
-test-rest: test-pages test-ranks
+test-rest: test-two test-alone
 
-test-pages: $(READY)
-	$(PYTEST) -q -n 2 -m "(browser or prometheus) and not ($(ALONE)) and not real"
+test-two: $(READY)
+	$(PYTEST) -q $(TWO) -m "(ranks or browser or prometheus) and not ($(ALONE)) and not real"
 
-test-ranks: $(READY)
+test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not real"
 
 # rewrite every golden file; read the difference before you commit it

@@ -132,6 +132,7 @@ def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.alone
 @pytest.mark.parametrize(("verb", "code"), sorted(RANKS))
 def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int) -> None:
     """Measured for real, or ended because the ranks do not meet."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks, pytest.mark.real, pytest.mark.timeout(900)]  # one run feeds them all
 
 # Sums with at most two-digit numbers are learnt far below half the loss of random weights within the default steps;
 # a job that does not train, or trains one rank only, stays above.
@@ -36,7 +36,6 @@ def report(flown: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, An
     return loaded
 
 
-@pytest.mark.real
 def test_it_ends_with_the_exit_code_of_its_verdict(
     flown: tuple[subprocess.CompletedProcess[str], Path], report: dict[str, Any]
 ) -> None:

@@ -79,6 +79,7 @@ def test_the_record_of_a_failed_job_is_its_own(
 
 
 @pytest.mark.ranks
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; /flights serves what the folder holds."""
@@ -92,6 +93,7 @@ def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monk
 
 
 @pytest.mark.ranks
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

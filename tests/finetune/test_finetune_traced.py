@@ -151,16 +151,19 @@ def padding(model, method, layout, due, key):
     return head + more * adapters / due[key]
 
 
-def every(name):
-    """Method and layout: one of each family, the largest world first; all of them where TOPOFLIGHT_TRACE=all."""
-    found, kinds = [], set()
-    for world, method in product(reversed(WORLDS), METHODS):
+def every():
+    """Model, method and layout: one of each family, of each model in turn, the largest world first.
+
+    TOPOFLIGHT_TRACE=all: each of each model and world.
+    """
+    whole, kinds = os.environ.get("TOPOFLIGHT_TRACE") == "all", {}
+    for world, method, name in product(reversed(WORLDS), METHODS, MODELS):
         for layout in recommended(name, method, world):
-            kind, whole = (method, re.sub(r"\d+", "", layout.family)), os.environ.get("TOPOFLIGHT_TRACE") == "all"
-            if whole or (kind not in kinds and layout.pp <= 16):
-                kinds.add(kind)
-                found.append((method, layout))
-    return found
+            if whole or layout.pp <= 16:
+                models = kinds.setdefault((method, layout if whole else re.sub(r"\d+", "", layout.family)), {})
+                models.setdefault(name, (name, method, layout))
+    found = [list(models.values()) for models in kinds.values()]
+    return [one for of in found for one in of] if whole else [of[at % len(of)] for at, of in enumerate(found)]
 
 
 MADE_AGAIN = [
@@ -195,13 +198,12 @@ def test_what_is_made_again_and_gathered_again_is_counted(made_again, number):
     hold(made_again[number], "Llama-3.1-8B", method, Layout(world_size=8, **more))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_recommended_layouts_send_what_the_forecast_counts(name, tmp_path):
+def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
     """Each is accepted, built as asked, and sends those bytes."""
-    cases = [(case_of(tmp_path, name, method, layout), method, layout) for method, layout in every(name)]
-    assert len(cases) > 15
+    cases = [(case_of(tmp_path, *one), *one) for one in every()]
+    assert len(cases) > 15 and {name for _, name, *_ in cases} == {*MODELS}
     got = traced(tmp_path, [case for case, *_ in cases])
-    for case, method, layout in cases:
+    for case, name, method, layout in cases:
         hold(got[case["name"]], name, method, layout)
 
 

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.rdma,
+    pytest.mark.real,  # one boot feeds them all
     pytest.mark.timeout(6000),  # the first run downloads packages and builds the guest
     pytest.mark.skipif(guest_image.obstacle() is not None, reason=str(guest_image.obstacle())),
 ]
@@ -128,7 +129,6 @@ def codes(answer: dict[str, Any], probe: str = "rdma") -> dict[str, str]:
     return {finding["code"]: finding["severity"] for finding in answer["findings"][probe]}
 
 
-@pytest.mark.real
 def test_a_live_port(seen: dict[str, dict[str, Any]]) -> None:
     facts = rdma_facts(seen["up"])
     device, port = facts.devices[0], facts.devices[0].ports[0]
