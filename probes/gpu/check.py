@@ -16,7 +16,7 @@ from probes.gpu.bus import check_bus
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.gpu.health import BUSY_RATIO, finding, subject_of
 from probes.gpu.read import SLOW_SECONDS_PER_CALL
-from probes.host.nvml import CRASHED, HUNG, NOT_ASKED
+from probes.host.nvml import CRASHED, HUNG, NO_DEVICE_FILES, NOT_ASKED
 from probes.pci import probe as pci_probe
 
 CODES = (
@@ -65,7 +65,12 @@ def _driver(facts: GpuFacts) -> Finding:
     if error == "LIBRARY_NOT_FOUND":
         remedy = (
             "Give this container the NVIDIA driver libraries (runtimeClassName nvidia, "
-            "NVIDIA_DRIVER_CAPABILITIES=utility)."
+            "NVIDIA_DRIVER_CAPABILITIES=utility), or name their folder in TOPOFLIGHT_DRIVER_PATHS."
+        )
+    elif error == NO_DEVICE_FILES:
+        remedy = (
+            "The node has the driver loaded, and this container none of its device files: runtimeClassName nvidia "
+            "where the cluster has it, else NVIDIA's runtime as the default one, or a privileged container."
         )
     elif error == "NO_PERMISSION":
         remedy = "Give this process /dev/nvidiactl and the GPUs' device files, or scan on the host."

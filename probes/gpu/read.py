@@ -47,7 +47,7 @@ from probes.gpu.answers import (
 from probes.gpu.bus import read_bus
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.host import sysfs
-from probes.host.nvml import HANDLE, INIT, XIDS, sysfs_bus_id
+from probes.host.nvml import HANDLE, INIT, NO_DEVICE_FILES, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, Json, NvmlError
 
 GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more
@@ -57,6 +57,7 @@ SLOW_SECONDS_PER_CALL = 0.01
 """An 8-GPU host with NVSwitch is asked some 1,000 questions at first: at this pace they take 10 s of the probe's 45."""
 
 _NO_DRIVER = {"LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH"}
+_MODULE, _CONTROL = "/sys/module/nvidia/version", "/dev/nvidiactl"
 _C2C_LINK_COUNT = 170  # NVML_FI_DEV_C2C_LINK_COUNT
 # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, _BANK_REMAPPER_HISTOGRAM_NONE, _PENDING_BANK_REMAPPING, _NVLINK_LINK_COUNT
 _RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT = 230, 306, 307, 91
@@ -108,8 +109,10 @@ def read(host: Host) -> GpuFacts:
         if error.name in _NO_DRIVER and not on_bus:
             raise UnavailableError(f"no NVIDIA GPU of this host on the PCI bus, and no driver ({error})") from None
         symbol = INIT if error.name in _NO_DRIVER else error.symbol
+        hidden = error.name == "DRIVER_NOT_LOADED" and host.exists(_MODULE) and not host.exists(_CONTROL)
         unusable = GpuFacts(
-            driver_version=None, cuda_version=None, gpus=(), driver_error=error.name, driver_error_symbol=symbol,
+            driver_version=None, cuda_version=None, gpus=(), driver_error_symbol=symbol,
+            driver_error=NO_DEVICE_FILES if hidden else error.name,
             pci_gpus=on_bus, bus=bus,
         )  # fmt: skip
         if symbol == INIT or not on_bus:

@@ -6,7 +6,9 @@ Specification: NVML API reference (nvml.h); pynvml is NVIDIA's own binding. Noth
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
+import os
 import re
 import time
 from collections.abc import Callable
@@ -30,6 +32,27 @@ ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
 NOT_ASKED, HUNG, CRASHED = "NOT_ASKED", "HUNG", "CRASHED"
 """Not the driver's words but ours: the time for its questions was over before this one (`Nvml.give_seconds`), or it did
 not survive this one before (`Nvml.leave_out`)."""
+
+NO_DEVICE_FILES = "NO_DEVICE_FILES"
+"""Ours too, for NVML's DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
+
+LIBRARY = "libnvidia-ml.so.1"
+DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"
+"""Environment: folders to look for the library in, before the known ones; separated by colons."""
+
+_ROOTS = (
+    "/host",  # where deploy/daemonset/overlays/plain mounts the node's root
+    "/host/run/nvidia/driver",  # the GPU operator's driver container, seen from the node
+    "/run/nvidia/driver",
+    "",
+)
+_FOLDERS = (
+    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
+    "/usr/local/nvidia/lib64",  # where GKE's device plugin mounts it in pods
+    "/home/kubernetes/bin/nvidia/lib64",  # GKE (NVIDIA/k8s-device-plugin issue 632)
+    "/x86_64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",  # Bottlerocket (bottlerocket-core-kit PR 879)
+    "/aarch64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",
+)  # fmt: skip
 
 INIT = "nvmlInit"
 HANDLE = "nvmlDeviceGetHandleByIndex"
@@ -178,6 +201,7 @@ class Nvml:
         if self._pynvml is None:
             import pynvml
 
+            _load_library()
             try:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
@@ -189,6 +213,18 @@ class Nvml:
         if index not in self._handles:
             self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
         return self._handles[index]
+
+
+def _load_library() -> None:
+    """Load NVML from where a node has it, where the loader has none: what has its soname already, pynvml then finds."""
+    named = [folder for folder in os.environ.get(DRIVER_PATHS, "").split(":") if folder]
+    known = [f"{root}{folder}" for root, folder in itertools.product(_ROOTS, _FOLDERS)]
+    for path in (LIBRARY, *(f"{folder}/{LIBRARY}" for folder in [*named, *known])):
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError:  # not there, or of another machine
+            continue
+        return
 
 
 class _Events:

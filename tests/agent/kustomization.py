@@ -7,12 +7,14 @@ It stands in where kubectl is not installed, so that no manifest goes unchecked;
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 Document = dict[str, Any]
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 KNOWN = {"apiVersion", "kind", "resources", "namespace", "labels", "images", "patches"}
 CLUSTER_SCOPED = {
     "Namespace", "CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "PriorityClass", "AdmissionCheck",
@@ -22,13 +24,23 @@ CLUSTER_SCOPED = {
 
 def render(folder: Path) -> list[Document]:
     """Every object of the folder's kustomization."""
+    return copy.deepcopy(_render(folder))
+
+
+@cache
+def _read(path: Path) -> list[Document]:
+    return list(yaml.load_all(path.read_text(), Loader=LOADER))
+
+
+@cache
+def _render(folder: Path) -> list[Document]:
     own = yaml.safe_load((folder / "kustomization.yaml").read_text())
     unknown = set(own) - KNOWN
     assert not unknown, f"{folder}: this renderer does not know {unknown}"
     documents: list[Document] = []
     for name in own["resources"]:
         path = folder / name
-        documents += render(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text()))
+        documents += _render(path.resolve()) if path.is_dir() else _read(path)
     documents = copy.deepcopy([d for d in documents if d])
     for document in documents:
         _namespace(document, own.get("namespace"))

@@ -300,3 +300,32 @@ def test_two_gpus_of_eight_given_to_a_container_are_no_fault(
         found = [f for f in findings(scanner.scan()) if f.code.startswith("gpu.device.")]
     assert [(f.code, f.severity) for f in found] == [("gpu.device.not_given", Severity.INFO)]
     assert "6 of the 8 GPUs on the PCI bus are not visible to this kubernetes container" in found[0].message
+
+
+def test_the_library_is_found_where_the_node_has_it(
+    scanner_of: Callable[..., Scanner], fake_nvml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside the loader's folders; what is there and is no library of this machine is passed over."""
+    made = scanner_of(H100)
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    foreign = fake_nvml / "foreign"
+    foreign.mkdir(exist_ok=True)
+    (foreign / "libnvidia-ml.so.1").write_bytes(b"\x7fELF of another machine")
+    monkeypatch.setenv("TOPOFLIGHT_DRIVER_PATHS", f"/nowhere:{foreign}:{fake_nvml}")
+    assert len(_facts(made).gpus) == 8
+
+
+@pytest.mark.parametrize(("loaded", "error", "severity"), [(True, "NO_DEVICE_FILES", Severity.UNKNOWN),
+                                                           (False, "DRIVER_NOT_LOADED", Severity.FAIL)])  # fmt: skip
+def test_a_container_without_device_files_is_no_broken_driver(
+    loaded: bool, error: str, severity: Severity, scanner_of: Callable[..., Scanner], tmp_path: Path
+) -> None:
+    """NVML says "not loaded" of both; the kernel says which."""
+    made = scanner_of(H100, inject="nvmlInit=driver_not_loaded")
+    if loaded:
+        (tmp_path / "root/sys/module/nvidia").mkdir(parents=True)
+        (tmp_path / "root/sys/module/nvidia/version").write_text("580.126.09\n")
+    with made:
+        found = made.scan()
+    (one,) = [f for f in findings(found) if f.code == "gpu.driver.unusable"]
+    assert one.severity is severity and one.evidence == (f"nvmlInit = {error}",)

@@ -19,7 +19,19 @@ LIBRARY = "libnvidia-ml.so.1"  # the name that pynvml loads
 def build(folder: Path) -> Path:
     """Compile the fake; its folder goes into LD_LIBRARY_PATH."""
     library = folder / LIBRARY
-    command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+    command = [
+        "cc",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{LIBRARY}",
+        "-o",
+        str(library),
+        str(SOURCE),
+    ]
     subprocess.run(command, check=True)
     return library
 
