@@ -1,7 +1,6 @@
 """Renders the small part of Kustomize that deploy/ uses: resources, namespace, labels, images, JSON patches.
 
-It stands in where kubectl is not installed, so that no manifest goes unchecked; a test compares it with
-`kubectl kustomize` where that is.
+In a process of its own kubectl is slower; a test holds every folder equal to `kubectl kustomize`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,24 +80,6 @@ def strict(schema: Any, top: bool = True) -> Any:
     if "items" in made:
         made["items"] = strict(made["items"], False)
     return made
-
-
-@pytest.mark.kube
-@every_folder
-def test_kubectl_renders_the_same(folder: Path) -> None:
-    """Our stand-in for Kustomize says what Kustomize says."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
-    if "unknown field" in done.stderr:
-        pytest.skip(f"this kubectl is too old: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
-
-    def key(document: Document) -> tuple[str, str]:
-        return document["kind"], document["metadata"]["name"]
-
-    theirs = sorted(yaml.safe_load_all(done.stdout), key=key)
-    assert theirs == sorted(render(folder), key=key)
 
 
 @every_overlay

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from agent.cli.hosts import snapshots
+from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
@@ -264,3 +266,42 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
         path.write_text(head + manifests.render(documents))
     assert path.read_text() == head + manifests.render(documents)
+
+
+@pytest.mark.corpus
+def test_each_release_takes_what_we_render() -> None:
+    """CRDs by release: TOPOFLIGHT_CRDS names a folder of folders, one a release (docs/clusters.md says which passed)."""
+    place = os.environ.get("TOPOFLIGHT_CRDS")
+    if not place:
+        pytest.skip("TOPOFLIGHT_CRDS names no folder of releases")
+    sys.path.insert(0, str(ROOT / "tests/agent"))
+    from kustomization import render
+
+    ours = [*documents(), *(d for name in ("kueue", "prometheus-operator")
+                            for d in render(ROOT / "deploy/daemonset/overlays" / name))]  # fmt: skip
+    ours.append({"apiVersion": NFD_VERSION, "kind": "NodeFeature", "metadata": {"name": "topoflight-n"},
+                 "spec": {"labels": {"topoflight.io/verdict": "pass"}}})  # fmt: skip
+    wrong, seen = [], 0
+    for file in sorted(Path(place).glob("*/*.yaml")):
+        for crd in yaml.load_all(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            about, kind = crd["spec"], crd["spec"]["names"]["kind"]
+            mine = [d for d in ours if d["kind"] == kind and d["apiVersion"].startswith(f"{about['group']}/")]
+            served = {f"{about['group']}/{v['name']}": v for v in about["versions"] if v["served"]}
+            for document in mine:
+                seen += 1
+                if document["apiVersion"] not in served:
+                    wrong.append(f"{file.parent.name}: no {document['apiVersion']} {kind}")
+                    continue
+                schema = served[document["apiVersion"]]["schema"]["openAPIV3Schema"]
+                schema["properties"].update(
+                    apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
+                )
+                made = strict(schema)
+                if kind == "ClusterPolicy":
+                    made["properties"]["spec"] = without_required(made["properties"]["spec"])
+                wrong += [f"{file.parent.name}: {kind}: {error.json_path}: {error.message[:200]}"
+                          for error in jsonschema.Draft202012Validator(made).iter_errors(document)]  # fmt: skip
+    assert seen
+    # Training Operator 1.7 and 1.8 know resource claims of an older form: with DRA it is 1.9
+    wrong = [line for line in wrong if not re.match(r"training-operator-v1\.[78]\.\d+: .*resourceClaims", line)]
+    assert wrong == [], "\n".join(wrong)

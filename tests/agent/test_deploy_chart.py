@@ -1,0 +1,188 @@
+"""The Helm chart says what the Kustomize overlays say, takes what its values promise, and goes to an OCI registry."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import kubernetes_validate
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kubectl_layer import helm, tool
+from kustomization import LOADER, render
+from test_deploy_manifests import CUSTOM, FOLDERS, OVERLAYS
+
+ROOT = Path(__file__).parent.parent.parent
+CHART = ROOT / "deploy/chart"
+Document = dict[str, Any]
+# overlay -> values files and settings
+VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "plain": ((), ()),
+    "kubernetes": (("kubernetes",), ()),
+    "host-network": (("kubernetes", "host-network"), ()),
+    "openshift": (("kubernetes", "openshift"), ()),
+    "openshift-host-network": (("kubernetes", "openshift", "host-network"), ()),
+    "eks-efa": (("eks-efa",), ()),
+    "prometheus-operator": (("kubernetes",), ("monitoring.enabled=true",)),
+    "kueue": (("kubernetes",), ("kueue=true",)),
+}
+
+
+def template(*words: str, chart: str | Path = CHART) -> list[Document]:
+    """What the chart renders."""
+    said = helm("template", "topoflight", str(chart), "--namespace", "topoflight", *words).stdout
+    return [
+        d for d in yaml.load_all(said, Loader=LOADER) if d and "kind" in d
+    ]  # of a registry Helm says what it pulled
+
+
+def by_name(documents: list[Document]) -> dict[tuple[str, str, str], Document]:
+    found = {(d["kind"], d["metadata"].get("namespace", ""), d["metadata"]["name"]): d for d in documents}
+    assert len(found) == len(documents), "an object twice"
+    return found
+
+
+@pytest.mark.parametrize("overlay", [path.name for path in OVERLAYS])
+def test_the_chart_renders_what_the_overlay_renders(overlay: str) -> None:
+    """Object by object; with the Namespace, which Helm's own --create-namespace would make."""
+    files, settings = VALUES[overlay]
+    words = [word for name in files for word in ("--values", str(CHART / f"values-{name}.yaml"))]
+    words += [word for one in ("namespace.create=true", *settings) for word in ("--set", one)]
+    made, wanted = by_name(template(*words)), by_name(render(ROOT / "deploy/daemonset/overlays" / overlay))
+    assert made.keys() == wanted.keys()
+    for key, document in wanted.items():
+        assert made[key] == document, key
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_kubectl_renders_the_same(folder: Path) -> None:
+    """Our stand-in for Kustomize says what Kustomize says."""
+    said = subprocess.run([str(tool("kubectl")), "kustomize", str(folder)], capture_output=True, text=True, check=True)
+    assert by_name(list(yaml.load_all(said.stdout, Loader=LOADER))) == by_name(render(folder))
+
+
+def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
+    """Every other value, in a namespace of another name."""
+    values = {
+        "image": {"repository": "your.registry/topoflight", "tag": "9"}, "privileged": True,
+        "driverPaths": ["/host/opt/nvidia", "/opt/x"], "networks": "default/rail-1,default/rail-2",
+        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "kueue": True, "ownNode": True,
+        "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
+        "monitoring": {"enabled": True, "namespaces": ["watch"]},
+    }  # fmt: skip
+    words = [w for key, value in values.items() for w in ("--set-json", f"{key}={json.dumps(value)}")]
+    documents = template(*words, "--namespace", "elsewhere")
+    for document in documents:
+        if not document["apiVersion"].startswith(CUSTOM):
+            kubernetes_validate.validate(document, "1.35", strict=True)
+    assert {d["metadata"].get("namespace", "elsewhere") for d in documents} == {"elsewhere"}
+    assert "registry.example" not in json.dumps([d for d in documents if d["kind"] in ("DaemonSet", "Deployment")])
+    found = {(d["kind"], d["metadata"]["name"]): d for d in documents}
+    pod = found["DaemonSet", "topoflight"]["spec"]["template"]
+    (agent,) = pod["spec"]["containers"]
+    assert agent["image"] == "your.registry/topoflight:9" and pod["spec"]["tolerations"] == values["tolerations"]
+    assert agent["securityContext"]["privileged"] and "allowPrivilegeEscalation" not in agent["securityContext"]
+    assert {"name": "TOPOFLIGHT_DRIVER_PATHS", "value": "/host/opt/nvidia:/opt/x"} in agent["env"]
+    assert pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == values["networks"]
+    data = found["ConfigMap", "topoflight-expect"]["data"]
+    assert {name: yaml.safe_load(text) for name, text in data.items()} == {
+        "expect.yaml": values["expect"], "prices.yaml": values["prices"],
+    }  # fmt: skip
+    binding = found["ValidatingAdmissionPolicyBinding", "topoflight-own-labels"]["spec"]["matchResources"]
+    assert binding["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "elsewhere"}
+    policy = found["NetworkPolicy", "topoflight"]["spec"]["ingress"][0]["from"][0]["namespaceSelector"]
+    assert policy["matchExpressions"][0]["values"] == ["watch"]
+
+
+def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
+    """A misspelt value is refused, and said which."""
+    assert not re.search(r"WARNING|ERROR", helm("lint", "--strict", str(CHART)).stdout)
+    for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork")):
+        done = helm("template", str(CHART), "--set", setting, check=False)
+        assert done.returncode and named in done.stderr
+
+
+class Registry(BaseHTTPRequestHandler):
+    """As much of the OCI distribution specification as a push and a pull need."""
+
+    stored: dict[str, bytes]
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def _say(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _keep(self) -> None:
+        url = urlsplit(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        if self.command == "POST":
+            self._say(202, Location="/v2/charts/topoflight/blobs/uploads/1")
+            return
+        assert parse_qs(url.query).get("digest", [digest]) == [digest]
+        self.stored[url.path.rpartition("/")[2]] = self.stored[digest] = body
+        self._say(201, Location=url.path, Docker_Content_Digest=digest)
+
+    def _give(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path == "/v2/":
+            self._say(200)
+        elif name == "list":
+            tags = [one for one in self.stored if re.fullmatch(r"[0-9.]+", one)]
+            self._say(200, json.dumps({"name": "charts/topoflight", "tags": tags}).encode())
+        elif (body := self.stored.get(name)) is None:
+            self._say(404)
+        else:
+            about = "application/vnd.oci.image.manifest.v1+json"
+            kind = about if "/manifests/" in self.path else "application/octet-stream"
+            digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+            self._say(200, body, Content_Type=kind, Docker_Content_Digest=digest)
+
+    do_POST = do_PUT = _keep  # noqa: N815 - the standard library's names
+    do_GET = do_HEAD = _give  # noqa: N815
+
+
+def test_the_chart_goes_to_an_oci_registry_and_comes_back_whole(tmp_path: Path) -> None:
+    """`helm package` follows the links into deploy/; what is pulled renders as the checkout does."""
+    registry = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Registry,), {"stored": {}}))
+    threading.Thread(target=registry.serve_forever, daemon=True).start()
+    try:
+        helm("package", str(CHART), "--destination", str(tmp_path))
+        (packed,) = tmp_path.glob("*.tgz")
+        place = f"oci://127.0.0.1:{registry.server_address[1]}/charts"
+        helm("push", str(packed), place, "--plain-http", home=tmp_path)
+        assert template("--plain-http", chart=f"{place}/topoflight") == template()
+    finally:
+        registry.shutdown()
+        registry.server_close()
+
+
+def test_every_version_is_that_of_pyproject() -> None:
+    """One place to change; this names the others."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (about["version"], about["appVersion"]) == (version, version)
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs/examples").iterdir()]
+    pages += [path for path in (ROOT / "deploy").rglob("*") if path.is_file() and "chart" not in path.parts]
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        told = re.findall(r"(?:topoflight(?:-finetune)?:|image\.version=\"|newTag: )(\d+\.\d+\.\d+)", text)
+        assert set(told) <= {version}, path
