@@ -82,3 +82,28 @@ def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
     assert used == {("params", p["name"]) for p in task["params"]} | {("results", r["name"]) for r in task["results"]}
     assert "$(" not in step["script"], "a parameter in a script would be code"
     assert step["script"].rstrip().endswith("exit $code"), "the gate's exit code is the step's"
+
+
+def test_the_example_without_a_gpu_is_two_pods_of_the_built_in_model() -> None:
+    """The command of deploy/example/README.md, with a node that has none; nothing asks for one, or for a download."""
+    from click.testing import CliRunner
+
+    readme = (ROOT / "deploy/example/README.md").read_text()
+    (line,) = re.findall(r"\$ topoflight (launch .*)", readme)
+    words = ["tests/machines/cpu-only-vm.json" if word == "node.json" else word for word in line.split()]
+    done = CliRunner().invoke(cli, [*words, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    documents = list(yaml.safe_load_all(done.stdout))
+    documents += yaml.safe_load_all((ROOT / "deploy/example/claim.yaml").read_text())
+    for document in documents:
+        kubernetes_validate.validate(document, "1.35", strict=True)
+    job = next(d for d in documents if d["kind"] == "Job")["spec"]
+    pod = job["template"]["spec"]
+    assert job["completions"] == 2 and [one["name"] for one in pod["initContainers"]] == ["preflight"]
+    assert "nvidia.com" not in str(documents) and "random:tiny-llama" in str(documents)
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
+    }
+    assert claims == {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
+    for name in ("kind.yaml", "second-network.yaml"):
+        assert list(yaml.safe_load_all((ROOT / "deploy/example" / name).read_text()))

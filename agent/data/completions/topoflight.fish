@@ -1,0 +1,1 @@
+_TOPOFLIGHT_COMPLETE=fish_source topoflight | source
