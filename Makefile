@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 # in CI what failed runs once more, alone (docs/decisions/0008)
 PYTEST := $(BIN)/python tests/again.py
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
+PIP := $(BIN)/pip install -q --no-compile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # tests start the command and ranks thousands of times: compiled once (some images switch that off)
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,8 +21,10 @@ TWO := -n 2 --dist loadfile
 
 .PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz
 
-run: $(READY)
+# compare-networks needs root and Linux; where it cannot, it says why
+run: $(RUNS)
 	$(BIN)/topoflight preflight --fly
+	$(BIN)/topoflight compare-networks --if-possible
 
 # what one runs: everything that starts no ranks, namespaces, guests or browsers, and one test that does of each
 test: lint test-fast test-real
@@ -68,7 +72,7 @@ e2e: $(READY)
 drills: $(READY)
 	TOPOFLIGHT_DRILLS=long $(BIN)/pytest -q tests/drills
 
-serve: $(READY)
+serve: $(RUNS)
 	$(BIN)/topoflight serve
 
 # every figure, each bench in turn (some ten minutes), onto reports/bench.md or PAGE
@@ -115,11 +119,21 @@ fuzz: $(READY)
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
 
-# everything by hash from the lock; torch by version only, as each machine has its own file of it (locks/README.md)
-$(READY): pyproject.toml locks/dev.txt
+# What running needs: everything by hash from the locks; torch by version only, as each machine has its own file of it
+# (locks/README.md), at the same time, as unpacking it takes as long as all others. Modules are compiled as they are used.
+$(RUNS): pyproject.toml locks/finetune.txt locks/build.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, %s is %d.%d; set PYTHON=" % (sys.executable, *sys.version_info[:2]))'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-deps --require-hashes -r locks/dev.txt
-	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@echo "-- environment: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "-- packages: torch, and $$(grep -c == locks/finetune.txt) more"
+	@$(PIP) --no-deps torch==2.13.0 & torch=$$!; \
+		$(PIP) --no-deps --require-hashes -r locks/finetune.txt -r locks/build.txt || { kill $$torch; exit 1; }; \
+		echo "-- packages: waiting for torch"; wait $$torch
+	@$(PIP) torch==2.13.0
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# and the tools and tests
+$(READY): $(RUNS) locks/dev.txt
+	$(PIP) --no-deps --require-hashes -r locks/dev.txt
 	@touch $@

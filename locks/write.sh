@@ -13,4 +13,4 @@ compile() {
 compile locks/dev.txt pyproject.toml locks/torch-needs.in --extra finetune --extra dev "$@"
 compile locks/finetune.txt pyproject.toml locks/torch-needs.in --extra finetune --constraint locks/dev.txt
 compile locks/agent.txt pyproject.toml --constraint locks/finetune.txt
-printf 'hatchling\n' | compile locks/build.txt - --constraint locks/dev.txt
+printf 'hatchling\neditables\n' | compile locks/build.txt - --constraint locks/dev.txt

@@ -39,6 +39,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "lint-env": ("agent.cli.recommend:lint_env", "Judge an NCCL environment that exists."),
     "preflight": ("agent.cli.preflight:preflight", "Run the gate; --fly launches the small fine-tune too."),
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
+    "compare-networks": (
+        "agent.cli.networks:compare_networks",
+        "Run one fine-tune over each network and draw the bars (makes load).",
+    ),
     "serve": ("agent.cli.serve:serve", "Run the HTTP agent."),
     "admission": ("agent.cli.admission:admission", "Answer Kueue's admission checks from what agents publish."),
     "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),

@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,11 @@ def calibrate(
         finally:
             for tree in trees:
                 tree.end(0.0)
+    return slowest(answers)
+
+
+def slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of copies that ran at once, the one that the others would wait for."""
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 
 

@@ -64,16 +64,10 @@ def run(
         return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)
 
 
-def _run_in(
-    directory: Path,
-    spec: BenchSpec,
-    backend: str,
-    on_event: Callable[[dict[str, Any]], None],
-    stop: threading.Event | None,
-) -> BenchResult:
+def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
+    """What the ranks are told, who leave their events in `directory`."""
     replay = spec.step.budget_seconds if spec.step else 0.0
-    total = spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds
-    plan = Plan(
+    return Plan(
         directory=str(directory),
         host=spec.host_name,
         backend=backend,
@@ -83,20 +77,30 @@ def _run_in(
         max_iterations=spec.max_iterations,
         precision=spec.precision,
         budget_seconds=spec.budget_seconds,
-        limit_seconds=total,
+        limit_seconds=spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds,
         silence_seconds=spec.silence_seconds,
         distinct_hosts=spec.distinct_hosts,
         step=spec.step,
         search=spec.search,
         links=dict(spec.links),
     )
+
+
+def _run_in(
+    directory: Path,
+    spec: BenchSpec,
+    backend: str,
+    on_event: Callable[[dict[str, Any]], None],
+    stop: threading.Event | None,
+) -> BenchResult:
+    plan = plan_of(spec, directory, backend)
     where = Where(
         ranks_per_host=spec.ranks_per_host,
         hosts=spec.hosts,
         node_rank=spec.node_rank,
         rendezvous=spec.rendezvous,
         startup_seconds=spec.startup_seconds,
-        total_seconds=total,
+        total_seconds=plan.limit_seconds,
         measuring_seconds=None if spec.step or spec.search else spec.budget_seconds + OVERRUN_SECONDS,
     )
     debug = directory / "nccl"

@@ -1,0 +1,321 @@
+"""One fine-tune over each network, on this host or by its records: what each took, proven, beside its forecast.
+
+Each network is measured first, by all-gathers and reduce-scatters over it, and so is what the ranks compute with: both
+feed the forecast. A run stands for a network only where its own sockets, or NCCL's log, say that it took it; what was
+not run is no bar.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from agent import units
+from agent.advise import Request, model_of, of_cluster, train_of, with_fsdp
+from agent.cli.job_settings import EMBEDDED_MODEL
+from agent.documents import write_atomic
+from agent.jobs.launch import job_plan
+from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts
+from collectives.bench import lock, watch
+from collectives.bench.calibrate import CalibrationRequest, slowest
+from collectives.bench.plan import BenchSpec, Case
+from collectives.bench.plan import write as write_plan
+from collectives.bench.results import BenchResult, Measurement
+from collectives.bench.run import assemble, plan_of
+from contracts import run_record
+from contracts.job_plan import dumps
+from contracts.layout import Layout
+from contracts.run_record import RunRecord
+from planner.advice import Interval, Recommendation
+from planner.forecast.calibration import Calibration, parse_calibration
+from planner.recommend import forecast_layout, plan
+from probes.api import Snapshot
+from probes.rdma.facts import RdmaFacts
+from topology.cluster import join
+from topology.graph import ClusterTopology, NodeTopology
+from topology.svg import escape
+
+BENCH_BYTES = 1 << 20  # of the order of what FSDP gathers of a layer; larger only takes longer over a slow network
+BENCH_SECONDS = 2.0
+STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.runs.LEAST_STEPS)
+
+
+class NetworksError(Exception):
+    """The networks cannot be compared; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One network. Without seconds there is no bar, and `why` says what is missing."""
+
+    network: str  # "eth0", "net1", "RDMA"
+    carries: str = ""  # what is known of it: "shaped to 200 Mbit/s", "default/net1"
+    status: str = "unknown"  # "measured", "not had", "failed", "unproven", "unknown"
+    why: str = ""
+    proof: tuple[str, ...] = ()  # the sockets' or NCCL's own words
+    busbw_bytes_per_second: float | None = None  # of the all-gather over it, before the run
+    step_seconds: float | None = None
+    forecast: Interval | None = None  # of a step
+    inside: bool | None = None
+    run_seconds: float | None = None  # of the whole run
+    run_forecast: Interval | None = None
+    cost: float | None = None
+    record: str = ""  # where the run's flight.json is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkBars:
+    """The comparison, in the order of the networks."""
+
+    title: str
+    where: str
+    nodes: int
+    steps: int  # of the whole run
+    node_hour_price: float | None
+    bars: tuple[Bar, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0; 3 where a run failed; 5 where one is unproven or unknown. What no node has is neither."""
+        found = {bar.status for bar in self.bars}
+        return 3 if "failed" in found else 5 if found & {"unproven", "unknown"} else 0
+
+
+def proof_of(record: RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
+    """Whether the run's own log or sockets say that it took this network between hosts, and their words."""
+    nccl, seen = record.nccl, tuple(record.transports)
+    if rdma:
+        between = [name for name in seen if name.startswith(("NET/IB", "NET/AWS Libfabric"))]
+        return bool(between) and not any(name.startswith("NET/Socket") for name in seen), seen
+    if nccl is not None:
+        words = tuple(f"NCCL: NET/Socket over {name}" for name in nccl.interfaces)
+        only_sockets = all(name.startswith("NET/Socket") for name in seen if name.startswith("NET"))
+        return nccl.interfaces == [interface] and only_sockets, words or seen
+    gloo = [name for name in seen if name.startswith("gloo:")]
+    return bool(gloo) and all(f" over {interface} (" in name for name in gloo), seen
+
+
+def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = False) -> Bar:
+    """The network with what its run's record says."""
+    if record is None:
+        return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
+    if record.status != "complete":
+        return replace(bar, status="failed", why=record.reason or f"the run is not complete but {record.status}")
+    proven, words = proof_of(record, interface, rdma=rdma)
+    if not proven:
+        said = "; ".join(words) or "the record names no transport"
+        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {said}")
+    step, due = record.measured.step_seconds, record.forecast.step_seconds
+    if step is None:
+        return replace(bar, proof=words, why="its record has no step time")
+    forecast = Interval(low=due.low, mid=due.mid, high=due.high) if due else None
+    inside = forecast.low <= step <= forecast.high if forecast else None
+    return replace(bar, status="measured", proof=words, step_seconds=step, forecast=forecast, inside=inside)
+
+
+def priced(found: NetworkBars) -> NetworkBars:
+    """With time and money of the whole run."""
+    each = found.node_hour_price * found.nodes / 3600 if found.node_hour_price is not None else None
+    bars = []
+    for bar in found.bars:
+        if bar.step_seconds is not None:
+            whole, due = bar.step_seconds * found.steps, bar.forecast
+            times = found.steps
+            bar = replace(
+                bar, run_seconds=whole, cost=whole * each if each is not None else None,
+                run_forecast=due and Interval(low=due.low * times, mid=due.mid * times, high=due.high * times),
+            )  # fmt: skip
+        bars.append(bar)
+    return replace(found, bars=tuple(bars))
+
+
+def rdma_here(found: Sequence[Snapshot]) -> Bar:
+    """RDMA between namespaces of this host: never run, and why."""
+    devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
+    if not devices:
+        return Bar(network="RDMA", status="not had", why="no RDMA device on this host")
+    named = ", ".join(devices[:4])
+    return Bar(network="RDMA", status="not had",
+               why=f"{named} cannot be shared by two namespaces of one host; on a cluster: --api")  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Local:
+    """One comparison over namespaces of this host."""
+
+    request: Request
+    config: Path | None
+    overrides: tuple[str, ...]
+    folder: Path
+    timeout_seconds: float
+    note: Callable[[str], None]
+    layout: Layout | None = None  # of the first network: the others run the same
+
+    def bar(self, rig: Rig, network: Shaped, result: BenchResult, timed: Calibration) -> Bar:
+        """Forecast and run the job over one network."""
+        bar = Bar(network=network.name, carries=f"shaped to {network.rate}")
+        measured = tuple(m for m in result.measurements if m.verified)
+        gather = next((m for m in measured if m.op == "all_gather"), None)
+        if gather is None:
+            return replace(bar, status="failed", why="not measured: " + "; ".join(result.problems)[:500])
+        bar = replace(bar, busbw_bytes_per_second=gather.busbw_bytes_per_second)
+        advice = self._advice(measured, timed)
+        output = self.folder / network.name
+        output.mkdir(parents=True, exist_ok=True)
+        made = job_plan(advice, self.config, (*self.overrides, f"output_dir={output}"))
+        environment = {"GLOO_SOCKET_IFNAME": network.name}
+        write_atomic(output / "plan.json", dumps(replace(made, environment=environment)))
+        self.note(f"run over {network.name}, {network.rate}")
+        codes = rig.run(
+            network, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
+            seconds=self.timeout_seconds,
+        )  # fmt: skip
+        path = output / "flight.json"
+        record = run_record.read(path) if path.exists() else None
+        if any(codes) and (record is None or record.status in ("running", "complete")):
+            said = (output / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
+            why = f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(said)}; whole log: {output}/rank0.log"
+            return replace(bar, status="failed", why=why)
+        return replace(bar_of(bar, record, network.name), record=str(path))
+
+    def _advice(self, measured: tuple[Measurement, ...], timed: Calibration) -> Recommendation:
+        """The job's plan over what was measured; the layout is that of the first network."""
+        cluster, model = two_hosts(), model_of(self.request)
+        assert model is not None  # noqa: S101 - job_request has named one
+        advice = of_cluster(self.request, cluster, (), measured=measured, calibration=timed, ranks=1)
+        if model.name == EMBEDDED_MODEL:
+            advice = with_fsdp(advice)
+        if advice.chosen is None:
+            raise NetworksError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
+        if self.layout is None:
+            self.layout = advice.chosen.layout
+        planned = plan(
+            cluster, (), model, train_of(self.request), measurements=measured, calibration=timed, ranks_per_node=1
+        )
+        return replace(advice, settings=(), chosen=forecast_layout(planned, self.layout))
+
+
+def two_hosts() -> ClusterTopology:
+    """The namespaces as the planner sees them: they share this machine's processors, and have no GPU."""
+    cores = max(1, (os.cpu_count() or HOSTS) // HOSTS)
+    return join([
+        NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores) for n in range(HOSTS)
+    ])  # fmt: skip
+
+
+def measure(rig: Rig, network: Shaped) -> BenchResult:
+    """All-gathers and reduce-scatters of two ranks over one network."""
+    spec = BenchSpec(
+        cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
+        ranks_per_host=1, hosts=HOSTS, rendezvous=f"{rig.address(network, 0)}:29511", budget_seconds=BENCH_SECONDS,
+        warmup=1, min_iterations=3, max_iterations=20,
+    )  # fmt: skip
+    started, clock = time.time(), time.monotonic()
+    with lock.run_folder() as folder:
+        made = plan_of(spec, folder, "gloo")
+        write_plan(made, folder / "plan.json")
+        place = watch.Where(
+            ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=spec.rendezvous, startup_seconds=120.0,
+            total_seconds=made.limit_seconds,
+        )  # fmt: skip
+        seen = watch.Watch(made, place, lambda _event: None)
+        codes = rig.run(
+            network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=made.limit_seconds
+        )
+        seen.read()
+        if any(codes):
+            said = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
+            seen.outcome.problems.append(f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(said)}")
+        return assemble(spec, "gloo", seen.outcome, started, time.monotonic() - clock, None)
+
+
+def time_layer(rig: Rig, request: Request) -> Calibration:
+    """GEMMs and a layer of the model, by as many copies at once as the job has ranks. NetworksError says why not."""
+    model = model_of(request)
+    assert model is not None  # noqa: S101 - job_request has named one
+    tokens = request.sequence_length * max(1, (request.global_batch or HOSTS) // HOSTS)
+    asked = CalibrationRequest(
+        hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
+        tokens=min(tokens, 8192), sequence=min(request.sequence_length, tokens), copies=HOSTS, threads=1,
+        method="full" if request.method == "full" else "lora",
+    )  # fmt: skip
+    with lock.run_folder() as folder:
+        (folder / "request.json").write_text(json.dumps(asdict(asked)))
+        words = [[str(folder), str(host)] for host in range(HOSTS)]
+        codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
+        if any(codes):
+            said = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
+            raise NetworksError(f"GEMMs and a layer could not be timed: {' '.join(said)}")
+        answers = [json.loads((folder / f"{host}.json").read_text()) for host in range(HOSTS)]
+    return parse_calibration(slowest(answers))
+
+
+def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
+    """Measure and run over each network in turn; NamespaceError where none can be made here."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with lock.hold(), hosts(networks, job.folder / "ranks.log", stop) as rig:
+        job.note("load torch")
+        results = []
+        for network in networks:
+            job.note(f"measure {network.name}, {network.rate}: all-gather and reduce-scatter")
+            results.append(measure(rig, network))
+        job.note("measure GEMMs and a layer")
+        timed = time_layer(rig, job.request)
+        bars = [job.bar(rig, network, result, timed) for network, result in zip(networks, results, strict=True)]
+    return [*bars, rdma_here(found)]
+
+
+_ROW, _LEFT, _WIDE, _RIGHT = 58, 130, 420, 330  # of the picture, in pixels
+
+
+def picture(found: NetworkBars) -> str:
+    """The bars as a self-contained SVG: step time, the forecast's interval on it, time and money of the whole run."""
+    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
+    best = min((b.step_seconds for b in found.bars if b.step_seconds), default=0.0)
+    drawn = []
+    for number, bar in enumerate(found.bars):
+        y = 64 + number * _ROW
+        drawn.append(f'<text x="{_LEFT - 10}" y="{y + 18}" text-anchor="end" font-weight="bold">'
+                     f"{escape(bar.network)}</text>")  # fmt: skip
+        drawn.append(f'<text x="{_LEFT - 10}" y="{y + 34}" text-anchor="end" class="soft">{escape(bar.carries)}</text>')
+        if bar.step_seconds is None:
+            words = f"{bar.status}: {bar.why}"
+            words = words if len(words) <= 100 else words[:99] + "…"
+            drawn.append(f'<text x="{_LEFT}" y="{y + 18}" class="soft">{escape(words)}</text>')
+            continue
+        wide = bar.step_seconds / full * _WIDE
+        drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{wide:.1f}" height="26" fill="#1f6feb"/>')
+        if due := bar.forecast:
+            low, mid, high = (_LEFT + value / full * _WIDE for value in (due.low, due.mid, due.high))
+            drawn.append(f'<path d="M{low:.1f} {y + 32}H{high:.1f}M{low:.1f} {y + 28}v8M{mid:.1f} {y + 28}v8'
+                         f'M{high:.1f} {y + 28}v8" stroke="#bf5700" fill="none"/>')  # fmt: skip
+        for line, words in enumerate(words_of(bar, best)):
+            drawn.append(f'<text x="{_LEFT + _WIDE + 14}" y="{y + 14 + 17 * line}">{escape(words)}</text>')
+    height = 64 + len(found.bars) * _ROW + 22
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDE + _RIGHT} {height}" role="img"
+ font-family="sans-serif" font-size="13">
+<style>text{{fill:#1b1f24}}.soft{{fill:#57606a;font-size:11px}}</style>
+<title>{escape(found.title)}</title>
+<rect width="100%" height="100%" fill="#fff"/>
+<text x="16" y="26" font-size="16">{escape(found.title)}</text>
+<text x="16" y="44" class="soft">{escape(found.where)}</text>
+{chr(10).join(drawn)}
+<text x="{_LEFT}" y="{height - 8}" class="soft">seconds a step, measured (bar) and forecast before it (interval)</text>
+</svg>
+"""
+
+
+def words_of(bar: Bar, best: float) -> tuple[str, str]:
+    """What stands beside a bar: the step and the whole run, then the forecast."""
+    step = bar.step_seconds or 0.0
+    factor = f" ({step / best:.2f} x)" if best and step > best else ""
+    money = f", {bar.cost:,.2f} money" if bar.cost is not None else ""
+    whole = f", {units.duration(bar.run_seconds)} in all{money}" if bar.run_seconds is not None else ""
+    place = {True: "inside", False: "outside", None: ""}[bar.inside]
+    return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"
