@@ -1,0 +1,191 @@
+"""topoflight compare-networks on this host: what it makes, proves, draws and leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agent.jobs import namespaces
+from agent.jobs.networks import Bar, NetworkBars, bar_of, picture, priced, proof_of
+from contracts.run_record import record_of
+from planner.advice import Interval
+
+ROOT = Path(__file__).parents[2]
+# A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
+NETWORKS = ["--network", "eth0=60mbit", "--network", "net1=150mbit"]
+ROUNDS = 3  # at most: something else may have had the cores
+
+
+def record(**members):
+    """A run's record as a job writes it."""
+    due = {"low": 0.8, "mid": 1.0, "high": 1.2}
+    plan = {"forecast": {"step_seconds": due}}
+    return record_of({"status": "complete", "plan": plan, "measured": {"step_seconds": 1.1}, **members})
+
+
+@pytest.mark.parametrize(
+    ("members", "interface", "rdma", "proven"),
+    [
+        ({"transports": ["gloo: TCP over net1 (10.0.0.1)"]}, "net1", False, True),
+        ({"transports": ["gloo: TCP over net1 (10.0.0.1)"]}, "eth0", False, False),
+        ({"transports": ["gloo: TCP over net1 (10.0.0.1)", "gloo: TCP over eth0 (10.1.0.1)"]}, "net1", False, False),
+        ({"transports": ["gloo: unknown: behind NAT"]}, "eth0", False, False),
+        ({"transports": []}, "eth0", False, False),
+        ({"transports": ["NET/Socket/0", "SHM"], "nccl": {"interfaces": ["net1"]}}, "net1", False, True),
+        ({"transports": ["NET/IB/0"], "nccl": {"interfaces": ["net1"]}}, "net1", False, False),
+        ({"transports": ["NET/Socket/0"], "nccl": {"interfaces": []}}, "net1", False, False),
+        ({"transports": ["NET/IB/0/GDRDMA"], "nccl": {"interfaces": []}}, "net1", True, True),
+        ({"transports": ["NET/AWS Libfabric/0"], "nccl": {"interfaces": []}}, "eth0", True, True),
+        ({"transports": ["NET/IB/0", "NET/Socket/0"], "nccl": {"interfaces": []}}, "net1", True, False),
+        ({"transports": ["NET/Socket/0"], "nccl": {"interfaces": ["net1"]}}, "net1", True, False),
+    ],
+)
+def test_a_run_stands_for_a_network_only_where_it_was_seen_to_take_it(members, interface, rdma, proven):
+    """By the words of the sockets or of NCCL's log, never by what was set."""
+    assert proof_of(record(**members), interface, rdma=rdma)[0] is proven
+
+
+def test_only_a_proven_complete_run_is_a_bar():
+    """What failed, was not proven or names no step time says why, and has no number."""
+    over = {"transports": ["gloo: TCP over net1 (10.0.0.1)"]}
+    bar = Bar(network="net1")
+    good = bar_of(bar, record(**over), "net1")
+    assert (good.status, good.step_seconds, good.inside) == ("measured", 1.1, True)
+    elsewhere = bar_of(bar, record(**over), "eth0")
+    assert (elsewhere.status, elsewhere.step_seconds) == ("unproven", None)
+    assert bar_of(bar, None, "net1").status == "failed"
+    stopped = bar_of(bar, replace(record(**over), status="mismatch", reason="another network"), "net1")
+    assert (stopped.status, stopped.why, stopped.step_seconds) == ("failed", "another network", None)
+    assert bar_of(bar, record(**over, measured={}), "net1").status == "unknown"
+
+
+def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_network():
+    """Two nodes at 3.60 an hour cost 0.002 a second; what was not had has words in place of a bar."""
+    over = [bar_of(Bar(network=name), record(transports=[f"gloo: TCP over {name} (10.0.0.1)"]), name)
+            for name in ("eth0", "net1")]  # fmt: skip
+    found = priced(NetworkBars(
+        title="<title> & more", where="here", nodes=2, steps=1000, node_hour_price=3.60,
+        bars=(*over, Bar(network="RDMA", status="not had", why="no RDMA device")),
+    ))  # fmt: skip
+    assert [bar.run_seconds for bar in found.bars] == [pytest.approx(1100.0)] * 2 + [None]
+    assert [bar.cost for bar in found.bars] == [pytest.approx(2.2)] * 2 + [None]
+    assert found.bars[0].run_forecast == Interval(low=800.0, mid=1000.0, high=1200.0)
+    assert found.exit_code == 0
+    drawn = ElementTree.fromstring(picture(found))  # noqa: S314 - our own
+    rectangles = [one for one in drawn.iter() if one.tag.endswith("}rect") and one.get("fill") == "#1f6feb"]
+    assert len(rectangles) == 2
+    assert "no RDMA device" in "".join(drawn.itertext())
+    failed = replace(found, bars=(Bar(network="eth0", status="failed"), Bar(network="net1", status="unproven")))
+    assert (failed.exit_code, replace(failed, bars=failed.bars[1:]).exit_code) == (3, 5)
+
+
+@pytest.mark.parametrize("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
+def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
+    """As any user's mistake: exit code 2."""
+    done = compare("--network", word)
+    assert done.returncode == 2
+    assert f"--network {word!r}: must be INTERFACE=RATE" in done.stderr
+
+
+def compare(*words, **options):
+    """Run the verb."""
+    argv = [sys.executable, "-m", "agent.cli", "compare-networks", *words]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False, timeout=600, **options)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_without_root_it_is_refused_with_the_reason_or_left_out_where_that_was_asked(tmp_path):
+    """Nothing is made or measured."""
+    nobody = {"user": 65534, "env": {**os.environ, "HOME": str(tmp_path)}}
+    refused = compare(**nobody)
+    assert (refused.returncode, "network namespaces need root" in refused.stderr) == (1, True)
+    left = compare("--if-possible", **nobody)
+    assert (left.returncode, left.stderr) == (0, "networks: not compared: network namespaces need root\n")
+
+
+def test_where_no_namespace_can_be_made_it_is_refused_with_the_reason_or_left_out_where_that_was_asked():
+    """Nothing is made or measured."""
+    why = "not installed: unshare (util-linux)" if os.geteuid() == 0 else "network namespaces need root"
+    elsewhere = {"env": {**os.environ, "PATH": "/nowhere"}}
+    refused = compare(**elsewhere)
+    assert (refused.returncode, refused.stderr) == (1, f"Error: not compared: {why}\n")
+    left = compare("--if-possible", **elsewhere)
+    assert (left.returncode, left.stderr) == (0, f"networks: not compared: {why}\n")
+
+
+needs_namespaces = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "can")
+
+
+@needs_namespaces
+@pytest.mark.ranks
+@pytest.mark.netns
+@pytest.mark.timeout(1200)
+def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
+    """Two networks measured, forecast, run and proven; RDMA, which no device offers, is no bar."""
+    before = {process.pid for process in psutil.process_iter()}
+    for number in range(ROUNDS):
+        folder = tmp_path / str(number)
+        done = compare(*NETWORKS, "--price", "36", "--report", str(folder), "-o", "json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        eth0, net1, rdma = found["bars"]
+        if eth0["inside"] and net1["inside"]:
+            break
+    assert [eth0["proof"], net1["proof"]] == [
+        ["gloo: TCP over eth0 (10.244.0.1)"],
+        ["gloo: TCP over net1 (10.244.1.1)"],
+    ]
+    assert [eth0["inside"], net1["inside"]] == [True, True], done.stdout
+    assert eth0["busbw_bytes_per_second"] < 60e6 / 8 < net1["busbw_bytes_per_second"] < 150e6 / 8
+    assert eth0["step_seconds"] > 1.5 * net1["step_seconds"]
+    assert eth0["cost"] == pytest.approx(eth0["step_seconds"] * found["steps"] * 2 * 36 / 3600)
+    assert (rdma["status"], rdma["step_seconds"]) == ("not had", None)
+    assert (folder / "networks.svg").read_text().count("a step") >= 2
+    left = [p for p in psutil.process_iter() if p.pid not in before and str(ROOT) in " ".join(cmdline(p))]
+    assert not left
+    assert {"eth0", "net1"}.isdisjoint(set(psutil.net_if_addrs()) - INTERFACES)
+
+
+INTERFACES = set(psutil.net_if_addrs())  # of this host itself
+
+
+def cmdline(process):
+    """Of a process that may be gone."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+@needs_namespaces
+@pytest.mark.netns
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_however_it_ends(tmp_path, number):
+    """The namespaces go with the processes that hold them, and these with the verb."""
+    argv = [sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
+    verb = psutil.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        held = []
+        while len(held) < 2 and time.monotonic() < until:
+            held = [child for child in verb.children(recursive=True) if cmdline(child)[:1] == ["cat"]]
+            time.sleep(0.05)
+        children = verb.children(recursive=True)
+        assert len(held) == 2
+        verb.send_signal(number)
+        verb.wait(60)
+        assert not psutil.wait_procs(children, timeout=30)[1]
+    finally:
+        if verb.is_running():
+            verb.kill()
