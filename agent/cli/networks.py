@@ -24,7 +24,7 @@ DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 @click.command("compare-networks")
 @with_model_options
-@click.option("--network", "networks", multiple=True, metavar="INTERFACE=RATE",
+@click.option("--over", "networks", multiple=True, metavar="INTERFACE=RATE",
               help=f"A network to make and run over, shaped. Default: {' and '.join(DEFAULT_NETWORKS)}.")  # fmt: skip
 @click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run, for time and money. Default: "
               "as many as are run.")  # fmt: skip

@@ -55,14 +55,14 @@ def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
         found = _RATE.fullmatch(word)
         if not found or found[1] == "lo":
             raise ValueError(
-                f"--network {word!r}: must be INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole "
+                f"--over {word!r}: must be INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole "
                 "numbers), an interface of at most 15 letters and digits"
             )
         made.append(Shaped(found[1], float(found[2]) * (1e9 if found[3] == "gbit" else 1e6)))
     if len({one.name for one in made}) < len(made):
-        raise ValueError("--network: each interface once")
+        raise ValueError("--over: each interface once")
     if len(made) > MOST_NETWORKS:
-        raise ValueError(f"--network: at most {MOST_NETWORKS}")
+        raise ValueError(f"--over: at most {MOST_NETWORKS}")
     return tuple(made)
 
 

@@ -23,7 +23,7 @@ from planner.advice import Interval
 
 ROOT = Path(__file__).parents[2]
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
-NETWORKS = ["--network", "eth0=60mbit", "--network", "net1=150mbit"]
+NETWORKS = ["--over", "eth0=60mbit", "--over", "net1=150mbit"]
 ROUNDS = 3  # at most: something else may have had the cores
 
 
@@ -93,26 +93,15 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
 @pytest.mark.parametrize("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
     """As any user's mistake: exit code 2."""
-    done = compare("--network", word)
+    done = compare("--over", word)
     assert done.returncode == 2
-    assert f"--network {word!r}: must be INTERFACE=RATE" in done.stderr
+    assert f"--over {word!r}: must be INTERFACE=RATE" in done.stderr
 
 
 def compare(*words, **options):
     """Run the verb."""
     argv = [sys.executable, "-m", "agent.cli", "compare-networks", *words]
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False, timeout=600, **options)
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_without_root_it_is_refused_with_the_reason_or_left_out_where_that_was_asked(tmp_path):
-    """Nothing is made or measured."""
-    nobody = {"user": 65534, "env": {**os.environ, "HOME": str(tmp_path)}}
-    refused = compare(**nobody)
-    assert (refused.returncode, "network namespaces need root" in refused.stderr) == (1, True)
-    left = compare("--if-possible", **nobody)
-    assert (left.returncode, left.stderr) == (0, "networks: not compared: network namespaces need root\n")
 
 
 def test_where_no_namespace_can_be_made_it_is_refused_with_the_reason_or_left_out_where_that_was_asked():
