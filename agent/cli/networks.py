@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from agent.cli.hosts import host_option, root_option
 from agent.cli.inputs import InputError
-from agent.cli.output import Progress, emit, format_option, say
-from agent.cli.preflight import with_model_options
+from agent.cli.launch import OF_A_CLUSTER, cluster_options
+from agent.cli.output import Progress, emit, format_option, say, waiting
+from agent.cli.preflight import with_model_options, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,13 +25,29 @@ if TYPE_CHECKING:
 DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 
+# Options of `launch` that say what this verb decides itself, or that print what is not a job.
+NOT_HERE = {"with_network", "host_mofed", "wait", "no_preflight", "measure", "dra", "no_dra"}
+
+
+def _name(option: Any) -> str:
+    """The parameter that an option's decorator adds."""
+    made = option(lambda: None)
+    return str(made.__click_params__[0].name)
+
+
 @click.command("compare-networks")
+@host_option
+@root_option
 @with_model_options
+@with_options([option for option in cluster_options if _name(option) not in NOT_HERE])
 @click.option("--over", "networks", multiple=True, metavar="INTERFACE=RATE",
-              help=f"A network to make and run over, shaped. Default: {' and '.join(DEFAULT_NETWORKS)}.")  # fmt: skip
+              help=f"A network to make here, shaped. Default: {' and '.join(DEFAULT_NETWORKS)}. Cluster: "
+              "INTERFACE[=ATTACHMENT][,RATE] of the pods: eth0, net1=training/macvlan,25G, rdma=training/macvlan.",
+              )  # fmt: skip
 @click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run, for time and money. Default: "
               "as many as are run.")  # fmt: skip
 @click.option("--price", default=None, type=click.FloatRange(0, 1e9), help="Of a node-hour, for money.")
+@click.option("--dry-run", is_flag=True, help="Cluster: print the jobs, and start nothing.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400),
               help="Seconds for each run.")  # fmt: skip
 @click.option("--if-possible", is_flag=True, help="Where it cannot be done here, say why and end with 0.")
@@ -38,15 +57,20 @@ DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 def compare_networks(form: str, if_possible: bool, **given: Any) -> None:
     """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
 
-    Two network namespaces of this host, one rank each on the CPU, as root. Each network is measured first, which gives
-    the forecast; the ranks' own sockets prove which one a run took. Exit code 0 all were run, 1 it cannot be done here,
-    3 a run failed, 5 one was not proven.
+    Here: two network namespaces, one rank each on the CPU, as root; each network is measured first, which gives the
+    forecast. With --api: a job for each of the cluster's networks, one after another. The ranks' own sockets, or NCCL's
+    log, prove which one a run took. Exit code 0 all were run, 1 it cannot be done here, 3 a run failed, 5 one was not
+    proven.
     """
     from agent.jobs.namespaces import NamespaceError
     from collectives.bench.lock import BusyError
 
+    context = click.get_current_context()
+    for name in (*OF_A_CLUSTER, "hosts", "dry_run"):
+        if given["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
     try:
-        found = _here(given)
+        found = _here(given) if given["api"] == "local" else _there(given)
     except (NamespaceError, BusyError) as error:
         if if_possible:
             say(f"networks: not compared: {error}", err=True)
@@ -80,10 +104,10 @@ def _here(given: dict[str, Any]) -> NetworkBars:
             overrides += (f"max_steps={networks.STEPS}",)
         for name in ("save_strategy", "eval_strategy"):
             overrides += () if name in settings else (f"{name}=no",)
-        request = Request(model=given["model"], method=given["method"], global_batch=given["global_batch"] or HOSTS,
+        request = Request.of(model=given["model"], method=given["method"], global_batch=given["global_batch"] or HOSTS,
                           nodes=HOSTS, ranks_per_node=1)  # fmt: skip
         if given["sequence_length"]:
-            request = replace(request, sequence_length=given["sequence_length"])
+            request = request.changed(sequence_length=given["sequence_length"])
         request = job_request(request, given["config"], overrides)
     except (RequestError, ValueError) as error:
         raise click.UsageError(str(error)) from None
@@ -112,6 +136,77 @@ def _here(given: dict[str, Any]) -> NetworkBars:
         title=f"One fine-tune of {model}, {family} over {HOSTS} ranks, by network",
         where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
         nodes=HOSTS, steps=given["steps"] or done, node_hour_price=given["price"], bars=tuple(bars),
+    ))  # fmt: skip
+
+
+def _there(given: dict[str, Any]) -> NetworkBars:
+    """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
+    from agent.advise import RequestError, answer, with_fsdp
+    from agent.cli.hosts import snapshots
+    from agent.cli.job_settings import EMBEDDED_MODEL, said
+    from agent.cluster.client import AccessError, ApiError, connect
+    from agent.dataset import for_whole_run, with_rows
+    from agent.jobs import cluster_job, networks
+    from agent.jobs import cluster_networks as there
+    from agent.jobs.benchmark import flight_request
+    from planner.advice import ExportError
+    from planner.kubernetes.job import JobError
+    from planner.kubernetes.manifests import render as render_documents
+
+    given = {**given, "machine": None, "dra": (), "nodes": given["nodes"] or 2}
+    try:
+        over = there.parse(given["networks"])
+        settings = said(given["config"], given["overrides"])
+        request = for_whole_run(with_rows(flight_request(given), settings), settings)
+    except (RequestError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    found = snapshots(given["hosts"], root=given["root"])
+    bars, jobs = [], []
+    launched = "" if given["dry_run"] else datetime.now(UTC).isoformat()
+    try:
+        advice = answer(request, found)
+        if advice.model and advice.model.name == EMBEDDED_MODEL:
+            advice = with_fsdp(advice)
+        if advice.chosen is None:
+            raise JobError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
+        layout = advice.chosen.layout
+        cluster_job.refuse_what_cannot_train(advice, given)
+        advice, left_out = cluster_job.for_pods(advice, given, found)
+        for network in over:
+            if network.rdma and not there.has_rdma(advice, found):
+                why = "no RDMA device was seen on the recorded hosts"
+                bars.append(networks.Bar(network="rdma", status="not had", why=why))
+                continue
+            taken = there.over(advice, network, request, found)
+            jobs.append((network, there.documents(taken, network, given, found, launched)))
+    except (JobError, ExportError, RequestError) as error:
+        raise click.UsageError(str(error)) from None
+    for line in left_out:
+        say(f"note: {line}", err=True)
+    if given["dry_run"]:
+        for bar in bars:
+            say(f"{bar.network}: {bar.status}: {bar.why}", err=True)
+        say(render_documents([*cluster_job.storage(given), *(one for _, made in jobs for one in made)]), nl=False)
+        sys.exit(0)
+    try:
+        client = connect(given["context"])
+        for number, (network, made) in enumerate(jobs):
+            made = (*cluster_job.storage(given), *made) if number == 0 else made
+            with waiting(f"networks: {cluster_job.named(made[-1])} over {network.name}"):
+                bars.append(there.run(
+                    client, made, network, given["api"], seconds=given["timeout"], say=lambda line: say(line, err=True),
+                    sleep=time.sleep, clock=time.monotonic,
+                ))  # fmt: skip
+    except (JobError, AccessError, ApiError) as error:
+        raise click.ClickException(str(error)) from None
+    order = {network.name: place for place, network in enumerate(over)}
+    model = "a tiny Llama" if request.model == EMBEDDED_MODEL else request.model
+    return networks.priced(networks.NetworkBars(
+        title=f"One fine-tune of {model}, {layout.family} over "
+        f"{layout.world_size} ranks, by network",
+        where=f"{given['nodes']} pods of namespace {given['namespace']}, by {given['api']}",
+        nodes=given["nodes"], steps=given["steps"] or advice.total_steps or settings.get("max_steps") or 1,
+        node_hour_price=given["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from agent import units
-from agent.advise import Request, model_of, of_cluster, train_of, with_fsdp
+from agent.advise import Request, model_of, of_cluster, with_fsdp
 from agent.cli.job_settings import EMBEDDED_MODEL
 from agent.documents import write_atomic
 from agent.jobs.launch import job_plan
@@ -196,7 +196,7 @@ class Local:
         if self.layout is None:
             self.layout = advice.chosen.layout
         planned = plan(
-            cluster, (), model, train_of(self.request), measurements=measured, calibration=timed, ranks_per_node=1
+            cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1
         )
         return replace(advice, settings=(), chosen=forecast_layout(planned, self.layout))
 
@@ -239,11 +239,12 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
     """GEMMs and a layer of the model, by as many copies at once as the job has ranks. NetworksError says why not."""
     model = model_of(request)
     assert model is not None  # noqa: S101 - job_request has named one
-    tokens = request.sequence_length * max(1, (request.global_batch or HOSTS) // HOSTS)
+    train = request.train
+    tokens = train.sequence_length * max(1, (train.global_batch or HOSTS) // HOSTS)
     asked = CalibrationRequest(
         hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        tokens=min(tokens, 8192), sequence=min(request.sequence_length, tokens), copies=HOSTS, threads=1,
-        method="full" if request.method == "full" else "lora",
+        tokens=min(tokens, 8192), sequence=min(train.sequence_length, tokens), copies=HOSTS, threads=1,
+        method="full" if train.method == "full" else "lora",
     )  # fmt: skip
     with lock.run_folder() as folder:
         (folder / "request.json").write_text(json.dumps(asdict(asked)))

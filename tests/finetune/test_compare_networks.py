@@ -159,7 +159,7 @@ def cmdline(process):
 
 @needs_namespaces
 @pytest.mark.netns
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_however_it_ends(tmp_path, number):
     """The namespaces go with the processes that hold them, and these with the verb."""
     argv = [sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]

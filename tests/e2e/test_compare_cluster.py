@@ -1,0 +1,170 @@
+"""compare-networks on a cluster: a job a network, its pods' words read back; the API server is the stand-in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ApiServer, write_kubeconfig
+from click.testing import CliRunner
+from e2e_client import MACHINES
+
+from agent.cli.networks import compare_networks
+from contracts import run_record
+from contracts.job_plan import Bounds, JobPlan, RunForecast
+from contracts.run_record import Measured, NcclChannels, RunRecord
+from finetune.pod import leave_word
+
+H100 = next(MACHINES.glob("hgx-h100*.json"))
+WORDS = [
+    "--host", str(H100), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1", "--api", "job",
+    "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100", "--name", "sft",
+    "--over", "eth0,10G", "--over", "net1=training/macvlan,25G", "--over", "rdma=training/macvlan",
+]  # fmt: skip
+SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step
+
+
+class Cluster(ApiServer):
+    """Each job is done at once; pod 0 leaves the record of a run over `takes`, by default what its job was told."""
+
+    takes: dict[str, str]
+    state = "Complete"
+
+    def put(self, collection: str, namespace: str, document: dict[str, Any]) -> dict[str, Any]:
+        """As a controller and a kubelet would have it."""
+        name = document["metadata"]["name"]
+        if document.get("kind") == "Job":
+            document["status"] = {"conditions": [{"type": self.state, "status": "True"}]}
+        if document.get("kind") == "Pod" and name.endswith("-0"):
+            network = name.removeprefix("sft-").removesuffix("-0")
+            ended = {"exitCode": 0, "message": said(network, self.takes.get(network, network))}
+            document["status"] = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
+        return super().put(collection, namespace, document)
+
+
+def said(network: str, taken: str) -> str:
+    """What finetune.pod leaves of a run, in its own words."""
+    seen = {"transports": ["NET/IB/0/GDRDMA"]} if taken == "rdma" else {"transports": ["NET/Socket/0"]}
+    made = RunRecord(
+        status="complete", steps_done=20, nccl=NcclChannels(interfaces=[] if taken == "rdma" else [taken]),
+        measured=Measured(step_seconds=SECONDS[network], counted_steps=15),
+        plan=JobPlan(forecast=RunForecast(step_seconds=Bounds(low=1.0, mid=2.0, high=5.0))), **seen,
+    )  # fmt: skip
+    folder = Path(said_in[-1])
+    run_record.save(folder / "flight.json", made)
+    leave_word(folder / "flight.json", folder / "word")
+    text = (folder / "word").read_text()
+    assert len(text.encode()) <= 4096
+    return text
+
+
+said_in: list[Path] = []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    with Cluster() as server:
+        said_in.append(tmp_path)
+        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server.url)))
+        server.takes = {}
+        yield server
+
+
+def compare(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    done = CliRunner().invoke(compare_networks, [*WORDS, "--report", str(folder), "-o", "json", *words])
+    return done.exit_code, json.loads(done.stdout) if done.stdout.startswith("{") else {}, done.output
+
+
+def test_each_network_has_a_job_and_each_record_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """Three bars, in the order asked for; time and money of 100 steps on two nodes."""
+    code, found, output = compare(tmp_path, "--price", "98")
+    assert code == 0, output
+    bars = {bar["network"]: bar for bar in found["bars"]}
+    assert {name: bar["step_seconds"] for name, bar in bars.items()} == SECONDS
+    assert [bar["inside"] for bar in bars.values()] == [False, True, True]
+    assert bars["net1"]["proof"] == ["NCCL: NET/Socket over net1"]
+    assert bars["rdma"]["proof"] == ["NET/IB/0/GDRDMA"]
+    assert bars["eth0"]["cost"] == pytest.approx(9.0 * 100 * 2 * 98 / 3600)
+    jobs = {job["metadata"]["name"]: job["spec"]["template"] for job in cluster.of_kind("Job")}
+    assert list(jobs) == ["sft-eth0", "sft-net1", "sft-rdma"]
+    annotation = "k8s.v1.cni.cncf.io/networks"
+    attached = {name: (pod.get("metadata") or {}).get("annotations", {}).get(annotation) for name, pod in jobs.items()}
+    assert attached == {"sft-eth0": None, "sft-net1": "training/macvlan@net1", "sft-rdma": "training/macvlan"}
+    assert (tmp_path / "networks.svg").read_text().count("a step") >= 3
+
+
+def test_a_job_over_tcp_is_told_its_interface_and_asks_for_no_rdma(cluster: Cluster, tmp_path: Path) -> None:
+    """The plan's own environment is RDMA's; it is one dry run away from being seen."""
+    done = CliRunner().invoke(compare_networks, [*WORDS, "--dry-run", "--resource", "rdma/shared=1"])
+    assert done.exit_code == 0, done.output
+    assert cluster.of_kind("Job") == []
+    documents = list(yaml.safe_load_all(done.stdout))
+    pods = {d["metadata"]["name"]: d["spec"]["template"]["spec"]["containers"][0] for d in documents
+            if d["kind"] == "Job"}  # fmt: skip
+    told = {name: {one["name"]: one["value"] for one in pod["env"]} for name, pod in pods.items()}
+    assert told["sft-net1"]["NCCL_SOCKET_IFNAME"] == "net1"
+    assert told["sft-net1"]["NCCL_IB_DISABLE"] == "1"
+    assert "NCCL_IB_DISABLE" not in told["sft-rdma"]
+    plans = {d["metadata"]["name"]: json.loads(d["data"]["plan.json"]) for d in documents if d["kind"] == "ConfigMap"}
+    steps = [plans[f"sft-{name}-config"]["forecast"]["step_seconds"]["mid"] for name in ("eth0", "net1", "rdma")]
+    assert steps[0] > steps[1] > steps[2]
+    layouts = [plan["layout"] for plan in plans.values()]
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert plans["sft-net1-config"]["environment"]["NCCL_SOCKET_IFNAME"] == "net1"
+    assert plans["sft-net1-config"]["config"]["output_dir"] == "/mnt/shared/sft-net1"
+
+
+def test_a_job_that_took_another_network_is_no_bar(cluster: Cluster, tmp_path: Path) -> None:
+    """It was told net1, and NCCL's log says eth0: exit code 5."""
+    cluster.takes = {"net1": "eth0"}
+    code, found, output = compare(tmp_path)
+    assert code == 5, output
+    net1 = found["bars"][1]
+    assert (net1["status"], net1["step_seconds"]) == ("unproven", None)
+    assert "NET/Socket over eth0" in net1["why"]
+
+
+def test_a_job_that_fails_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    """No pod of it left a record; the others are run all the same, and fail alike here. Exit code 3."""
+    cluster.state, cluster.controllers = "Failed", False
+    code, found, output = compare(tmp_path)
+    assert code == 3, output
+    assert {bar["status"] for bar in found["bars"]} == {"failed"}
+    assert found["bars"][0]["why"] == "failed: no pod left a record"
+
+
+def test_a_job_that_is_not_done_in_time_is_unknown(cluster: Cluster, tmp_path: Path) -> None:
+    """And goes on."""
+    cluster.state = "Suspended"
+    code, found, output = compare(tmp_path, "--timeout", "1")
+    assert code == 5, output
+    assert all("was not done within 1 s" in bar["why"] for bar in found["bars"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--over", "net1=a/b/c"], "--over 'net1=a/b/c': must be INTERFACE"),
+        (["--over", "eth0"], "each once"),
+        (["--model", "tiny-llama", "--api", "local", "--dry-run"], "is of jobs on a cluster"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(cluster: Cluster, tmp_path: Path, words: list[str], told: str) -> None:
+    """Exit code 2, with what is allowed."""
+    done = CliRunner().invoke(compare_networks, [*WORDS, *words])
+    assert (done.exit_code, told in done.output) == (2, True), done.output
+
+
+def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path: Path) -> None:
+    """It is told, never drawn."""
+    machine = next(MACHINES.glob("cpu-only-vm.json"))
+    words = [word if word != str(H100) else str(machine) for word in WORDS]
+    done = CliRunner().invoke(compare_networks, [*words, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "rdma: not had: no RDMA device" in done.stderr
+    assert "sft-rdma" not in done.stdout
+    assert "GLOO_SOCKET_IFNAME" in done.stdout
