@@ -7,21 +7,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from agent import advise, units
+from agent.advise import Request
 from agent.cli.inputs import InputError
+from agent.whatif import values_of
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import calls, inspector, ras, watchdog
 from contracts import bounded, rank_state, run_record
+from contracts.layout import LayoutError
 from contracts.rank_state import RankState
 from contracts.run_record import RunRecord
+from hardware.units import GIGA
 from planner import why
+from planner.forecast import machines
+from planner.recommend import forecast_named, plan
 from planner.why import Cause, Seen, Unknown, Verdict
+from probes.api import Snapshot
+from probes.interfaces.facts import InterfacesFacts
 
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
+SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
 _MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
 
@@ -40,6 +50,9 @@ class Asked:
     inspector: Path | None = None
     recorder: Path | None = None
     diagnostics: tuple[str, ...] = ()
+    manifest: Path | None = None
+    request: Request | None = None  # where and which run, for the price
+    layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
 
 
 def answer(asked: Asked) -> Verdict:
@@ -52,7 +65,7 @@ def answer(asked: Asked) -> Verdict:
     if not seen.states and seen.traces:
         seen = replace(seen, now=_newest(seen.traces))
     told = {"watchdog": watchdog.read(_lines((*asked.logs, *asked.diagnostics)))}
-    seen = replace(seen, first=_first_ended(asked.logs))
+    seen = replace(seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs))
     reports = [_ras(source) for source in asked.ras]
     seen = replace(seen, told={name: rows for name, rows in told.items() if rows}, world=_world(seen, told["watchdog"]))
     verdict = why.judge(seen)
@@ -63,6 +76,9 @@ def answer(asked: Asked) -> Verdict:
     found = _evidence((*asked.logs, *asked.diagnostics))
     if found is not None:
         verdict = with_log(verdict, found)
+        verdict = priced(verdict, found, asked.request or Request(), asked.layout)
+    if asked.manifest is not None:
+        verdict = with_manifest(verdict, asked.manifest)
     record = _record(asked.run)
     if record is not None:
         verdict = with_record(verdict, record)
@@ -122,7 +138,11 @@ def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
     ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
     traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
-    world = max((state.world_size or 0 for state in states.values()), default=0)
+    newest = max(states.values(), key=lambda state: state.written, default=None)
+    world = (newest.world_size or 0) if newest else 0
+    if world:  # an earlier start of more ranks may have left its files
+        states = {rank: state for rank, state in states.items() if rank < world}
+        traces = {rank: trace for rank, trace in traces.items() if rank < world}
     alive = processes(states)
     # of a run that is over, the end is when its ranks last wrote; of one that goes on, it is now
     last = max((state.written for state in states.values()), default=0.0)
@@ -153,6 +173,9 @@ def watch(
     told, asked = "", 0.0
     while True:
         verdict = look(folder)
+        if verdict.state == "failed":  # the others are still to tell how they ended
+            time.sleep(SETTLED_SECONDS)
+            verdict = look(folder)
         if verdict.line != told:
             told = verdict.line
             tell(verdict)
@@ -221,6 +244,13 @@ def _evidence(sources: Sequence[str]) -> Evidence | None:
         raise WhyError(f"{error.filename or ' '.join(sources)}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
+
+
+def _cut_short(logs: Sequence[str]) -> str:
+    """gloo's words where a message is longer than what was asked for (gloo/transport/tcp/pair.cc), else nothing."""
+    return next(
+        (line.strip()[:300] for line in _lines(logs) if "EnforceNotMet" in line or "preamble.length" in line), ""
+    )
 
 
 def _first_ended(logs: Sequence[str]) -> int | None:
@@ -340,6 +370,89 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     if verdict.state == "fine" and slow:
         return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
     return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
+
+
+def with_manifest(verdict: Verdict, path: Path) -> Verdict:
+    """Wrong settings of the job's environment, and what to write instead."""
+    from agent.gate.lint import lint_text
+
+    try:
+        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
+    except (OSError, bounded.TooLargeError) as error:
+        raise WhyError(f"--manifest {path}: {error}") from None
+    linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+    wrong = [check for check in linted.checks if check.status == "fail"]
+    causes = tuple(
+        Cause(code=one.id, message=one.message, evidence=one.evidence[:2], action=one.remedy) for one in wrong[:8]
+    )
+    change = tuple(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy)
+    sources = (*verdict.sources, f"manifest: {linted.read}")
+    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources)
+
+
+def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> Verdict:
+    """What TCP in place of RDMA costs: the same layout over both, by the forecast."""
+    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
+        return verdict
+    model = advise.model_of(request)
+    what = f"what TCP over {found.socket_interface or 'its interface'} costs"
+    if model is None or not (request.machine or request.hosts):
+        hint = Unknown(
+            what=what, command="--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
+        )
+        return replace(verdict, unknown=(*verdict.unknown, hint))
+    snapshots: tuple[Snapshot, ...] = ()
+    if not request.machine:
+        from agent.cli.hosts import snapshots as replay
+
+        snapshots = replay(request.hosts)
+    try:
+        cluster = advise.cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
+        rate = request.network or _socket_rate(snapshots, found.socket_interface)
+        if rate is None:
+            hint = Unknown(what=what, command="--network RATE: what that interface carries, as 10G")
+            return replace(verdict, unknown=(*verdict.unknown, hint))
+        slow = machines.over_network(cluster, rate, "tcp")
+        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
+        values = values_of(layout)
+        if not values:
+            best = advise.of_cluster(replace(request, network=None), cluster, snapshots).chosen
+            values = asdict(best.layout) if best else {}
+        was, would = (forecast_named(one, values).forecast for one in planned)
+        steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
+    except (LayoutError, machines.MachineError, ValueError) as error:
+        raise WhyError(str(error)) from None
+    times = was.step_seconds.mid / would.step_seconds.mid
+    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of RDMA: {times:.1f} x"
+    if steps:
+        extra = (was.step_seconds.mid - would.step_seconds.mid) * steps
+        words += f", +{units.duration(extra)}"
+        if (each := advise.price_of(request)) is not None:
+            words += f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices"
+    causes = tuple(
+        replace(cause, price=words) if number == 0 else cause for number, cause in enumerate(verdict.causes)
+    )  # fmt: skip
+    advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
+    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
+    step = f"{units.seconds(would.step_seconds.mid)} a step in place of {units.seconds(was.step_seconds.mid)}"
+    if steps:
+        step += f", {units.duration(would.step_seconds.mid * steps)} in place of "
+        step += units.duration(was.step_seconds.mid * steps)
+    return replace(verdict, causes=causes, change=(*verdict.change, *change), forecast=f"with RDMA: {step}")
+
+
+def _has_budget(request: Request) -> bool:
+    return any(one is not None for one in (request.train.steps, request.tokens, request.hours, request.epochs))
+
+
+def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | None:
+    """What the interface is linked at, as --network takes it."""
+    found = [snapshot.facts(InterfacesFacts) for snapshot in snapshots]
+    speeds = [
+        one.speed_bytes_per_second for facts in found if facts for one in facts.interfaces
+        if one.name == interface and one.speed_bytes_per_second
+    ]  # fmt: skip
+    return f"{min(speeds) * 8 / GIGA:g}G" if speeds else None
 
 
 _ENDED_WELL = ("running", "complete", "interrupted", "unknown")

@@ -48,6 +48,7 @@ class RankState:
     ends: tuple[str, ...] = ()  # own ends of this process's connections: "10.0.0.1:4711"
     unsent: dict[str, int] = field(default_factory=dict)  # looks in which bytes to this address waited to be sent
     resent: dict[str, int] = field(default_factory=dict)  # ... had to be sent again
+    held: dict[str, int] = field(default_factory=dict)  # of either kind, since the last call
     ended: bool = False  # the process has come to its end and told
     error: str | None = None  # the exception that ended it
 

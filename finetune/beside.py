@@ -37,7 +37,8 @@ _SHOWN = 6
 
 # First match from the innermost frame outward wins: a data loader's queue inside an evaluation is data.
 _LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("compile", re.compile(r"/torch/(?:_dynamo|_inductor|_functorch)/|/triton/")),
+    # what a compiled step runs through has frames of torch._dynamo too; these are there only while it is compiled
+    ("compile", re.compile(r"/torch/_dynamo/(?:convert_frame|symbolic_convert)\.py|/triton/compiler/")),
     (
         "save",
         re.compile(r"/torch/(?:serialization\.py|distributed/checkpoint/)|/safetensors/|/finetune/checkpoint\.py"),
@@ -89,6 +90,7 @@ class Beside(threading.Thread):
         self.samples: Counter[str] = Counter()
         self.unsent: Counter[str] = Counter()
         self.resent: Counter[str] = Counter()
+        self.held: Counter[str] = Counter()
         self.phase, self.since = "compute", time.time()
         self.where: tuple[str, ...] = ()
         self.calls, self.moved, self.dumped, self.asked = 0, time.monotonic(), 0.0, time.time()
@@ -102,6 +104,7 @@ class Beside(threading.Thread):
         written = 0.0
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / TRACE.format(rank=self.rank)).unlink(missing_ok=True)  # of an earlier start
         while not self.over.wait(self.look_seconds):
             self.look()
             now = time.monotonic()
@@ -127,10 +130,12 @@ class Beside(threading.Thread):
         calls = _calls_so_far()
         if calls != self.calls:
             self.calls, self.moved = calls, time.monotonic()
+            self.held.clear()
         if phase == "collective":
             for address, waits, again in _sending():
                 self.unsent[address] += waits
                 self.resent[address] += again
+                self.held[address] += waits or again
 
     def wanted(self) -> bool:
         """Whether somebody has asked for a dump since the last."""
@@ -156,7 +161,8 @@ class Beside(threading.Thread):
         state = RankState(
             rank=self.rank, world_size=self.world_size, written=time.time(), phase=self.phase, since=self.since,
             where=self.where, samples=dict(self.samples), calls=self.calls, cpu_seconds=time.process_time(),
-            io_bytes=_io_bytes(), groups=_groups(), unsent=dict(self.unsent), resent=dict(self.resent), ended=ended,
+            io_bytes=_io_bytes(), groups=_groups(), unsent=dict(self.unsent), resent=dict(self.resent),
+            held=dict(self.held), ended=ended,
             error=_error() if ended else None, ends=self.ends,
             **self.fixed,
         )  # fmt: skip
@@ -179,9 +185,7 @@ class Beside(threading.Thread):
 
 
 def before() -> None:
-    """Before the process group: releases of PyTorch whose recorder is off by default, and NCCL's dump on a timeout."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    """Before the process group: NCCL's recorder is dumped on a timeout; it records by itself from PyTorch 2.13 on."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 

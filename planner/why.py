@@ -85,6 +85,7 @@ class Seen:
         default_factory=dict
     )  # by source: ranks it calls dead, and its words
     first: int | None = None  # rank that torchrun saw end first
+    cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
     world: int | None = None
     now: float = 0.0
 
@@ -101,6 +102,7 @@ class Jam:
     roots: set[int] = field(default_factory=set)  # waited for, and waiting for nobody
     met: set[int] = field(default_factory=set)  # in a call that all of its group have come to
     odd: list[Cause] = field(default_factory=list)  # calls that do not match
+    members: dict[str, set[int]] = field(default_factory=dict)  # by group
     stale: set[int] = field(default_factory=set)  # of the missing: their dump is older than the call
     age: float = 0.0  # seconds of the longest wait
     usual: float = 0.0  # seconds of the longest pause before it
@@ -110,7 +112,7 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
     """Each rank's oldest call that is not over, and who has not come to it."""
     found = Jam()
     everyone = set(range(world)) if world else set(traces)
-    members = _members(traces, states, everyone)
+    members = found.members = _members(traces, states, everyone)
     for rank, trace in traces.items():
         state = states.get(rank)
         failed = state is not None and state.ended and state.error and _HEARD.search(state.error)
@@ -130,9 +132,14 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
             found.age = max(found.age, (trace.taken or now) - call.created)
             found.usual = max(found.usual, _longest_pause(trace, call))
     found.odd = _mismatches(traces, found.waits)
-    old = {rank for rank in found.stale if rank in states and states[rank].phase == "collective"}
+    # a rank that stands in a collective by now, which its dump does not hold, has dumped before it came
+    old = {rank for rank, state in states.items() if state.phase == "collective" and rank not in found.waits}
     found.roots = _roots(found) - old
-    found.met = {rank for rank in found.waits if not found.missing.get(rank)}
+    found.met = {
+        rank for rank, call in found.waits.items()
+        if not found.missing.get(rank) and rank not in found.stale
+        and (call.created is None or (traces[rank].taken or now) - call.created >= STALL_SECONDS)
+    }  # fmt: skip
     found.roots -= found.met
     return found
 
@@ -199,8 +206,13 @@ def _mismatches(traces: Mapping[int, RankTrace], waits: Mapping[int, Call]) -> l
         if len(kinds) < 2:
             continue
         (usual, most), (_, second) = kinds.most_common(2)
-        odd = sorted(rank for rank, call in rows.items() if _signature(call) != usual or most == second)
-        causes.append(_mismatch(rows, odd, usual, traces, tied=most == second))
+        tied = most == second
+        if tied:  # what has been called before is the usual one
+            earlier = {_signature(c) for trace in traces.values() for c in trace.calls if c.number < number}
+            known = [kind for kind in kinds if kind in earlier]
+            tied, usual = len(known) != 1, known[0] if len(known) == 1 else usual
+        odd = sorted(rank for rank, call in rows.items() if tied or _signature(call) != usual)
+        causes.append(_mismatch(rows, odd, usual, traces, tied=tied))
     return causes
 
 
@@ -299,7 +311,7 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     stalled = timed_out or jammed.age >= max(STALL_SECONDS, LONGER * jammed.usual)
     if not jammed.waits or not (decisive or stalled or jammed.odd):
         return None
-    if jammed.missing and not jammed.roots and jammed.stale and not jammed.odd:
+    if any(jammed.missing.values()) and not jammed.roots | jammed.met and not jammed.odd and _old(jammed, seen):
         return None  # they have dumped before that call: a newer dump tells
     waiting = tuple(sorted(rank for rank in jammed.waits if rank not in jammed.roots))
     call = next(iter(jammed.waits.values()))
@@ -325,7 +337,24 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     )  # fmt: skip
     gone = any(cause.code == "rank.gone" for cause in causes)
     ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    if gone and seen.cut_short:
+        return _sizes(ranks, seen, waiting)
     return _verdict("failed" if gone else "stuck", causes, seen, ranks, waiting)
+
+
+def _sizes(ended: Sequence[int], seen: Seen, waiting: tuple[int, ...]) -> Verdict:
+    """gloo ends the rank that is sent too much, which may be the victim: no dump says whose call was the odd one."""
+    words = f"calls of different sizes met: {ranks_of(ended)} was sent more than its call takes"
+    cause = Cause(code="call.size", message=words,
+                  evidence=(seen.cut_short,), action="make every rank of the group call the same sizes")  # fmt: skip
+    hint = Unknown(what="which rank's size is the odd one", command="TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run")
+    return replace(_verdict("failed", (cause,), seen, (), waiting), unknown=(hint,))
+
+
+def _old(jammed: Jam, seen: Seen) -> bool:
+    """Whether some that are missing have come since they dumped."""
+    wanted = set().union(*jammed.missing.values())
+    return any(rank in seen.states and seen.states[rank].phase == "collective" for rank in wanted - set(jammed.waits))
 
 
 def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
@@ -333,8 +362,11 @@ def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Ve
     if jammed.met:
         call = jammed.waits[min(jammed.met)]
         met = sorted(rank for rank in jammed.met if jammed.waits[rank].group == call.group)
-        said = f"{ranks_of(met)} are all in {call.words}, number {call.number} of group {call.group}: it does not move"
-        return _verdict("stuck", (network(seen, "carries nothing", wait, said, between=met),), seen, (), waiting)
+        inside = sorted(jammed.members.get(call.group, set(met)))
+        said = (
+            f"{ranks_of(inside)} are all in {call.words}, number {call.number} of group {call.group}: it does not move"
+        )
+        return _verdict("stuck", (network(seen, "carries nothing", wait, said, between=inside),), seen, (), waiting)
     lines = tuple(
         f"rank {rank} waits in {call.words} of group {call.group} for {ranks_of(sorted(jammed.missing[rank]))}"
         for rank, call in sorted(jammed.waits.items()) if jammed.missing.get(rank)
@@ -349,17 +381,16 @@ def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = ()) 
     """The cause between ranks that have all come: by pairs of hosts whether a link or a node."""
     pairs: Counter[tuple[str, str]] = Counter()
     owners = {address: state.host or "?" for state in seen.states.values() for address in state.addresses}
-    counts = {"resent": [s.resent for s in seen.states.values()], "unsent": [s.unsent for s in seen.states.values()]}
-    kind = "resent" if any(n for row in counts["resent"] for n in row.values()) else "unsent"
     for state in seen.states.values():
-        for address, times in (state.resent if kind == "resent" else state.unsent).items():
+        looks = state.held if between else state.unsent  # since the calls stand still; over the whole run
+        for address, times in looks.items():
             if times and state.host and (there := owners.get(address, address)) != state.host:
                 pairs[state.host, there] += times
     hosts = sorted({seen.states[rank].host or "?" for rank in between if rank in seen.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)} or {(hosts[0], hosts[1]): 1})
     total = sum(pairs.values())
-    told = tuple(f"{a} to {b}: bytes {kind} in {n} looks" for (a, b), n in pairs.most_common(6))
+    told = tuple(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6))
     by_host: Counter[str] = Counter()
     for (a, b), n in pairs.items():
         by_host[a] += n
@@ -461,7 +492,9 @@ def slow(seen: Seen) -> Verdict | None:
             if kind in INNOCENT:
                 innocent.append(f"rank {rank} {words}; {wait}")
             else:
-                causes.append(_suspect(rank, kind, words, seen, wait, shares[rank]))
+                cause = _suspect(rank, kind, words, seen, wait, shares[rank])
+                costs = f"{found.caused[rank] / found.elapsed:.0%} of the time of every other rank"
+                causes.append(replace(cause, price=costs))
         if not causes:
             return Verdict(state="fine", line=f"no fault: {innocent[0]}", innocent=tuple(innocent))
         alone = causes[0].share is not None and causes[0].share >= EXPLAINS
@@ -549,7 +582,7 @@ def judge(seen: Seen) -> Verdict:
     told = {"flight recorder": seen.traces, **seen.told}
     found = {name: verdict for name, traces in told.items() if traces and (verdict := stuck(seen, traces, name))}
     best = next(iter(found.values()), None)
-    verdict = best or _by_states(seen) or slow(seen) or _nothing(seen)
+    verdict = best or _by_states(seen) or _by_torchrun(seen) or slow(seen) or _nothing(seen)
     return replace(verdict, disagree=(*verdict.disagree, *_differences(found)), sources=_sources(seen))
 
 
@@ -591,8 +624,20 @@ def _by_states(seen: Seen) -> Verdict | None:
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(seen.states[lost[0]].error or '')[-120:]}" if lost else ""
     causes = tuple(_suspect(rank, *kinds[rank], seen, wait) for rank in sorted(bad))
     gone = any(cause.code == "rank.gone" for cause in causes)
+    if gone and seen.cut_short:
+        return _sizes(sorted(bad), seen, ())
     others = tuple(sorted(set(seen.states) - set(bad)))
     return _verdict("failed" if gone else "stuck", causes, seen, tuple(sorted(bad)), others)
+
+
+def _by_torchrun(seen: Seen) -> Verdict | None:
+    """The rank that torchrun saw end first, where nothing else tells."""
+    if seen.first is None:
+        return None
+    if seen.cut_short:
+        return _sizes((seen.first,), seen, ())
+    cause = _suspect(seen.first, "gone", "ended first, by torchrun's log", seen, "")
+    return _verdict("failed", (cause,), seen, (seen.first,), ())
 
 
 def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:

@@ -7,12 +7,15 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.cli.hosts import host_option, machine_option
 from agent.cli.output import emit, format_option
 
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -25,26 +28,42 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--inspector", type=FOLDER, help="Dump folder of NCCL's Inspector: JSON lines or Prometheus text.")
 @click.option("--flight-recorder", "recorder", type=FOLDER, help="PyTorch's dumps of every rank.")
 @click.option("--diag", "diagnostics", multiple=True, metavar="FILE", help="Output of NCCL_RUN_DIAGNOSTICS=1.")
+@click.option("--manifest", type=FILE, help="The job's manifest or script: its NCCL environment is judged.")
+@host_option
+@machine_option
+@click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
+@click.option("--network", default=None, metavar="10G", help="What carries the sockets of the log: bits per second.")
+@click.option("--model", default=None, help="Of the price: known model name, or a Hugging Face config.json.")
+@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
+@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
+@click.option("--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are.")
+@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
+@click.option("--layout", default="", metavar="NAME=VALUE,...", help="That ran: dp_shard=4,micro_batch=32.")
+@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run.")
+@click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
+@click.option("--price", default=None, metavar="NUMBER|FILE", help="Of a node-hour.")
 @click.option("--watch", is_flag=True, help="Beside a run (--run): go on, and tell each new verdict.")
 @format_option
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], inspector: Path | None, recorder: Path | None,
-    diagnostics: tuple[str, ...], watch: bool, form: str,
+    diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,
 ) -> None:  # fmt: skip
     """Say why a run is stuck, slow or failed: who, where, and what to change.
 
     Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
     """
     from agent import why as gathered
+    from agent.advise import Request
     from agent.terminal.why import verdict as show
 
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         asked = gathered.Asked(
-            logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics
-        )
-        if asked == gathered.Asked():
-            raise click.UsageError("give a LOG, --run, --ras, --inspector, --flight-recorder or --diag")
+            logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics,
+            manifest=manifest, request=Request.of(**options), layout=layout,
+        )  # fmt: skip
+        if not any((logs, run, ras, inspector, recorder, diagnostics, manifest)):
+            raise click.UsageError("give a LOG, --run, --ras, --inspector, --flight-recorder --diag or --manifest")
         if watch and run is None:
             raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:

@@ -1,0 +1,194 @@
+"""Who is behind, by the rules; and a few faults made for real. bench/why.py makes them all."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent import why as gathered
+from collectives.traces import ras
+from collectives.traces.calls import Call, RankTrace
+from contracts.rank_state import RankState
+from finetune.beside import phase_of
+from planner.why import Seen, Verdict, judge
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
+
+import why as table
+
+NOW = 1000.0
+
+
+def call(
+    number: int, op: str = "all_reduce", *, done: bool = True, at: float = NOW, size: int = 8, group: str = "0"
+) -> Call:
+    return Call(group=group, number=number, record=number, op=op, done=done, created=at, sizes=((size,),))
+
+
+def trace(rank: int, *calls: Call) -> RankTrace:
+    newest: dict[str, int] = {}
+    for one in calls:
+        newest[one.group] = max(one.number, newest.get(one.group, 0))
+    return RankTrace(rank=rank, source="", calls=calls, enqueued=newest, names={"0": "default_pg"})
+
+
+def history(count: int, late: dict[int, float] | None = None, ranks: int = 4) -> dict[int, list[Call]]:
+    """Calls a second apart; `late` ranks come so much later to each."""
+    return {
+        rank: [call(n, at=NOW - 200 + n + (late or {}).get(rank, 0.0)) for n in range(1, count + 1)]
+        for rank in range(ranks)
+    }
+
+
+def waiting(missing: int = 2, for_seconds: float = 40.0, **state: object) -> Seen:
+    """Everyone but one rank waits in call 61."""
+    rows = history(60)
+    for rank, calls in rows.items():
+        if rank != missing:
+            calls.append(call(61, done=False, at=NOW - for_seconds))
+    states = {rank: RankState(rank=rank, host="a", written=NOW, phase="collective") for rank in rows}
+    states[missing] = RankState(rank=missing, host="b", written=NOW, **state)  # type: ignore[arg-type]
+    return Seen(traces={r: trace(r, *c) for r, c in rows.items()}, states=states, world=4, now=NOW)
+
+
+@pytest.mark.parametrize(("phase", "code"), [("data", "rank.data"), ("compute", "rank.compute"), (None, "rank.behind")])
+def test_the_missing_rank_is_named_and_never_who_waits(phase: str | None, code: str) -> None:
+    found = judge(waiting(phase=phase, since=NOW - 40))
+    assert (found.state, found.ranks, found.waiting, found.nodes) == ("stuck", (2,), (0, 1, 3), ("b",))
+    assert found.causes[0].code == code
+
+
+@pytest.mark.parametrize("phase", ["save", "evaluate", "compile"])
+def test_who_saves_evaluates_or_compiles_is_innocent(phase: str) -> None:
+    found = judge(waiting(phase=phase))
+    assert (found.state, found.ranks, found.causes) == ("fine", (), ())
+    assert found.innocent
+
+
+def test_a_short_wait_is_none() -> None:
+    assert judge(waiting(phase="compute", for_seconds=1.5)).state == "fine"
+
+
+@pytest.mark.parametrize(
+    ("process", "state", "code"), [("stopped", "stuck", "rank.stopped"), ("gone", "failed", "rank.gone")]
+)
+def test_the_process_table_comes_first(process: str, state: str, code: str) -> None:
+    found = judge(replace(waiting(phase="compute", for_seconds=3.0), processes={2: process}))
+    assert (found.state, found.causes[0].code, found.ranks) == (state, code, (2,))
+
+
+def test_a_rank_without_any_sign_is_the_one_that_is_waited_for() -> None:
+    seen = waiting()
+    found = judge(replace(seen, traces={r: t for r, t in seen.traces.items() if r != 2}, states={}))
+    assert (found.state, found.ranks) == ("stuck", (2,))
+    assert "no source tells" in found.line
+
+
+def odd(mine: list[Call]) -> Verdict:
+    rows = history(4)
+    for rank, calls in rows.items():
+        calls += mine if rank == 1 else [call(5, done=False)]
+    return judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW))
+
+
+def test_calls_that_do_not_match_are_told_apart() -> None:
+    other = odd([call(5, "broadcast", done=False)])
+    size = odd([call(5, done=False, size=4)])
+    assert [(v.state, v.ranks, v.causes[0].code) for v in (other, size)] == [
+        ("stuck", (1,), "call.other"), ("stuck", (1,), "call.size")]  # fmt: skip
+
+
+def test_an_order_is_known_by_what_came_after_what() -> None:
+    rows = {rank: [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")] for rank in range(3)}
+    for rank, calls in rows.items():
+        calls.append(call(5, "all_gather" if rank == 1 else "all_reduce", done=False))
+    found = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=3, now=NOW))
+    assert (found.ranks, found.causes[0].code) == ((1,), "call.order")
+
+
+def test_of_two_that_differ_the_one_that_calls_something_new_is_odd() -> None:
+    rows = {rank: [call(1), call(2, done=False, size=8 if rank == 0 else 5)] for rank in range(2)}
+    found = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW))
+    assert (found.ranks, found.causes[0].code) == ((1,), "call.size")
+
+
+def test_two_against_two_accuses_nobody_alone() -> None:
+    rows = {rank: [call(1), call(2, "broadcast" if rank < 2 else "gather", done=False)] for rank in range(4)}
+    found = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW))
+    assert found.ranks == (0, 1, 2, 3)
+    assert "disagree" in found.line
+
+
+def test_groups_that_wait_for_each_other_are_a_circle() -> None:
+    first = trace(0, call(1, group="a", done=False, at=NOW - 60))
+    second = trace(1, call(1, group="b", done=False, at=NOW - 60))
+    traces = {
+        0: replace(first, groups={"a": (0, 1), "b": (0, 1)}),
+        1: replace(second, groups={"a": (0, 1), "b": (0, 1)}),
+    }
+    found = judge(Seen(traces=traces, world=2, now=NOW))
+    assert found.causes[0].code == "call.circle"
+
+
+def test_one_late_rank_is_named_two_share_the_wait() -> None:
+    one = judge(Seen(traces={r: trace(r, *c) for r, c in history(60, {3: 0.6}).items()}, world=4, now=NOW))
+    assert (one.state, one.ranks) == ("slow", (3,))
+    assert one.causes[0].share == pytest.approx(1.0)
+    rows = history(60)
+    for rank, start in ((1, 0), (3, 1)):
+        rows[rank] = [
+            replace(c, created=(c.created or 0) + (0.7 if n % 2 == start else 0)) for n, c in enumerate(rows[rank])
+        ]
+    two = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW))
+    assert all((cause.share or 0) < 0.8 for cause in two.causes)
+
+
+def test_one_long_pause_is_no_fault() -> None:
+    rows = history(60)
+    rows[2] = [replace(c, created=(c.created or 0) + (0.9 if n == 30 else 0)) for n, c in enumerate(rows[2])]
+    assert judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW)).state == "fine"
+
+
+def test_ras_that_lists_who_is_ahead_does_not_overrule_the_calls() -> None:
+    comm = ras.RasComm(
+        id="1", size=4, ranks={r: ras.RasRank(rank=r, counts={"AllReduce": 9 - (r == 0)}) for r in range(4)}
+    )
+    found = gathered.with_ras(judge(waiting(phase="data")), ras.RasReport(comms=(comm,)), None)
+    assert found.ranks == (2,)
+    assert "lists outliers" in found.disagree[0]
+
+
+def test_counts_that_move_are_no_stall() -> None:
+    def report(count: int) -> ras.RasReport:
+        ranks = {r: ras.RasRank(rank=r, counts={"AllReduce": count - (r == 1)}) for r in range(3)}
+        return ras.RasReport(comms=(ras.RasComm(id="1", size=3, ranks=ranks),))
+
+    nothing = Verdict(state="fine", line="")
+    assert gathered.with_ras(nothing, report(9), report(8)).state == "fine"
+    still = gathered.with_ras(nothing, report(9), report(9))
+    assert (still.state, still.ranks) == ("stuck", (1,))
+
+
+def test_a_stack_says_what_a_rank_does() -> None:
+    wait = ("/x/torch/distributed/distributed_c10d.py", "all_reduce")
+    run = ("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")
+    compiling = ("/x/torch/_dynamo/convert_frame.py", "_compile")
+    loader = ("/x/torch/utils/data/dataloader.py", "__next__")
+    assert phase_of([("/job/train.py", "step")]) == "compute"
+    assert phase_of([run, ("/job/train.py", "step")]) == "compute"
+    assert phase_of([compiling, run, ("/job/train.py", "step")]) == "compile"
+    assert phase_of([wait, ("/job/train.py", "evaluate")]) == "collective"
+    assert phase_of([("/job/train.py", "evaluate")]) == "evaluate"
+    assert phase_of([loader, ("/job/train.py", "main")]) == "data"
+    assert phase_of([("/x/torch/serialization.py", "save"), ("/job/train.py", "main")]) == "save"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["stopped", "other-collective", "exits"])
+def test_a_fault_made_for_real(name: str) -> None:
+    fault = next(one for one in table.FAULTS if one.name == name)
+    result = table.one(fault)
+    assert result.right, result.verdict
