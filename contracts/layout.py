@@ -104,3 +104,8 @@ class Layout:
         elif self.dp_replicate > 1:
             parts.append("DDP")
         return " x ".join(parts) or "single"
+
+
+def most_ranks(wanted: int, *counts: int) -> int:
+    """The largest number of ranks, of at most so many, that divides all of these."""
+    return next(n for n in range(wanted, 0, -1) if not any(count % n for count in counts))

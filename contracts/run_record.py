@@ -25,9 +25,10 @@ KILLED = 128  # plus a signal's number, as a shell tells it
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 _TAIL_BYTES = 65536  # of metrics.jsonl, whose lines take some 300
 _UNCOUNTED = 5  # steps of a record that names no counted_steps: three of warm-up and memory, two profiled
-COMMUNICATION = ("gather", "reduce", "tensor_parallel", "pipeline")
+COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
-              "pipeline": "pipeline sends", "idle": "between operators"}  # fmt: skip
+              "context_parallel": "context parallelism", "pipeline": "pipeline sends",
+              "idle": "between operators"}  # fmt: skip
 # torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FIRST = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
 _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
@@ -45,6 +46,7 @@ class EffectiveLayout:
     dp_replicate: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
+    cp: int | None = None
     pp: int | None = None
     schedule: str | None = None
     stage_layers: list[int] = field(default_factory=list)
@@ -125,7 +127,7 @@ class Communication:
 class RunPart:
     """One part of a step, from the profiler: what nothing else hides."""
 
-    part: str  # "compute", "gather", "reduce", "tensor_parallel", "pipeline", "optimizer", "idle"
+    part: str  # "compute", "gather", "reduce", "tensor_parallel", "context_parallel", "pipeline", ...
     measured_seconds: float
     share: float  # of the profiled step
     hidden_seconds: float | None = None

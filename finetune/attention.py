@@ -2,7 +2,8 @@
 
 Surface: transformers' `AttentionInterface`; torch's `varlen_attn` (flash attention over lengths) on a GPU in 16 bits,
 and `scaled_dot_product_attention` document by document elsewhere. Sliding windows are as transformers means them: a
-token sees itself and the window - 1 before it.
+token sees itself and the window - 1 before it. Context parallelism is Ulysses' (arXiv 2309.14509): ranks that have a
+part of the tokens each exchange them for a part of the heads, so that masks stay those of whole rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -42,20 +45,51 @@ class Documents(NamedTuple):
 
 
 def attend(
-    _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, documents: Documents | None = None, **_more: Any,
+    _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *,
+    across: dist.ProcessGroup | None = None, **how: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention of [rows, heads, tokens, head size], within documents where there are any.
 
-    Returns [rows, tokens, heads, head size].
+    `across`: ranks that have a part of the tokens each. Returns [rows, tokens, heads, head size].
     """
+    if across is None:
+        return _causal(query, key, value, **how), None
+    return _tokens_apart(_causal(*_heads_apart(query, key, value, across), **how), across), None
+
+
+def _heads_apart(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, ...]:
+    """Of all heads a part of the tokens, [rows, heads, tokens, size], for all tokens of this rank's heads."""
+    each = [one.unflatten(1, (group.size(), -1)) for one in (query, key, value)]
+    got = _exchanged(torch.cat(each, dim=2).transpose(0, 1), group)
+    whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    mine: tuple[torch.Tensor, ...] = whole.split([one.shape[2] for one in each], dim=1)
+    return mine
+
+
+def _tokens_apart(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """And back: [rows, all tokens, this rank's heads, size] for [rows, tokens, heads, size]."""
+    got = _exchanged(out.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
+    return got.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The first dimension is one of ranks: what goes to each, and what came from each."""
+    return collectives.wait_tensor(collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group))
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, documents: Documents | None = None, **_more: Any,
+) -> torch.Tensor:  # fmt: skip
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if documents is None and window is None:
-        out = functional.scaled_dot_product_attention(
+        out: torch.Tensor = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
         )
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2)
     if not dropout and _varlen_takes(query):
         if documents is None:
             documents = Documents.of(torch.full((rows, 1), length, device=query.device), length)
@@ -65,7 +99,7 @@ def attend(
         packed: torch.Tensor = varlen_attn(
             *flat, bounds, bounds, length, length, scale=scaling, window_size=(back, 0), enable_gqa=True
         )
-        return packed.unflatten(0, (rows, length)), None
+        return packed.unflatten(0, (rows, length))
     lengths = [length] * rows
     if documents is not None:
         lengths = documents.lengths or [n for n in documents.bounds.diff().tolist() if n]
@@ -73,7 +107,7 @@ def attend(
     each = [one.transpose(0, 1).flatten(1, 2)[None].split(lengths, dim=2) for one in (query, key, value)]
     parts = [_document(q, k, v, dropout, scaling, window) for q, k, v in zip(*each, strict=True)]
     whole = torch.cat(parts, dim=2)[0].unflatten(1, (rows, length))
-    return whole.permute(1, 2, 0, 3), None
+    return whole.permute(1, 2, 0, 3)
 
 
 def _varlen_takes(query: torch.Tensor) -> bool:

@@ -36,6 +36,12 @@ class Batch:
             named = {n: tensor.pin_memory() for n, tensor in named.items()}
         return Batch(**{n: tensor.to(device, non_blocking=True) for n, tensor in named.items()})
 
+    def part(self, number: int, parts: int) -> Batch:
+        """One of so many equal parts of each sequence; where documents end is of the whole."""
+        length = self.tokens.shape[1] // parts
+        at = slice(number * length, (number + 1) * length)
+        return replace(self, tokens=self.tokens[:, at], labels=self.labels[:, at], positions=self.positions[:, at])
+
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
     """Rows laid end to end into sequences of at most `length` tokens: first fit, longest first.
@@ -114,6 +120,8 @@ class Loader:
     by_length: bool = False
     shuffle: bool = True
     fixed_length: int | None = None  # pipelines need one shape for the whole run
+    part: int = 0  # of each sequence, which context parallelism divides
+    parts: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -159,7 +167,9 @@ class Loader:
             at = (micro * self.ranks + self.rank) * self.micro_batch
             mine = chosen[at : at + self.micro_batch]
             length = self.fixed_length or max((len(e.tokens) for e in mine), default=2)
-            batches.append(collate(mine, self.micro_batch, length, self.pad))
+            length = math.ceil(length / self.parts) * self.parts
+            batch = collate(mine, self.micro_batch, length, self.pad)
+            batches.append(batch.part(self.part, self.parts) if self.parts > 1 else batch)
         return batches
 
 

@@ -135,8 +135,9 @@ class Trainer:
         runs.say(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
                    f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
 
-        self.data_rank = 0
+        self.data_rank = self.part = 0
         if mesh is not None:
+            self.part = mesh.get_local_rank("cp") if layout.cp > 1 else 0
             self.data_rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
         self.loader, self.test = self._loaders(examples, test)
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
@@ -151,7 +152,7 @@ class Trainer:
             fixed = max(len(e.tokens) for e in (*examples, *test))
             fixed = math.ceil(fixed / layout.tp) * layout.tp
         common: Any = {"pad": self.tokenizer.pad_token_id, "rank": self.data_rank, "ranks": layout.data_parallel,
-                       "seed": config.seed, "fixed_length": fixed}  # fmt: skip
+                       "seed": config.seed, "fixed_length": fixed, "part": self.part, "parts": layout.cp}  # fmt: skip
         batch, times = layout.micro_batch, layout.gradient_accumulation
         train = data.Loader(examples=examples, micro_batch=batch, micro_batches=times,
                             by_length=config.train_sampling_strategy == "group_by_length", **common)  # fmt: skip
@@ -215,7 +216,8 @@ class Trainer:
     def step(self, number: int, share: data.Share) -> Done:
         """One optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
         # Dropout draws the same after a resume; ranks of one data share draw alike, as TP needs.
-        torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + self.data_rank)
+        alike = self.data_rank * self.layout.cp + self.part
+        torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + alike)
         rate = optim.learning_rate(self.config, number, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

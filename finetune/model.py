@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import LinearCrossEntropyOptions, functional
@@ -189,6 +190,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self.net = model
         self.first, self.last, self.fused_loss = first, last, fused_loss
+        self.across: dist.ProcessGroup | None = None  # the ranks that have a part of each sequence
         self.autocast: torch.dtype | None = None  # where nothing else casts the weights (FSDP does)
         lm = causal_lm(model)
         # flash attention tells packed rows apart by their positions in a batch of one row only
@@ -216,7 +218,9 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
     ) -> torch.Tensor:
         """Tokens or hidden states in; hidden states, or the summed loss as one number in a row, out."""
         lm, rows = causal_lm(self.net), x.shape[0]
-        documents = None if ends is None else attention.Documents.of(ends, positions.shape[1])
+        parts = self.across.size() if self.across is not None else 1
+        documents = None if ends is None else attention.Documents.of(ends, positions.shape[1] * parts)
+        more: dict[str, Any] = {"across": self.across} if parts > 1 else {}
         # Without autocast's cache, which would keep a copy of every fp32 weight until the forward pass has ended; no
         # weight is used twice in it.
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
@@ -224,7 +228,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
                 x, positions = x.flatten(0, 1)[None], positions.flatten()[None]
             kind = "input_ids" if self.first else "inputs_embeds"
             hidden: torch.Tensor = lm.model(
-                **{kind: x}, position_ids=positions, use_cache=False, documents=documents
+                **{kind: x}, position_ids=positions, use_cache=False, documents=documents, **more
             ).last_hidden_state
             if not self.last:
                 return hidden.unflatten(1, (rows, -1))[0] if self.one_row else hidden

@@ -76,8 +76,17 @@ def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """tp innermost, pp outermost: neighbours in rank order share a node."""
-    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    names = ("pp", "dp_replicate", "dp_shard", *(("cp",) if layout.cp > 1 else ()), "tp")
     return init_device_mesh(device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
+
+
+def sharding_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+    """Over which FSDP shards: ranks of one sequence have the same weights, and share them out too."""
+    name = "dp_shard"
+    if layout.cp > 1 and layout.sharding != "ddp":
+        name = "dp_shard_cp"
+        mesh["dp_shard", "cp"]._flatten(name)
+    return mesh["dp_replicate", name] if layout.dp_replicate > 1 else mesh[name]
 
 
 def parallelize(
@@ -97,11 +106,13 @@ def parallelize(
         for layer in chunk.layers:
             layer.compile()
     low = torch.bfloat16 if layout.precision == "bf16" else None
+    if mesh is not None and layout.cp > 1:
+        chunk.across = mesh.get_group("cp")
     if mesh is None:
         chunk.autocast = low
         fill(chunk, device)
         return _on(chunk, device)
-    if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
+    if shards(layout) == 1 and layout.tp == 1 and layout.pp == 1:
         chunk.autocast = low
         fill(chunk, device)
         ids = [device.index] if device.type == "cuda" else None
@@ -111,7 +122,7 @@ def parallelize(
         )
     # Under TP or PP replicas, or a single copy, go through fully_shard too, on a mesh whose sharding dimension is 1:
     # autocast would leave the hidden states, and what is sent of them, in fp32.
-    over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    over = sharding_mesh(layout, mesh)
     shard: Any = partial(
         fully_shard,
         mesh=over,
@@ -138,6 +149,11 @@ def parallelize(
 def _on(chunk: Chunk, device: torch.device) -> Chunk:
     """The chunk on the device; what is there already keeps its parameters."""
     return chunk if {p.device for p in chunk.parameters()} == {device} else chunk.to(device)
+
+
+def shards(layout: Layout) -> int:
+    """Ranks that weights are shared out to."""
+    return layout.dp_shard * (layout.cp if layout.sharding != "ddp" else 1)
 
 
 def _side(ranks: int, p: nn.Parameter) -> Shard | None:
@@ -301,8 +317,8 @@ class Engine:
     def train_step(self, batches: Sequence[Batch], counted: int) -> torch.Tensor:
         """Forward and backward; returns this rank's part of the mean loss per counted token.
 
-        Gradients are those of the mean over the global batch: the wrappers average over data-parallel ranks, so the
-        loss is scaled up by their number.
+        Gradients are those of the mean over the global batch: the wrappers average over ranks with other tokens, so
+        the loss is scaled up by their number.
         """
         for module in self.modules:
             module.train()
@@ -310,9 +326,10 @@ class Engine:
             return self._passes(batches, counted)
 
     def _passes(self, batches: Sequence[Batch], counted: int) -> torch.Tensor:
-        self.scale = self.layout.data_parallel / max(1, counted)
+        ranks = self.layout.data_parallel * self.layout.cp
+        self.scale = ranks / max(1, counted)
         if self.schedule is not None:
-            return self._run_pipeline(batches, "step") / self.layout.data_parallel
+            return self._run_pipeline(batches, "step") / ranks
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
             with self._sync(last=number == len(batches) - 1):
@@ -383,7 +400,7 @@ class Engine:
             held: contextlib.AbstractContextManager[None] = module.no_sync()
             return held
         if isinstance(module, FSDPModule):
-            scatters = last or (self.layout.dp_shard > 1 and not self.adapters)
+            scatters = last or (shards(self.layout) > 1 and not self.adapters)
             module.set_requires_gradient_sync(scatters)
             module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)

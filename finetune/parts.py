@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gather": ("gather",),
     "reduce": ("reduce",),
     "tensor_parallel": ("tensor_parallel",),
+    "context_parallel": ("context_parallel",),
     "pipeline": ("pipeline_send", "bubble"),  # a stage waits for its neighbour in a receive
     "optimizer": ("optimizer", "offload"),
     "idle": ("host",),  # Python, hooks, kernel starts: no operator runs
@@ -138,6 +139,8 @@ def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
     parallelism activations. NCCL's kernels show no shape: there it is tensor parallelism, the more frequent.
     """
     word = kind.lower().replace("_", "")
+    if layout.cp > 1 and ("alltoall" in word or "send" in word or "recv" in word):  # NCCL sends them one by one
+        return "context_parallel"
     if "send" in word or "recv" in word:
         return "pipeline"
     flat = len(shapes[0]) < 2 if shapes and shapes[0] else None

@@ -9,7 +9,7 @@ from typing import Any
 from contracts import trl
 from contracts.job_config import ConfigError, layout_asked
 from contracts.job_plan import JobPlan, parse_layout
-from contracts.layout import Layout
+from contracts.layout import Layout, most_ranks
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
@@ -31,7 +31,7 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     spread = "dp_replicate" if wanted.get("sharding") == "ddp" else "dp_shard"
     if rest > 1 and spread not in wanted:
         wanted[spread] = rest
-    if wanted.get("dp_shard", 1) == 1 and "sharding" not in wanted:
+    if wanted.get("dp_shard", 1) == wanted.get("cp", 1) == 1 and "sharding" not in wanted:
         wanted["sharding"] = "ddp"
     if wanted.get("pp", 1) > 1:
         wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))
@@ -47,7 +47,7 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     why = []
     if layout.cp > 1:
-        why.append(f"cp={layout.cp}: context parallelism is not implemented")
+        why += _context_parallel(layout, shape)
     if layout.ep > 1:
         why.append(f"ep={layout.ep}: expert parallelism is not implemented; FSDP shards the experts' weights")
     if layout.sharding == "zero1" and layout.dp_shard > 1:
@@ -84,6 +84,29 @@ def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> list[str]:
             "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
             "sequence"
         )
+    return why
+
+
+def _context_parallel(layout: Layout, shape: Any) -> list[str]:
+    why = []
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if layout.tp > 1 or layout.pp > 1:
+        why.append(f"cp={layout.cp} with tp={layout.tp}, pp={layout.pp}: runs beside data parallelism alone")
+    if heads % layout.cp or kv_heads % layout.cp:
+        why.append(
+            f"cp={layout.cp}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
+            f"cp={most_ranks(layout.cp, heads, kv_heads)} runs"
+        )
+    kernel = getattr(shape, "_attn_implementation", None)
+    if kernel in ("eager", "flash_attention_2"):
+        why.append(f"cp={layout.cp} with attn_implementation={kernel!r}: sdpa's has the exchange of heads")
+    if layout.compile:
+        why.append(f"cp={layout.cp} with compile=true: the exchange of heads is not compiled")
+    if getattr(shape, "quantization_config", None) is not None:
+        why.append(f"cp={layout.cp} with load_in_4bit: runs with LoRA and in full")
+    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):
+        why.append(f"cp={layout.cp} with rope_type={rope!r}: its angles follow from the whole sequence's length")
     return why
 
 

@@ -23,7 +23,7 @@ from contracts.job_config import EndedError
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, NcclChannels
 from finetune import channels, sockets
-from finetune.parallel import COLUMN, ROW, Engine
+from finetune.parallel import COLUMN, ROW, Engine, shards
 
 
 class MismatchError(EndedError):
@@ -39,6 +39,7 @@ def observe(engine: Engine) -> EffectiveLayout:
     spelled: Counter[str] = Counter()
     whole_bytes = local_bytes = 0
     unsharded = []
+    cp = max(chunk.across.size() if chunk.across is not None else 1 for chunk in engine.chunks)
     for name, p in named.items():
         whole_bytes += p.numel() * p.element_size()
         local = p.to_local() if isinstance(p, DTensor) else p
@@ -49,18 +50,21 @@ def observe(engine: Engine) -> EffectiveLayout:
         spelled[" ".join(f"{axis}:{placed}" for axis, placed in axes.items()) or "plain"] += 1
         for axis, placed in axes.items():
             size = p.device_mesh[axis].size()
+            if axis == "dp_shard_cp":
+                axis, size = "dp_shard", size // cp
             if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
                 degrees[axis] = max(degrees[axis], size)
-        if "dp_shard" not in axes or local.numel() > _even_share(p):
+        if not {"dp_shard", "dp_shard_cp"} & axes.keys() or local.numel() > _even_share(p):
             unsharded.append(name)
     for module in engine.modules:
         if isinstance(module, DistributedDataParallel):
-            degrees["dp_replicate"] = dist.get_world_size(module.process_group)
+            degrees["dp_replicate"] = dist.get_world_size(module.process_group) // cp
     stages = engine.schedule
     return EffectiveLayout(
         dp_replicate=degrees["dp_replicate"],
         dp_shard=degrees["dp_shard"],
         tp=degrees["tp"],
+        cp=cp,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         pp=dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
         schedule=type(stages).__name__ if stages is not None else None,
@@ -130,10 +134,10 @@ def compare(asked: Layout, got: EffectiveLayout, environment: Mapping[str, str])
     """Each difference between what was asked for and what runs, in one sentence."""
     wrong = [
         f"{name}: asked {getattr(asked, name)}, got {getattr(got, name)}"
-        for name in ("world_size", "dp_replicate", "dp_shard", "tp", "pp", "precision")
+        for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")
         if getattr(asked, name) != getattr(got, name)
     ]
-    if asked.dp_shard > 1:
+    if shards(asked) > 1:
         wrong += _sharding(asked, got)
     split, projections = got.split_projections
     if asked.tp > 1 and split != projections:

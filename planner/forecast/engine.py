@@ -180,6 +180,7 @@ class Engine:
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients throughout the step
     ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
+    splits_heads: bool = False  # context parallelism exchanges tokens for heads (Ulysses) in place of a ring
     ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
     # its traffic
     gradient_bytes: int = 2  # of what FSDP or ZeRO reduces

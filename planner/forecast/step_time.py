@@ -186,6 +186,18 @@ class _Step:
         return self.wide * self.tokens * self.job.model.hidden
 
     @property
+    def exchanged_bytes(self) -> tuple[float, float]:
+        """A layer's queries, keys and values, and attention's results, of this rank's tokens."""
+        model = self.job.model
+        each = self.wide * self.tokens * model.head_dim
+        return each * (model.heads + 2.0 * model.kv_heads), each * model.heads
+
+    @property
+    def exchanges(self) -> float:
+        """How often context parallelism exchanges them: both ways, and what is made again once more."""
+        return 2.0 + (self.layout.checkpointing != "none")
+
+    @property
     def gathered_bytes(self) -> float:
         """Weights of the fullest stage, as they travel when they are gathered; adapters beside frozen ones."""
         share, qlora = self.share, self.job.train.method == "qlora"
@@ -298,7 +310,9 @@ def sent(job: Job, layout: Layout) -> dict[tuple[str, str], float]:
         again = engine.gathers_again(layout) * (step.gathered_bytes - step.kept_bytes)
         found["dp_shard", "all_gather"] = engine.gathers(layout) * step.gathered_bytes + again
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
-    if layout.dp_replicate > 1:
+    if layout.cp > 1:
+        found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)
+    if layout.dp_replicate > 1 or (layout.cp > 1 and not step.sharded):
         trained = share.part(share.trained, share.routed_trained, sharded=step.sharded)
         found["dp_replicate", "all_reduce"] = reduced * trained
     if layout.tp > 1:
@@ -361,10 +375,17 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
 
 
 def _context_parallel(step: _Step) -> float:
-    """Keys and values go round the ring, under attention as far as it lasts; gathered, under that of a rank's own."""
+    """Keys and values go round the ring, under attention as far as it lasts; gathered, under that of a rank's own.
+
+    Or tokens are exchanged for heads, which nothing hides.
+    """
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
         return 0.0
+    if step.job.engine.splits_heads:
+        links, (into, out) = step.job.links, step.exchanged_bytes
+        once = sum(links.all_to_all_seconds(each, layout.cp, strides(layout)[0]) for each in (into, out))
+        return step.exchanges * once
     kv = 2.0 * step.wide * step.tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
     ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])
     hidden = attention / layout.cp if step.job.engine.gathers_context else attention

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from contracts.families import TRAINED
-from contracts.layout import Layout
+from contracts.layout import Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
@@ -37,11 +37,32 @@ class Topoflight(Fsdp):
             return f"topoflight has no {what} experts, which are stacked in one tensor"
         if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
             return "topoflight adapts gate_proj and up_proj of experts together, or neither"
+        if layout.cp > 1 and (why := self._refuses_context(model, train, layout)):
+            return why
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight has no PP for tied embeddings: both ends would train their own copy"
         if layout.sequence_parallel and not self.splits_sequence(train):
             return "topoflight has no sequence parallelism with adapters, nor with the mask of eager attention"
         return "topoflight has no fp16" if layout.precision == "fp16" else None
+
+    def _refuses_context(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+        """What stands against sharing out a sequence, whose ranks share out the heads for attention."""
+        if layout.tp > 1 or layout.pp > 1:
+            return "topoflight runs CP beside data parallelism alone, not with TP or PP"
+        if model.heads % layout.cp or model.kv_heads % layout.cp:
+            most = most_ranks(layout.cp, model.heads, model.kv_heads)
+            return (
+                f"{model.heads} heads and {model.kv_heads} key/value heads do not divide by CP={layout.cp}; "
+                f"CP={most} is the nearest that runs"
+            )
+        if train.attention != "sdpa" or layout.compile:
+            return "topoflight has CP with attn_implementation sdpa, and not compiled"
+        return None
+
+    def layer_activations(self, share: Share) -> float:
+        """Under CP the output projection's input is another tensor than attention's result."""
+        more = share.model.heads * share.model.head_dim if share.layout.cp > 1 else 0
+        return super().layer_activations(share) + share.tokens * share.element * more
 
     def _until_the_end(self, share: Share) -> bool:
         """Pipelines keep a unit's weights and unreduced fp32 gradients whole until the schedule is over.
@@ -128,10 +149,11 @@ class Topoflight(Fsdp):
 ENGINE = Topoflight(
     name="topoflight",
     splits_documents=True,
-    can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
+    can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "cp"}),
     offloads=("all",),
     ends_apart=True,
     merges_expert_adapters=True,
+    splits_heads=True,
 )
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout) if f.default is not dataclasses.MISSING}

@@ -28,7 +28,7 @@ from contracts.job_config import JobConfig
 from contracts.layout import Layout
 from finetune.data import Batch
 from finetune.model import build_model
-from finetune.parallel import Engine, build_mesh
+from finetune.parallel import Engine, build_mesh, sharding_mesh
 from finetune.verify import compare, observe
 
 KINDS = {
@@ -42,9 +42,9 @@ KINDS = {
 class Listening(TorchDispatchMode):
     """Notes each collective: over which axis, which kind, and the bytes of its whole (the larger side)."""
 
-    def __init__(self, axes):
+    def __init__(self, axes, exchanges):
         super().__init__()
-        self.axes, self.heard = axes, Counter()
+        self.axes, self.exchanges, self.heard = axes, exchanges, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -60,7 +60,9 @@ class Listening(TorchDispatchMode):
 
     def note(self, group, kind, size):
         """One collective."""
-        self.heard[self.axes.get(group, "world"), kind, size] += 1
+        # Ranks of one sequence alone also shard, in the same group.
+        axis = "cp" if self.exchanges and kind == "all_to_all" else self.axes.get(group, "world")
+        self.heard[axis, kind, size] += 1
 
     def reduce(self, _state, bucket):
         """In place of DDP's all-reduce, which wants a future's result: a fake work has none."""
@@ -95,20 +97,24 @@ def trace(case):
     try:
         mesh = build_mesh(layout, device)
         axes = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names if mesh[name].size() > 1}
+        if layout.cp > 1:
+            over = sharding_mesh(layout, mesh)
+            axes[over.get_group(over.mesh_dim_names[-1]).group_name] = "dp_shard"
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         config = JobConfig(model_name_or_path=case["model"], use_peft=case["method"] == "lora")
         with torch.device("meta"):
             model = build_model(config, layout.precision)
         engine = Engine(without_memory(model, fake), layout, device, mesh)
-        shape, listening = (layout.micro_batch, length), Listening(axes)
+        shape, listening = (layout.micro_batch, length), Listening(axes, exchanges=layout.cp > 1)
         for module in engine.modules:
             if isinstance(module, DistributedDataParallel):
                 module.register_comm_hook(None, listening.reduce)
         with fake:
-            batch = Batch(
+            whole = Batch(
                 tokens=torch.zeros(shape, dtype=torch.long), labels=torch.zeros(shape, dtype=torch.long),
                 positions=torch.arange(length)[None].expand(shape),
             )  # fmt: skip
+            batch = whole.part(0, layout.cp)
             with listening:
                 engine.train_step([batch] * layout.gradient_accumulation, 1)
         seen = observe(engine)

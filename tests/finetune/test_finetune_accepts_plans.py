@@ -69,7 +69,7 @@ def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):
 def combinations(layout, method, packing):
     """The family, whatever its degrees, with the schedule and method, and with each single option."""
     replicas = "HSDP" if layout.dp_replicate > 1 else "FSDP"
-    family = re.sub(r"(?<=[TP]P)\d+", "", layout.family).replace("ZeRO-2", replicas)
+    family = re.sub(r"(?<=[CTP]P)\d+", "", layout.family).replace("ZeRO-2", replicas)
     keeps = layout.dp_shard > 1 and not (layout.reshard_after_forward and layout.sharding == "zero3")
     yield family, method, layout.schedule if layout.pp > 1 else ""
     for name in ("checkpointing", "offload", "sequence_parallel", "fused_cross_entropy", "compile"):

@@ -20,6 +20,7 @@ import pytest
 from test_finetune_equivalence import HERE, ROOT
 
 from contracts.layout import Layout
+from finetune.parallel import shards
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, weights
@@ -139,11 +140,11 @@ def padding(model, method, layout, due, key):
 
     A factor of an adapter has `RANK` rows: over more ranks than that most of what is sent of it is padding.
     """
-    rows = model.vocab // layout.tp
-    head = (-rows % layout.dp_shard) / rows
-    if method == "full" or layout.dp_shard <= RANK:
+    rows, ranks = model.vocab // layout.tp, shards(layout)
+    head = (-rows % ranks) / rows
+    if method == "full" or ranks <= RANK:
         return head
-    more = layout.dp_shard / RANK
+    more = ranks / RANK
     if key[1] != "all_gather":  # gradients of adapters alone, reduced over the shards and between their replicas
         return more
     # Gradients are in fp32, what is gathered in 16 bits; twice for each micro-batch at most.
@@ -174,6 +175,10 @@ MADE_AGAIN = [
     ("full", {"dp_shard": 8, "gradient_accumulation": 2}),
     ("lora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "full"}),
     ("full", {"pp": 2, "dp_shard": 4, "gradient_accumulation": 4}),
+    ("full", {"cp": 2, "dp_shard": 4, "gradient_accumulation": 2, "checkpointing": "selective"}),
+    ("lora", {"cp": 8, "checkpointing": "full"}),
+    ("lora", {"cp": 4, "dp_replicate": 2, "sharding": "ddp", "gradient_accumulation": 2}),
+    ("full", {"cp": 2, "dp_replicate": 2, "dp_shard": 2}),
 ]
 MIXED = [  # the second has 8 experts over 16 ranks
     ("Qwen3-30B-A3B", "lora", {"world_size": 8, "dp_shard": 8, "checkpointing": "selective"}),
