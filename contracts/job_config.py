@@ -221,6 +221,7 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
     return JobConfig(**values), values, list(notes)
 
 
+_REWRITTEN = ("warmup_ratio", "group_by_length", "data_seed", "model_init_kwargs")
 # Read by a function of contracts.trl each.
 _APART = frozenset({
     "layout", "bf16", "fp16", "activation_checkpointing", "fsdp", "fsdp_config", "deepspeed", "parallelism_config",
@@ -315,8 +316,7 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
     """One setting; `label` is its name in the file."""
     known = _types()
     if name not in known:
-        names = [*known, *trl.RENAMED, *trl.IN_LAYOUT, *trl.NO_EFFECT, *trl.ONLY, *_APART]
-        raise ConfigError(f"unknown setting {name!r}{trl.hint(name, names)}")
+        raise ConfigError(f"unknown setting {name!r}{trl.hint(name, sorted(known_settings()))}")
     if value is None and type(None) not in typing.get_args(known[name]):
         if name == "max_length":
             raise ConfigError(
@@ -325,6 +325,11 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
         note(f"{name}: null, so {_default(name)!r} is taken")
         return
     values[name] = _convert(label, value, known[name])
+
+
+def known_settings() -> frozenset[str]:
+    """Every name that a file may hold, older ones and those without effect among them."""
+    return frozenset([*_types(), *trl.RENAMED, *trl.IN_LAYOUT, *trl.NO_EFFECT, *trl.ONLY, *_APART, *_REWRITTEN])
 
 
 def _default(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 import time
@@ -99,7 +100,8 @@ OF_A_CLUSTER = {
     "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra", "no_dra",
     "with_network", "host_mofed", "restarts", "wait",
 }  # fmt: skip
-OF_THIS_HOST = {"folder", "timeout"}
+OF_THIS_HOST = {"folder", "timeout", "script"}
+OF_THE_JOB = {"model", "method", "sequence_length", "global_batch", "config", "overrides", "machine", "nodes"}
 
 
 @click.command()
@@ -111,10 +113,16 @@ OF_THIS_HOST = {"folder", "timeout"}
 @click.option("--output", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
               help="Local: where the job writes. Default: its output_dir, else finetune-output.")  # fmt: skip
 @click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
+@click.option("--script", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Local: your own trainer in place of the built-in job; its arguments follow --.")  # fmt: skip
+@click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option("-o", "form", default=None, type=click.Choice(["yaml", "json"]), help="With --dry-run. Default: yaml.")
-def launch(folder: Path | None, timeout: float, dry_run: bool, form: str | None, **given: Any) -> None:
-    """Launch the fine-tune with the recommended environment and layout, here or on a cluster.
+def launch(
+    folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
+    arguments: tuple[str, ...], **given: Any,
+) -> None:  # fmt: skip
+    """Launch the fine-tune, or your own --script, with the recommended environment and layout, here or on a cluster.
 
     Exit code 0 run or created, 3 a check or the run failed, or the job's pods are refused, 5 a required check is
     unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
@@ -131,6 +139,12 @@ def launch(folder: Path | None, timeout: float, dry_run: bool, form: str | None,
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
     refuse_two_sources(given)
     _refuse_options_of_elsewhere(given["api"])
+    if script is not None:
+        _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
+                       dry_run, given)  # fmt: skip
+        return
+    if arguments:
+        raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
     try:
         settings = said(given["config"], given["overrides"])
@@ -390,6 +404,55 @@ def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: thr
         raise click.ClickException(f"not launched: not measured: {error}") from None
     keep_bench(result)
     return result
+
+
+def _launch_script(
+    script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, dry_run: bool,
+    given: dict[str, Any],
+) -> None:  # fmt: skip
+    """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
+    from agent.cli.hosts import snapshots
+    from agent.jobs import launch as launcher
+    from agent.jobs import script as trainer
+    from agent.jobs.result_store import keep_flight
+    from agent.jobs.run import compare
+    from agent.terminal import measured
+    from contracts import codec
+
+    context = click.get_current_context()
+    for name in sorted(OF_THE_JOB):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{'set' if name == 'overrides' else name.replace('_', '-')}: is of the built-in "
+                                   "job; what --script is to do follows --")  # fmt: skip
+    found = snapshots(given["hosts"], root=given["root"])
+    plan = trainer.plan_of(script, arguments, found, given, folder)
+    for line in plan.said:
+        say(f"note: {line}", err=True)
+    if dry_run:
+        say(render(codec.write(plan.document), form or "yaml"), nl=False)
+        say("# " + shlex.join(plan.words), err=form == "json")
+        return
+    progress = Progress()
+    if not given["no_preflight"]:
+        progress.step("preflight: judging this host")
+        _gate(found, given, plan.document.environment)
+        if given["measure"]:
+            with launcher.sigterm() as stop:
+                result = _measure(plan.ranks, plan.document.environment, progress, stop)
+            _gate(found, given, plan.document.environment, result)
+    progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
+    try:
+        done = trainer.fly(plan, folder, timeout, progress.note)
+    finally:
+        progress.done()
+    assert done.record is not None  # noqa: S101 - `fly` writes it
+    keep_flight(done.record)
+    if done.exit_code != 0:
+        say("\n".join(done.last_lines), err=True)
+        say(f"{done.fate} (whole log: {done.output}; record: {folder / 'flight.json'})", err=True)
+        sys.exit(EXIT_FAILED)
+    measured.comparison(console(), compare(plan.forecast, done.record))
+    say(f"record: {folder / 'flight.json'}", err=True)
 
 
 def _launch_here(

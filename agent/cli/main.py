@@ -43,6 +43,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "agent.cli.networks:compare_networks",
         "Run one fine-tune over each network and draw the bars (makes load).",
     ),
+    "wrap": ("agent.cli.wrap:wrap", "Add gate, environment and needs to the manifest of your own job."),
     "serve": ("agent.cli.serve:serve", "Run the HTTP agent."),
     "admission": ("agent.cli.admission:admission", "Answer Kueue's admission checks from what agents publish."),
     "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),

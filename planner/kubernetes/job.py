@@ -91,7 +91,7 @@ def _is_label_key(key: str) -> bool:
     return bool(_LABEL_VALUE.fullmatch(name))
 
 
-def _check_limit(name: str, amount: str) -> None:
+def check_limit(name: str, amount: str) -> None:
     """What the API server asks of an amount: devices are whole, huge pages are whole pages."""
     if name in ("cpu", "memory", "ephemeral-storage"):
         check_size(f"resource {name}", amount)
@@ -162,7 +162,7 @@ class JobSpec:
             if name in RESERVED_ENVIRONMENT:
                 raise JobError(f"environment {name}: set by the job controller, which refuses it from outside")
         for name, amount in self.limits.items():
-            _check_limit(name, amount)
+            check_limit(name, amount)
         self._check_references()
         if self.agent is not None and not _AGENT.fullmatch(self.agent):
             raise JobError(f"agent={self.agent!r}: must be http://HOST:PORT or https://HOST:PORT")

@@ -1,0 +1,67 @@
+"""The verb wrap: a user's own job for a cluster, with gate, environment and needs added to its manifest."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent.cli import inputs
+from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
+from agent.cli.output import say
+from agent.documents import write_atomic
+
+_LIMIT_BYTES = 1 << 20
+
+
+@click.command()
+@click.argument("source", metavar="FILE|-")
+@host_option
+@root_option
+@machine_option
+@click.option("--preflight-image", default=None, help="Run the gate in an init container of this image.")
+@click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate requires.")
+@click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Of each pod.")
+@click.option("--config", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="The settings that the job's command names and the manifest lacks.")  # fmt: skip
+@click.option("-o", "--output", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write the wrapped manifest here.")  # fmt: skip
+@click.option("--apply", "in_place", is_flag=True, help="Write it over FILE.")
+def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None:
+    """Show, as a diff, what a PyTorchJob, TrainJob, JobSet or Job lacks; -o or --apply writes it.
+
+    Adds the gate, the recommended environment with reasons, devices, networks, NCCL's log and the forecast, where the
+    command's arguments tell the layout. What is set stays.
+    """
+    from agent.jobs.wrapped import wrapped
+
+    refuse_two_sources(given)
+    if in_place and (source == "-" or output is not None):
+        raise click.UsageError("--apply: writes over FILE; leave it away with standard input and with -o")
+    if given["require"] and not given["preflight_image"]:
+        raise click.UsageError(f"--require {given['require'][0]}: no gate runs; --preflight-image IMAGE adds it")
+    raw = inputs.read(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise inputs.InputError(f"{inputs.name_of(source)}: not UTF-8: {error}") from None
+    found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
+    made, notes = wrapped(text, found, given)
+    before, after = text.splitlines(keepends=True), made.splitlines(keepends=True)
+    say("".join(_whole(line) for line in difflib.unified_diff(before, after, source, str(output or source))), nl=False)
+    for line in notes:
+        say(f"note: {line}", err=True)
+    if made == text:
+        say("nothing to add", err=True)
+    for path in filter(None, (output, Path(source) if in_place and made != text else None)):
+        try:
+            write_atomic(path, made)
+        except OSError as error:
+            raise click.ClickException(f"{path}: {error.strerror}") from None
+
+
+def _whole(line: str) -> str:
+    """A last line without its newline, as patch(1) reads it."""
+    return line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

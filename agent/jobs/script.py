@@ -1,0 +1,165 @@
+"""A trainer that is not ours, on this host: torchrun, the recommended environment, NCCL's log, and the run's record.
+
+What the trainer measured is read from transformers' trainer_state.json, where it left one; all else is unknown.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agent.advise import Request
+from agent.documents import document
+from agent.jobs.benchmark import default_ranks
+from agent.jobs.launch import Launched, run
+from agent.jobs.wrapped import forecast_of
+from collectives.bench import processes
+from collectives.nccl_log import evidence
+from contracts import bounded, codec, run_record
+from contracts.job_plan import JobPlan, RunForecast
+from contracts.plain import loads as plain
+from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
+from planner.advice import Forecast, Recommendation
+from planner.stacks.arguments import read_command
+from probes.api import Snapshot
+
+_LIMIT_BYTES = 1 << 20  # of a file that the arguments name
+_STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPlan:
+    """What will run."""
+
+    words: list[str]
+    ranks: int
+    document: JobPlan
+    environment: dict[str, str]  # of the processes, whole
+    forecast: Forecast | None
+    said: tuple[str, ...]
+    output_dir: Path | None  # where the trainer says that it writes
+
+
+def plan_of(
+    script: Path, arguments: Sequence[str], found: Sequence[Snapshot], given: Mapping[str, Any], folder: Path
+) -> ScriptPlan:
+    """The torchrun line of this host, and the forecast where the arguments tell the layout."""
+    ranks = given["ranks"] or default_ranks(found)
+    said = read_command(["torchrun", str(script), *arguments], _text)
+    output_dir = said.settings.get("output_dir")
+    request = Request(hosts=given["hosts"], root=given["root"], ranks_per_node=ranks)
+    advice, lines = forecast_of(said, request, found)
+    set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
+                   for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
+    settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
+    if advice.backend == "nccl":
+        settings |= {name: value for name, value in _log(folder).items() if name not in os.environ}
+    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}  # as torchrun would, without its banner
+    python = _python()
+    job = [python, str(script), *arguments]
+    words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+             "--no-python", *processes.tethered(job, parent=0)]  # fmt: skip
+    return ScriptPlan(
+        words=words, ranks=ranks, environment={**threads, **os.environ, "PYTHONUNBUFFERED": "1", **settings},
+        document=JobPlan(
+            layout=advice.chosen.layout if advice.chosen else None, environment=settings,
+            forecast=_forecast(advice), notes=tuple(lines),
+        ),
+        forecast=advice.chosen.forecast if advice.chosen else None, said=(*set_already, *lines),
+        output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
+    )  # fmt: skip
+
+
+def _python() -> str:
+    """The interpreter that the user's shell has torchrun of, for the trainer's packages may be there; else this one."""
+    torchrun = shutil.which("torchrun")
+    beside = Path(torchrun).with_name("python") if torchrun else None
+    return str(beside) if beside and beside.exists() else sys.executable
+
+
+def _log(folder: Path) -> dict[str, str]:
+    return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder.absolute() / "nccl" / "nccl.%h.%p.log")}
+
+
+def _forecast(advice: Recommendation) -> RunForecast:
+    return codec.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+
+
+def _text(name: str) -> str | None:
+    try:
+        return bounded.read_text(Path(name), _LIMIT_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def fly(
+    plan: ScriptPlan, folder: Path, timeout_seconds: float, on_line: Callable[[str], None] = lambda _line: None
+) -> Launched:
+    """Run it to its end; its record is flight.json in `folder`."""
+    (folder / "nccl").mkdir(parents=True, exist_ok=True)
+    path = folder / "flight.json"
+    began = time.time()
+    layout = plan.document.layout
+    record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
+                       layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
+    run_record.save(path, record)
+    done = run(plan.words, plan.environment, folder, timeout_seconds, on_line)
+    record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
+    record.reason = None if done.exit_code == 0 else done.fate
+    record.ended_at = _now()
+    record.nccl = _channels(folder, plan.environment.get("NCCL_DEBUG_FILE"), began)
+    _take_state(record, plan.output_dir, began)
+    run_record.save(path, record)
+    return replace(done, record=record)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _channels(folder: Path, named: str | None, began: float) -> NcclChannels | None:
+    """What NCCL's own log of this start shows; None where no rank wrote one."""
+    where = Path(named).parent if named else folder / "nccl"
+    logs = [each for each in sorted(where.glob("*.log")) if each.stat().st_mtime >= began] if where.is_dir() else []
+    if not logs:
+        return None
+    found = evidence.read_files(logs)
+    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(found, require_gdrdma=False), "unknown")
+    return NcclChannels(verdict=verdict, channels=dict(found.transports), log=str(where))
+
+
+def _take_state(record: RunRecord, output_dir: Path | None, began: float) -> None:
+    """Steps, losses and the mean step of transformers' trainer_state.json, if the trainer wrote one."""
+    if output_dir is None:
+        return
+    states = [each for each in output_dir.glob(f"**/{_STATE}") if each.stat().st_mtime >= began]
+    if not states:
+        record.notes.append(f"not measured: the trainer left no {_STATE} in {output_dir}")
+        return
+    newest = max(states, key=lambda each: each.stat().st_mtime)
+    try:
+        state = plain(bounded.read(newest, run_record.MOST_RECORD_BYTES), unknown_numbers=True)
+    except (OSError, ValueError) as error:
+        record.notes.append(f"not measured: {newest}: {error}")
+        return
+    history = (
+        [row for row in state.get("log_history") or () if isinstance(row, dict)] if isinstance(state, dict) else []
+    )
+    losses = [row["loss"] for row in history if isinstance(row.get("loss"), int | float)]
+    whole = next((row for row in reversed(history) if "train_runtime" in row), {})
+    steps = state.get("global_step") if isinstance(state, dict) else None
+    record.steps_done = steps if isinstance(steps, int) else None
+    if losses:
+        record.loss = Loss(first=losses[0], last=losses[-1])
+    runtime = whole.get("train_runtime")
+    if isinstance(runtime, int | float) and record.steps_done:
+        record.measured = Measured(step_seconds=runtime / record.steps_done, counted_steps=record.steps_done)
+        record.notes.append("step time: train_runtime over all steps, warm-up, evaluation and saving among them")
+    else:
+        record.notes.append(f"step time: unknown: {newest} has no train_runtime; trainer.save_state() writes it")

@@ -1,0 +1,113 @@
+"""What is added to a job that is not ours: the environment for its nodes, and the forecast where its command tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent import units
+from agent.advise import Request, RequestError, advise
+from agent.cli.inputs import InputError
+from agent.cli.job_settings import planned_for
+from agent.gate.codes import ALL_CODES
+from agent.gate.verdict import GateError, select
+from agent.hub import shape_of
+from agent.jobs.cluster_job import in_pods
+from contracts.job_config import ConfigError, JobConfig, parse_config
+from contracts.yaml_edit import EditError, documents
+from contracts.yaml_text import YamlTextError
+from planner.advice import Recommendation
+from planner.forecast.models import ModelError
+from planner.kubernetes.job import JobError, check_limit
+from planner.kubernetes.wrap import Additions, Job, WrapError, jobs_in, wrap
+from planner.stacks.arguments import Said, as_run, read_command
+from probes.api import Snapshot
+
+
+def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The manifest with what its jobs lack on these hosts, and notes. Raises InputError."""
+    try:
+        resources = dict(_resource(word) for word in given["resources"])
+        select((), require=given["require"], known=ALL_CODES)
+        notes: list[str] = []
+        additions = {}
+        for job in jobs_in(documents(text)):
+            advice, said = advised(job, found, given)
+            advice, left_out = in_pods(advice, found, here=not given["hosts"] and not given["machine"])
+            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
+            additions[job.name] = Additions(
+                settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(given["require"]),
+                gate_image=given["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
+            )  # fmt: skip
+        made, kept = wrap(text, additions)
+    except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
+        raise InputError(str(error)) from None
+    return made, list(dict.fromkeys([*notes, *kept]))
+
+
+def _resource(word: str) -> tuple[str, str]:
+    name, equals, count = word.partition("=")
+    if not equals:
+        raise JobError(f"--resource {word!r}: must be NAME=COUNT")
+    check_limit(name, count)
+    return name, count
+
+
+def advised(job: Job, found: Sequence[Snapshot], given: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
+    """The advice for the job's nodes, and what was read of its command, or is unknown."""
+
+    def file(name: str) -> str | None:
+        if name in job.files:
+            return job.files[name]
+        here = given["config"]
+        return here.read_text() if here is not None and here.name == Path(name).name else None
+
+    said = read_command(job.command, file)
+    nodes, ranks = job.nodes or said.nodes, job.ranks_per_node or said.ranks_per_node
+    request = Request(hosts=given["hosts"], root=given["root"], machine=given["machine"], nodes=nodes,
+                      ranks_per_node=ranks)  # fmt: skip
+    if nodes is None or ranks is None:
+        said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say")
+    return forecast_of(said, request, found)
+
+
+def forecast_of(said: Said, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
+    """The advice with the forecast of the trainer's own layout, where all of it could be read; and why not."""
+    advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
+    if not unknown and "model_name_or_path" not in said.settings:
+        unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
+    if not unknown:
+        try:
+            config, settings, _ = parse_config(as_run(said))
+            advice = advise(_question(request, config, settings), lambda: found)
+            if advice.chosen is None:
+                why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
+                unknown = [f"the layout of its arguments does not run: {why}"]
+        except (ConfigError, ModelError, RequestError) as error:
+            unknown = [f"forecast: unknown: {error}"]
+    try:
+        alone = advice or advise(request, lambda: found)
+    except RequestError as error:
+        raise InputError(str(error)) from None
+    words = [line for name, line in forecast(alone).items()] if alone.chosen else []
+    return alone, [*unknown, *(f"forecast {line}" for line in words), *said.notes]
+
+
+def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
+    name = str(settings["model_name_or_path"])
+    named = replace(request, model=name, engine="trl", shape=shape_of(name, config.model_revision))
+    return planned_for(replace(named, global_batch=None), config, settings)
+
+
+def forecast(advice: Recommendation) -> dict[str, str]:
+    """Annotations: what the run is to be held against."""
+    if advice.chosen is None:
+        return {}
+    due = advice.chosen.forecast
+    return {
+        "forecast-layout": advice.chosen.layout.family,
+        "forecast-step": f"step {units.interval(due.step_seconds, 's')}",
+        "forecast-memory": f"memory {units.interval(due.memory_bytes, 'B')} per rank",
+    }

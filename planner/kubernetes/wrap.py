@@ -1,0 +1,416 @@
+"""A user's own training job with the gate, the recommended environment, and what its pods need, added to its manifest.
+
+Kinds: PyTorchJob, TrainJob with its runtime, JobSet, batch Job; the specifications are those of planner.kubernetes
+.manifests. What the user has set stays as it is and is named in a note; what is added carries its reason in an
+annotation of the pod.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from contracts.yaml_edit import documents, extended
+from planner.advice import PodNeed, Setting
+from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
+
+PREFIX = "topoflight.io"  # of annotations
+GATE = "preflight"
+_KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
+_MAIN = {"PyTorchJob": "pytorch", "TrainingRuntime": "node", "ClusterTrainingRuntime": "node"}
+_GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
+_REASON_LIMIT = 1000  # characters of an annotation; all of an object's have 256 KiB
+
+
+class WrapError(ValueError):
+    """A manifest in which nothing can be wrapped; says what was looked for."""
+
+
+@dataclass(slots=True)
+class Part:
+    """Where a job's training container is described: a pod's template, or a TrainJob's trainer."""
+
+    where: str  # "PyTorchJob/sft Master"
+    kind: str
+    pod: Document | None  # the template; None of a TrainJob, whose pod is its runtime's
+    container: Document
+    replicas: int | None
+
+    @property
+    def command(self) -> list[str]:
+        """The container's command and arguments."""
+        words = [*(self.container.get("command") or ()), *(self.container.get("args") or ())]
+        return [word for word in words if isinstance(word, str)]
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What the container is limited to, and may devices of."""
+        name = "resourcesPerNode" if self.kind == "TrainJob" else "resources"
+        return dict((self.container.get(name) or {}).get("limits") or {})
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of a pod, where it asks for any."""
+        found = [str(count) for name, count in self.limits.items() if _GPU.fullmatch(name)]
+        return sum(map(int, found)) if found and all(count.isdecimal() for count in found) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job of a manifest: its pods, how many, and the files that its ConfigMaps hold."""
+
+    name: str
+    kind: str
+    document: Document
+    parts: tuple[Part, ...]
+    nodes: int | None
+    ranks_per_node: int | None
+    files: dict[str, str] = field(default_factory=dict)  # by their paths in the container
+
+    @property
+    def command(self) -> list[str]:
+        """Of the first part that has one."""
+        return next((part.command for part in self.parts if part.command), [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """What is to be added to each job."""
+
+    settings: tuple[Setting, ...] = ()
+    needs: tuple[PodNeed, ...] = ()
+    resources: dict[str, str] = field(default_factory=dict)  # by the user's word
+    gate_image: str | None = None
+    require: tuple[str, ...] = ()
+    log: bool = False  # NCCL's log to a file, where a claim is mounted
+    annotations: dict[str, str] = field(default_factory=dict)  # of the job
+
+
+def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
+    """Every job of the documents that is known here. Raises WrapError where there is none."""
+    objects = list(_objects(manifest))
+    configs = {_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")}
+    jobs = {(job.kind, job.name): job for each in objects if (job := _job(each, configs)) is not None}
+    for job in list(jobs.values()):
+        if job.kind == "TrainJob":
+            named = job.document["spec"].get("runtimeRef") or {}
+            runtime = jobs.pop((str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))), None)
+            jobs[job.kind, job.name] = replace(job, parts=(*job.parts, *runtime.parts),
+                                               files={**job.files, **runtime.files}) if runtime else job  # fmt: skip
+    found = tuple(jobs.values())
+    if not found:
+        kinds = ", ".join(dict.fromkeys(str(each.get("kind")) for each in objects)) or "no Kubernetes object"
+        raise WrapError(f"no training job: holds {kinds}; one of {', '.join(_KINDS)} is wrapped")
+    return found
+
+
+def wrap(text: str, additions: dict[str, Additions]) -> tuple[str, list[str]]:
+    """The manifest with each job's additions by the job's name, and a note for what was left as the user has it.
+
+    Raises WrapError, and EditError of contracts.yaml_edit where the text takes no more lines.
+    """
+    manifest = documents(text)
+    notes: list[str] = []
+    for job in jobs_in(manifest):
+        wanted = additions.get(job.name)
+        if wanted is None:
+            continue
+        for part in job.parts:
+            _Wrapper(job, part, wanted, notes).run()
+        metadata = _inside(job.document, "metadata", {})
+        for name, value in wanted.annotations.items():
+            _inside(metadata, "annotations", {}).setdefault(f"{PREFIX}/{name}", value)
+    return extended(text, manifest), list(dict.fromkeys(notes))
+
+
+class _Wrapper:
+    """Adds to one pod in place; what is there already is left, and a note says what was recommended."""
+
+    def __init__(self, job: Job, part: Part, wanted: Additions, notes: list[str]) -> None:
+        self._job, self._part, self._wanted, self._notes = job, part, wanted, notes
+        self._reasons: dict[str, str] = {}
+
+    def run(self) -> None:
+        """All of it."""
+        part, wanted, job_kind = self._part, self._wanted, self._job.kind
+        if part.kind == job_kind or job_kind != "TrainJob":  # a TrainJob's own stand over its runtime's
+            for setting in wanted.settings:
+                self._variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
+            if wanted.log:
+                self._log()
+            self._resources()
+        if part.pod is None:
+            self._annotate(self._job.document)
+            if len(self._job.parts) == 1:
+                self._say("init container, shared memory, networks and IPC_LOCK are its runtime's: not added, unless "
+                          "the runtime stands in the same file")  # fmt: skip
+            return
+        for need in wanted.needs:
+            reason = f"{need.reason.rule}: {need.reason.evidence}"
+            if need.name == "shm_bytes":
+                self._shared_memory(int(need.value), reason)
+            elif need.name == "network":
+                self._network(need.value, reason)
+            elif need.name == "capability":
+                self._capability(need.value, reason)
+        self._gate()
+        self._annotate(part.pod)
+
+    def _annotate(self, document: Document) -> None:
+        """The reasons of what was added, on the pod, or on the TrainJob that makes it."""
+        if self._reasons:
+            made = _inside(_inside(document, "metadata", {}), "annotations", {})
+            for name, value in self._reasons.items():
+                made.setdefault(f"{PREFIX}/{name}", value[:_REASON_LIMIT])
+
+    def _say(self, text: str) -> None:
+        self._notes.append(f"{self._part.where}: {text}")
+
+    def _variable(self, name: str, value: str, reason: str) -> None:
+        if self._part.kind == "TrainJob" and name in RESERVED_ENVIRONMENT:
+            return
+        container = self._part.container
+        for entry in container.get("env") or ():
+            if isinstance(entry, dict) and entry.get("name") == name:
+                stands = entry.get("value", "a value from elsewhere")
+                if stands != value:
+                    self._say(f"{name}={stands} is the manifest's and stays; recommended is {value} ({reason})")
+                return
+        if any(re.search(rf"(^|[\s;&]){re.escape(name)}=", word) for word in self._part.command):
+            self._say(f"{name} is set in the command and stays; recommended is {value} ({reason})")
+            return
+        for source in container.get("envFrom") or ():
+            named = ((source or {}).get("configMapRef") or {}).get("name") if isinstance(source, dict) else None
+            if named is not None and f"configmap:{named}" not in self._job.files:
+                self._say(f"{name}={value} is not added: what ConfigMap {named} sets is unknown; give it in the same "
+                          "file")  # fmt: skip
+                return
+            if (
+                named is not None
+                and f"{source.get('prefix', '')}{name}" in self._job.files[f"configmap:{named}"].split()
+            ):
+                self._say(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
+                return
+        _inside(container, "env", []).append({"name": name, "value": value})
+        self._reasons[name] = f"{value}: {reason}"
+
+    def _log(self) -> None:
+        mounts = [each for each in self._part.container.get("volumeMounts") or () if isinstance(each, dict)]
+        claims = self._claims()
+        folder = next((str(each.get("mountPath")) for each in mounts
+                       if each.get("name") in claims and not each.get("readOnly")), None)  # fmt: skip
+        self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
+        if folder is None:
+            self._say("NCCL's log stays in the pod's: no claim is mounted; `kubectl logs POD | topoflight evidence -`")
+            return
+        log = f"{folder.rstrip('/')}/nccl-{self._job.name}.%h.%p.log"
+        self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
+
+    def _claims(self) -> set[str]:
+        """Names of the pod's volumes that outlive it."""
+        body = (self._part.pod or {}).get("spec") or {}
+        if self._part.kind == "TrainJob":
+            runtime = next((p for p in self._job.parts if p.pod is not None), None)
+            body = ((runtime.pod if runtime else None) or {}).get("spec") or {}
+        return {str(v.get("name")) for v in body.get("volumes") or () if isinstance(v, dict) and
+                {"persistentVolumeClaim", "ephemeral"} & set(v)}  # fmt: skip
+
+    def _resources(self) -> None:
+        wanted = dict(self._wanted.resources)
+        for need in self._wanted.needs:
+            if need.name == "resource":
+                name, _, count = need.value.partition(": ")
+                if not _GPU.fullmatch(name) and not family(name, list(wanted)):
+                    wanted[name] = count
+        has = self._part.limits
+        if (self._part.container.get("resources") or {}).get("claims"):
+            self._say(f"devices come by its resource claims; not added: {', '.join(wanted) or 'none'}")
+            return
+        for name, count in wanted.items():
+            there = family(name, list(has)) if name.endswith("/*") else [n for n in has if n == name]
+            if there:
+                if str(has[there[0]]) != count:
+                    self._say(f"{there[0]}: {has[there[0]]} is the manifest's and stays; recommended is {count}")
+            elif name.endswith("/*"):
+                self._say(f"needs {name}: {count}, by what name the nodes offer it is unknown: --resource NAME=COUNT")
+            else:
+                key = "resourcesPerNode" if self._part.kind == "TrainJob" else "resources"
+                _inside(_inside(self._part.container, key, {}), "limits", {})[name] = count
+
+    def _shared_memory(self, wanted_bytes: int, reason: str) -> None:
+        pod, container = self._part.pod, self._part.container
+        assert pod is not None  # noqa: S101 - `run` has returned otherwise
+        body = _inside(pod, "spec", {})
+        size = f"{-(-wanted_bytes // 2**20)}Mi"
+        mount = next((m for m in container.get("volumeMounts") or () if m.get("mountPath") == "/dev/shm"), None)  # noqa: S108
+        if mount is not None:
+            volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
+            limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
+            if limit is not None and limit < wanted_bytes:
+                self._say(
+                    f"shared memory of {limit // 2**20} MiB is the manifest's and stays; needed: {size} ({reason})"
+                )
+            return
+        taken = {volume.get("name") for volume in body.get("volumes") or ()}
+        name = "shm" if "shm" not in taken else "topoflight-shm"
+        _inside(body, "volumes", []).append({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
+        _inside(container, "volumeMounts", []).append({"name": name, "mountPath": "/dev/shm"})  # noqa: S108
+        self._reasons["shm"] = f"{size}: {reason}"
+
+    def _network(self, network: str, reason: str) -> None:
+        assert self._part.pod is not None  # noqa: S101 - `run` has returned otherwise
+        made = _inside(_inside(self._part.pod, "metadata", {}), "annotations", {})
+        there = made.get(NETWORKS_ANNOTATION)
+        if there is None:
+            made[NETWORKS_ANNOTATION] = network
+            self._reasons["network"] = f"{network}: {reason}"
+        elif network not in str(there):
+            self._say(f"network {there} is the manifest's and stays; recommended is {network} ({reason})")
+
+    def _capability(self, name: str, reason: str) -> None:
+        security = self._part.container.get("securityContext") or {}
+        added = (security.get("capabilities") or {}).get("add") or ()
+        if security.get("privileged") or {name, "ALL", f"CAP_{name}"} & set(added):
+            return
+        made = _inside(self._part.container, "securityContext", {})
+        _inside(_inside(made, "capabilities", {}), "add", []).append(name)
+        self._reasons[f"capability-{name}"] = reason
+        if security.get("runAsNonRoot"):
+            self._say(f"{name} is added, and runAsNonRoot stays: only root in the container keeps it")
+
+    def _gate(self) -> None:
+        image = self._wanted.gate_image
+        if image is None:
+            self._say("no gate runs before this job; --preflight-image IMAGE adds it")
+            return
+        pod, container = self._part.pod, self._part.container
+        assert pod is not None  # noqa: S101 - `run` has returned otherwise
+        body = _inside(pod, "spec", {})
+        there = next((c for c in body.get("initContainers") or () if c.get("name") == GATE), None)
+        if there is not None:
+            if there.get("image") != image:
+                self._say(f"an init container {GATE!r} is the manifest's and stays")
+            return
+        command = ["topoflight", "preflight", "-o", "table"]
+        for check in self._wanted.require:
+            command += ["--require", check]
+        gate: Document = {"name": GATE, "image": image, "command": command}
+        trainer = next((part.container for part in self._job.parts if part.kind == "TrainJob"), container)
+        resources = copy.deepcopy(trainer.get("resourcesPerNode") or container.get("resources") or {})
+        if env := _plain_variables(trainer):
+            gate["env"] = env  # it judges what the job will run with
+        if resources:
+            gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
+        if container.get("securityContext"):
+            gate["securityContext"] = copy.deepcopy(container["securityContext"])
+        shm = [m for m in container.get("volumeMounts") or () if m.get("mountPath") == "/dev/shm"]  # noqa: S108
+        if shm:
+            gate["volumeMounts"] = copy.deepcopy(shm)
+        _inside(body, "initContainers", []).append(gate)
+        if self._part.kind == "PyTorchJob":
+            self._say("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
+
+
+def _plain_variables(container: Document) -> list[Document]:
+    """Those that the gate judges: of communication, as plain text; tokens and keys are none of its business."""
+    judged = re.compile(r"(?:TORCH_)?NCCL_|GLOO_|FI_|OFI_|RDMAV_|UCX_|OMP_")
+    entries = [each for each in container.get("env") or () if isinstance(each, dict)]
+    return [each for each in entries if judged.match(str(each.get("name"))) and each.get("name") != "NCCL_DEBUG_FILE"]
+
+
+def _inside(mapping: Document, key: str, empty: Any) -> Any:
+    """The member of a mapping, made where it is missing or empty."""
+    if mapping.get(key) is None:
+        mapping[key] = empty
+    return mapping[key]
+
+
+def _objects(manifest: Sequence[Any]) -> Iterator[Document]:
+    for each in manifest:
+        if not isinstance(each, dict):
+            continue
+        if str(each.get("kind", "")).endswith("List") and isinstance(each.get("items"), list):
+            yield from _objects(each["items"])
+        else:
+            yield each
+
+
+def _name(document: Document) -> str:
+    return str((document.get("metadata") or {}).get("name", ""))
+
+
+def _number(value: Any) -> int | None:
+    text = str(value)
+    return int(text) if text.isdecimal() else None
+
+
+def _job(document: Document, configs: dict[str, Any]) -> Job | None:
+    kind, spec = document.get("kind"), document.get("spec")
+    if kind not in _KINDS or not isinstance(spec, dict):
+        return None
+    name = _name(document)
+    try:
+        parts = tuple(_parts(kind, name, spec))
+    except (AttributeError, TypeError, KeyError) as error:
+        raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
+    if not parts:
+        raise WrapError(f"{kind}/{name}: which container trains is unknown: none, or several, and not one has GPUs")
+    parts = tuple(part for part in parts if part.gpus) or parts  # a driver without GPUs takes no part in collectives
+    counted = [part.replicas for part in parts]
+    nodes = sum(n or 0 for n in counted) if None not in counted else None
+    ranks = {"PyTorchJob": spec.get("nprocPerNode"), "TrainJob": (spec.get("trainer") or {}).get("numProcPerNode")}
+    return Job(
+        name=name, kind=kind, document=document, parts=parts, nodes=nodes or None,
+        ranks_per_node=_number(ranks.get(kind)) or parts[0].gpus, files=_files(parts, configs),
+    )  # fmt: skip
+
+
+def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
+    if kind == "TrainJob":
+        trainer = spec.setdefault("trainer", {})
+        yield Part(f"{kind}/{name}", kind, None, trainer, _number(trainer.get("numNodes", 1)))
+        return
+    templates: list[tuple[str, Document, int | None]] = []
+    if kind == "PyTorchJob":
+        for role, replica in spec["pytorchReplicaSpecs"].items():
+            templates.append((f" {role}", replica["template"], _number(replica.get("replicas", 1))))
+    elif kind == "Job":
+        templates.append(("", spec["template"], _number(spec.get("parallelism", 1))))
+    else:
+        jobs = spec["template"]["spec"] if kind.endswith("Runtime") else spec
+        for replicated in jobs["replicatedJobs"]:
+            body = replicated["template"]["spec"]
+            pods = (_number(replicated.get("replicas", 1)) or 1) * (_number(body.get("parallelism", 1)) or 1)
+            templates.append((f" {replicated['name']}", body["template"], pods))
+    for where, template, replicas in templates:
+        containers = template["spec"]["containers"]
+        main = _main(kind, containers)
+        if main is not None:
+            yield Part(f"{kind}/{name}{where}", kind, template, main, replicas)
+
+
+def _main(kind: str, containers: Sequence[Document]) -> Document | None:
+    """The container that trains: the one of the API's name, else the one with GPUs, else the only one."""
+    named = [each for each in containers if each.get("name") == _MAIN.get(kind)]
+    with_gpus = [each for each in containers if any(
+        _GPU.fullmatch(n) for n in ((each.get("resources") or {}).get("limits") or {}))]  # fmt: skip
+    for found in (named, with_gpus, containers if kind != "TrainingRuntime" else []):
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _files(parts: Sequence[Part], configs: dict[str, Any]) -> dict[str, str]:
+    """Files of ConfigMaps of the same text by their paths in the container; `configmap:NAME` has a ConfigMap's keys."""
+    found = {f"configmap:{name}": " ".join(map(str, data)) for name, data in configs.items()}
+    for part in parts:
+        volumes = {v.get("name"): v for v in (((part.pod or {}).get("spec") or {}).get("volumes") or ())}
+        for mount in part.container.get("volumeMounts") or ():
+            config = (volumes.get(mount.get("name"), {}).get("configMap") or {}).get("name")
+            for key, text in configs.get(str(config), {}).items():
+                found[f"{str(mount.get('mountPath')).rstrip('/')}/{key}"] = str(text)
+    return found

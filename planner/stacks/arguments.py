@@ -1,0 +1,226 @@
+"""What a trainer's command line says of its job: the launcher's ranks, and the script's arguments as settings.
+
+Surface: torchrun (torch 2.13 torch/distributed/run.py), `accelerate launch` and its file (accelerate 1.15
+ClusterConfig), `deepspeed`, `trl sft`; scripts with TrlParser or HfArgumentParser (`--name value`, `--config FILE`),
+and DeepSpeed's JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contracts.job_config import ConfigError, known_settings, parse_mapping, with_overrides
+
+Files = Callable[[str], str | None]  # the text of a file that the command names; None where it cannot be read here
+
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl")
+_NODES = ("nnodes", "num_machines", "num_nodes")
+_RANKS = ("nproc_per_node", "num_gpus")
+# HF Trainer's own, which a job that says nothing has (transformers 5 TrainingArguments)
+_TRAINER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+
+
+@dataclass(slots=True, kw_only=True)
+class Said:
+    """What a command says; None and empty: it does not."""
+
+    launcher: str = ""  # "torchrun", "accelerate", ...
+    script: str = ""
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # by TRL's and transformers' names
+    unknown: list[str] = field(default_factory=list)  # what could not be read, and what follows from it
+    notes: list[str] = field(default_factory=list)
+
+
+def read_command(words: Sequence[str], files: Files) -> Said:
+    """The command of a container, or of a shell; a command in which nothing is known is said to be unknown."""
+    said = Said()
+    line = next((each for each in _simple_commands(words) if _is_launch(each)), None)
+    if line is None:
+        said.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
+        return said
+    line = line[next(i for i, word in enumerate(line) if os.path.basename(word) in _LAUNCHERS) :]  # noqa: PTH119 - text
+    said.launcher = os.path.basename(line[0])  # noqa: PTH119
+    at = _script_at(line)
+    if at is None:
+        said.unknown.append(f"{said.launcher}: which script it starts")
+        return said
+    said.script = line[at]
+    options = _options(line[1:at])
+    if said.launcher.startswith("python") and "torch.distributed.run" in line[:at]:
+        said.launcher = "torchrun"
+    said.nodes, said.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
+    if said.launcher == "accelerate":
+        _accelerate(options, files, said)
+    _script(_options(line[at + 1 :]), files, said)
+    return said
+
+
+def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
+    """The commands of a shell's line, each as its words; of a list of words that one."""
+    script = next((words[i + 1] for i in range(len(words) - 1) if words[i].startswith("-") and words[i].endswith("c")
+                   and os.path.basename(words[0]) in ("bash", "sh", "ash", "dash", "zsh")), None)  # noqa: PTH119  # fmt: skip
+    if script is None:
+        yield list(words)
+        return
+    for row in script.replace("\\\n", " ").splitlines():
+        try:
+            lexer = shlex.shlex(row, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            found: list[str] = []
+            for word in lexer:
+                if set(word) <= set(";&|"):
+                    yield found
+                    found = []
+                else:
+                    found.append(word)
+            yield found
+        except ValueError:  # quotes over several lines: no launcher's line
+            continue
+
+
+def _is_launch(line: Sequence[str]) -> bool:
+    """A launcher, perhaps behind `exec`, `env` or variables; of Python only what names a script or a module."""
+    for word in line:
+        name = os.path.basename(word)  # noqa: PTH119 - a word of a text
+        if name in _LAUNCHERS:
+            return not name.startswith("python") or _script_at(list(line)) is not None
+        if name not in ("exec", "env", "time", "nohup") and "=" not in word:
+            return False
+    return False
+
+
+def _script_at(line: Sequence[str]) -> int | None:
+    """Where the script stands, or the module after -m."""
+    if line[0] == "trl" and len(line) > 1:
+        return 1
+    for i, word in enumerate(line):
+        if word.endswith(".py"):
+            return i
+        if word in ("-m", "--module") and i + 1 < len(line) and line[i + 1] not in (
+            "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):  # fmt: skip
+            return i + 1
+    return None
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--flag`, `--name a b`; values as YAML reads them, names with underscores."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [value] if equals else []
+        elif name:
+            found[name].append(word)
+    made: dict[str, Any] = {}
+    for name, values in found.items():
+        if name.startswith("no_") and not values:
+            made[name.removeprefix("no_")] = False
+        else:
+            made[name] = True if not values else _value(values[0]) if len(values) == 1 else values
+    return made
+
+
+def _value(text: str) -> Any:
+    if ":" in text:  # 1:4, which YAML 1.1 takes for 64
+        return text
+    try:
+        return with_overrides({}, [f"value={text}"])["value"]
+    except ConfigError:
+        return text
+
+
+def _count(options: dict[str, Any], names: Iterable[str]) -> int | None:
+    for name in names:
+        value = str(options.get(name, "")).rpartition(":")[2]
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    return None
+
+
+def _script(options: dict[str, Any], files: Files, said: Said) -> None:
+    """The script's own settings: its file's, and the arguments over them."""
+    named = options.pop("config", None)
+    settings: dict[str, Any] = dict(said.settings)
+    if isinstance(named, str) and (inside := _file(named, files, said)) is not None:
+        settings |= inside
+    settings |= options
+    for name in ("deepspeed", "fsdp_config"):
+        if isinstance(settings.get(name), str) and settings[name]:
+            inside = _file(settings.pop(name), files, said)
+            if inside is not None:
+                settings[name] = inside
+    if strange := sorted(set(settings) - known_settings()):
+        said.notes.append(f"settings of the script's own, which no forecast reads: {', '.join(strange)}")
+    said.settings = {name: value for name, value in settings.items() if name not in strange}
+
+
+def _file(name: str, files: Files, said: Said) -> dict[str, Any] | None:
+    text = files(name)
+    if text is None:
+        said.unknown.append(f"{name}: what the file says, which is not here")
+        return None
+    try:
+        return parse_mapping(text, name)
+    except ConfigError as error:
+        said.unknown.append(str(error))
+        return None
+
+
+def _accelerate(options: dict[str, Any], files: Files, said: Said) -> None:
+    """accelerate's file and options as settings of transformers' Trainer, which they decide for."""
+    given: dict[str, Any] = {}
+    if isinstance(options.get("config_file"), str):
+        given = _file(options["config_file"], files, said) or {}
+    given |= options
+    machines = _count(given, ("num_machines",)) or 1
+    processes = _count(given, ("num_processes",))
+    said.nodes = machines
+    said.ranks_per_node = processes // machines if processes and processes % machines == 0 else None
+    if given.get("mixed_precision") in ("bf16", "fp16"):
+        said.settings[given["mixed_precision"]] = True
+    kind = given.get("distributed_type")
+    if kind == "FSDP" or given.get("use_fsdp"):
+        inside = {k: v for k, v in options.items() if k.startswith("fsdp_") and k != "fsdp_config"}
+        inside = {**(given.get("fsdp_config") or {}), **inside}
+        said.settings |= {"fsdp": True, "fsdp_config": inside}
+    elif kind == "DEEPSPEED" or given.get("use_deepspeed"):
+        _accelerate_deepspeed(given.get("deepspeed_config") or options, said)
+    if given.get("parallelism_config"):
+        said.settings["parallelism_config"] = given["parallelism_config"]
+
+
+def _accelerate_deepspeed(given: dict[str, Any], said: Said) -> None:
+    if isinstance(given.get("deepspeed_config_file"), str):
+        said.settings["deepspeed"] = given["deepspeed_config_file"]  # read with the script's own
+        return
+    zero: dict[str, Any] = {"stage": given.get("zero_stage", 2)}  # accelerate's default
+    for name in ("offload_optimizer", "offload_param"):
+        if device := given.get(f"{name}_device"):
+            zero[name] = {"device": device}
+    said.settings["deepspeed"] = {"zero_optimization": zero}
+    if "gradient_accumulation_steps" in given:
+        said.settings["gradient_accumulation_steps"] = given["gradient_accumulation_steps"]
+
+
+def as_run(said: Said) -> dict[str, Any]:
+    """The settings as the trainer runs them: what nothing says is its own default, and a note says so."""
+    made = {name: value for name, value in said.settings.items() if name not in ("report_to", "output_dir")}
+    assumed = {name: value for name, value in _TRAINER.items() if name not in made}
+    if not {"fsdp", "fsdp_config", "deepspeed", "parallelism_config", "layout"} & set(made):
+        assumed["fsdp"] = False  # DDP
+    if not {"gradient_checkpointing", "activation_checkpointing"} & set(made):
+        assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; transformers' own Trainer has False
+    if not {"bf16", "fp16"} & set(made):
+        assumed["bf16"] = True  # TRL 1.x SFTConfig
+    if assumed:
+        words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
+        said.notes.append(f"taken as TRL 1.x and transformers 5 have them, as nothing says: {words}")
+    return {**made, **assumed}

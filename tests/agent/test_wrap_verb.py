@@ -1,0 +1,192 @@
+"""A trainer that is not ours: its manifest wrapped and its pods run, and the same script launched on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from agent.cli.launch import launch
+from agent.cli.wrap import wrap
+
+ROOT = Path(__file__).parents[2]
+H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
+# As sft.py scripts of TRL are built: a YAML file and arguments over it, HF's rank variables, trainer_state.json.
+SFT = """
+import argparse, json, os, pathlib, time
+import torch, yaml
+import torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+parser.add_argument("--max_steps", type=int)
+given = parser.parse_args()
+said = yaml.safe_load(open(given.config))
+steps = given.max_steps or said["max_steps"]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=said["learning_rate"])
+torch.manual_seed(rank)
+history, began = [], time.time()
+for step in range(steps):
+    rows = torch.randn(said["per_device_train_batch_size"], 4)
+    loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    history.append({"step": step + 1, "loss": float(loss)})
+if rank == 0:
+    out = pathlib.Path(said["output_dir"]); out.mkdir(parents=True, exist_ok=True)
+    history.append({"train_runtime": time.time() - began})
+    (out / "trainer_state.json").write_text(json.dumps({"global_step": steps, "log_history": history}))
+    (out / "seen.json").write_text(json.dumps({"world": dist.get_world_size(), "env": dict(os.environ)}))
+dist.destroy_process_group()
+"""
+SETTINGS = {"model_name_or_path": "Llama-3.1-8B", "dataset_name": "gsm8k", "per_device_train_batch_size": 2,
+            "max_steps": 3, "learning_rate": 0.1, "fsdp": "full_shard auto_wrap", "use_peft": True,
+            "gradient_checkpointing": True}  # fmt: skip
+
+
+def manifest(folder: Path) -> str:
+    """A PyTorchJob of two pods with its ConfigMap, as the published recipe has it; paths in the folder."""
+    pod = {
+        "containers": [{
+            "name": "pytorch", "image": "registry.example/training:1",
+            "command": ["bash", "-c", f"torchrun {folder}/config/sft.py --config {folder}/config/config.yaml"],
+            "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+            "resources": {"limits": {"nvidia.com/gpu": "1"}},
+            "volumeMounts": [{"name": "config", "mountPath": f"{folder}/config"},
+                             {"name": "shared", "mountPath": f"{folder}/shared"}],
+        }],
+        "volumes": [{"name": "config", "configMap": {"name": "sft"}},
+                    {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
+    }  # fmt: skip
+    replica = {"replicas": 1, "template": {"spec": pod}}
+    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "sft"},
+           "spec": {"nprocPerNode": "1", "pytorchReplicaSpecs": {"Master": replica, "Worker": replica}}}  # fmt: skip
+    data = {"sft.py": SFT, "config.yaml": yaml.safe_dump({**SETTINGS, "output_dir": f"{folder}/shared/out"})}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "sft"}, "data": data}
+    return yaml.safe_dump_all([config, job], sort_keys=False)
+
+
+def wrapped(folder: Path, *words: str) -> tuple[Any, Path]:
+    path = folder / "job.yaml"
+    path.write_text(manifest(folder))
+    image = ["--preflight-image", "registry.example/topoflight:1", "--resource", "rdma/hca=1"]
+    return CliRunner().invoke(wrap, [str(path), "--host", H100, *image, *words]), path
+
+
+def test_a_diff_is_shown_and_nothing_written_until_asked(tmp_path: Path) -> None:
+    shown, path = wrapped(tmp_path)
+    assert shown.exit_code == 0, shown.output
+    assert path.read_text() == manifest(tmp_path)
+    assert not [line for line in shown.stdout.splitlines() if line.startswith("-") and not line.startswith("---")]
+    assert "+            - name: preflight" in shown.stdout or "name: preflight" in shown.stdout
+    assert "forecast FSDP" in shown.stderr and "+    topoflight.io/forecast-step: step " in shown.stdout
+    written, _ = wrapped(tmp_path, "-o", str(tmp_path / "new.yaml"))
+    applied, _ = wrapped(tmp_path, "--apply")
+    assert written.stdout.splitlines()[2:] == applied.stdout.splitlines()[2:] == shown.stdout.splitlines()[2:]
+    assert (tmp_path / "new.yaml").read_text() == path.read_text() != manifest(tmp_path)
+    again = CliRunner().invoke(wrap, [str(path), "--host", H100, "--preflight-image", "registry.example/topoflight:1",
+                                      "--resource", "rdma/hca=1"])  # fmt: skip
+    assert again.stdout == "" and "nothing to add" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-", "--apply"], "--apply: writes over FILE"),
+        (["--require", "rdma.port.down"], "no gate runs"),
+        (["--resource", "rdma/hca"], "must be NAME=COUNT"),
+        (["--resource", "rdma/hca=half"], "must be a whole number"),
+        (["--preflight-image", "a", "--require", "no.such"], "no.such"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(manifest(tmp_path))
+    said = CliRunner().invoke(wrap, [*([] if "-" in words else [str(path)]), "--host", H100, *words])
+    assert said.exit_code == 2 and says in said.output
+
+
+def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(manifest(tmp_path).replace("config.yaml\n", "gone.yaml\n"))
+    said = CliRunner().invoke(wrap, [str(path), "--host", H100])
+    assert said.exit_code == 0 and "forecast: unknown: " in said.stderr and "gone.yaml" in said.stderr
+    assert "NCCL_DEBUG_FILE" in said.stdout and "topoflight.io/forecast" not in said.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
+    """Both pods' own command with the environment of the wrapped manifest, and what the operator sets beside it."""
+    done, path = wrapped(tmp_path, "--apply")
+    assert done.exit_code == 0, done.output
+    config, job = yaml.safe_load_all(path.read_text())
+    (tmp_path / "config").mkdir()
+    for name, text in config["data"].items():
+        (tmp_path / "config" / name).write_text(text)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pods = []
+    for rank, role in enumerate(("Master", "Worker")):
+        (container,) = job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]["containers"]
+        environment = {each["name"]: each["value"] for each in container["env"]}
+        operator = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1",
+                    "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+        pods.append(subprocess.Popen(container["command"], env={**os.environ, **environment, **operator},
+                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
+    outputs = [pod.communicate(timeout=200)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    seen = json.loads((tmp_path / "shared" / "out" / "seen.json").read_text())
+    assert seen["world"] == 2
+    assert seen["env"]["NCCL_DEBUG_FILE"] == f"{tmp_path}/shared/nccl-sft.%h.%p.log"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments unchanged; measured is what its own trainer_state.json says."""
+    (tmp_path / "state").mkdir()
+    monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path / "state"))
+    (tmp_path / "sft.py").write_text(SFT)
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({**SETTINGS, "output_dir": str(tmp_path / "out"), "model_name_or_path": "tiny-llama"})
+    )
+    words = ["--no-preflight", "--script", str(tmp_path / "sft.py"), "--output", str(tmp_path / "run"), "--"]
+    done = CliRunner().invoke(launch, [*words, "--config", str(tmp_path / "config.yaml"), "--max_steps", "4"])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "run" / "flight.json").read_text())
+    assert (record["status"], record["steps_done"], record["exit_code"]) == ("complete", 4, 0)
+    assert record["measured"]["step_seconds"] > 0 and record["nccl"] is None
+    assert json.loads((tmp_path / "out" / "seen.json").read_text())["world"] == 2
+    (kept,) = (tmp_path / "state" / "flights").glob("*.json")
+    assert json.loads(kept.read_text())["steps_done"] == 4
+    (tmp_path / "sft.py").write_text("raise SystemExit(5)")
+    failed = CliRunner().invoke(launch, words)
+    assert failed.exit_code == 3 and "exit code 1" in failed.stderr
+    record = json.loads((tmp_path / "run" / "flight.json").read_text())
+    assert record["status"] == "failed" and record["steps_done"] is None
+
+
+def test_a_script_is_shown_and_what_is_not_its_own_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    shown = CliRunner().invoke(launch, ["--script", str(script), "--dry-run", "--ranks", "2", "--", "--lr", "a b"])
+    assert shown.exit_code == 0 and "--nproc-per-node=2" in shown.stdout and f"{script} --lr 'a b'" in shown.stdout
+    assert "forecast: unknown: the arguments name no model_name_or_path" in shown.stderr
+    for words, says in (
+        (["--model", "tiny-llama", "--script", str(script)], "--model: is of the built-in job"),
+        (["--api", "job", "--script", str(script)], "--script: is of a launch on this host"),
+        (["--dry-run", "--", "--lr", "1"], "arguments are of a --script"),
+    ):
+        said = CliRunner().invoke(launch, words)
+        assert said.exit_code == 2 and says in said.output
