@@ -30,6 +30,11 @@ BAD_LOG = GOOD_LOG.replace("/GDRDMA", "").replace("NET/IB/0", "NET/Socket/0").re
 WARNED_LOG = "n1:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n" + GOOD_LOG
 JOB = ("--api", "job", "--image", "i:1", "--dry-run")
 # verb, code: words, and what to write to standard input
+JOB_MANIFEST = """\
+kind: Job
+metadata: {name: a}
+spec: {parallelism: 2, template: {spec: {containers: [{name: a, command: [torchrun, sft.py]}]}}}
+"""
 CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("scan", 0): (("--host", SICK), ""),
     ("scan", 2): (("--host", "missing.json"), ""),
@@ -71,6 +76,8 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("launch", 2): (("--set", "no_such_setting=1"), ""),
     ("launch", 3): ((*JOB, "--machine", "4xrtx4090", "--model", "Llama-3.1-70B", "--method", "full"), ""),
     ("compare-networks", 2): (("--over", "eth0"), ""),
+    ("wrap", 0): (("-", "--host", SOUND), JOB_MANIFEST),
+    ("wrap", 2): (("-", "--host", SOUND), "kind: Deployment"),
     ("bench", 2): (("--op", "all_to_none"), ""),
     ("serve", 2): (("--reads", "token"), ""),
     ("admission", 2): (("--no-such-option",), ""),
