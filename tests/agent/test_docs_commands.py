@@ -111,7 +111,9 @@ def test_a_command_of_the_pages_can_be_typed(page: str, line: str, piped: bool, 
     options = {
         name for one in command.params if isinstance(one, click.Option) for name in (*one.opts, *one.secondary_opts)
     }
-    assert {word.partition("=")[0] for word in words[1:] if word.startswith("-") and word != "-"} <= options, page
+    assert {
+        word.partition("=")[0] for word in words[1:] if word.startswith("-") and word not in ("-", "--")
+    } <= options, page
     last = words[-1] if words[-1].startswith("--") else ""
     taking = {name for one in command.params if isinstance(one, click.Option) and not one.is_flag for name in one.opts}
     if last in taking:  # the page names the option alone
