@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,8 @@ def forecast_of(said: Said, request: Request, found: Sequence[Snapshot]) -> tupl
 
 def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
     name = str(settings["model_name_or_path"])
-    named = replace(request, model=name, engine="trl", shape=shape_of(name, config.model_revision))
-    return planned_for(replace(named, global_batch=None), config, settings)
+    named = request.changed(model=name, engine="trl", shape=shape_of(name, config.model_revision))
+    return planned_for(named, config, settings)
 
 
 def forecast(advice: Recommendation) -> dict[str, str]:
