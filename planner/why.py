@@ -423,7 +423,7 @@ class Pace:
     caused: dict[int, float] = field(default_factory=dict)  # by rank: of the others, a mean, as the last to come
     quarters: dict[int, int] = field(default_factory=dict)  # of the time, in which it caused most of the wait
     calls: int = 0
-    early: float | None = None  # seconds from call to call, in the slowest of the first three quarters
+    early: float | None = None  # seconds from call to call, in the slowest of the quarters before
     late: float | None = None  # ... in the last
 
 
@@ -460,8 +460,10 @@ def pace(traces: Mapping[int, RankTrace], world: int | None) -> Pace:
     gaps = [b - a for a, b in pairwise(times)]
     if len(gaps) >= 4 * MIN_CALLS:
         size = len(gaps) // 4
-        *earlier, found.late = (_mean_gap(gaps[i * size : (i + 1) * size]) for i in range(4))
-        found.early = max(earlier)
+        first, *middle, last = (_mean_gap(gaps[i * size : (i + 1) * size]) for i in range(4))
+        found.early, found.late = max(first, *middle), last
+        if min(middle[-1], last) > LONGER * first:  # it began in between
+            found.early, found.late = first, min(middle[-1], last)
     return found
 
 

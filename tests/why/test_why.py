@@ -146,6 +146,15 @@ def test_one_late_rank_is_named_two_share_the_wait() -> None:
     assert all((cause.share or 0) < 0.8 for cause in two.causes)
 
 
+@pytest.mark.parametrize("began", [20, 46])
+def test_all_ranks_slower_together_are_told_by_what_they_do(began: int) -> None:
+    at = [n + 2.0 * max(0, n - began) for n in range(60)]
+    traces = {r: trace(r, *(call(n + 1, at=NOW - 200 + at[n]) for n in range(60))) for r in range(4)}
+    states = {r: RankState(rank=r, host="a", written=NOW, samples={"compute": 90, "collective": 10}) for r in range(4)}
+    found = judge(Seen(traces=traces, states=states, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("slow", (), "all.compute")
+
+
 def test_one_long_pause_is_no_fault() -> None:
     rows = history(60)
     rows[2] = [replace(c, created=(c.created or 0) + (0.9 if n == 30 else 0)) for n, c in enumerate(rows[2])]
