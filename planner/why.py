@@ -662,7 +662,9 @@ _PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
 def _first_to_end(ranks: Sequence[int], seen: Seen) -> int | None:
     """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
     errors = {rank: seen.states[rank].error or "" for rank in ranks if seen.states[rank].error}
-    if seen.first is not None and seen.first in ranks:
+    if (
+        seen.first is not None and seen.first in ranks and not _HEARD.search(errors.get(seen.first, ""))
+    ):  # else it only lost another
         return seen.first
     own = [rank for rank, error in errors.items() if not _HEARD.search(error)]
     if own:
