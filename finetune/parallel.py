@@ -82,11 +82,11 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 def sharding_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
     """Over which FSDP shards: ranks of one sequence have the same weights, and share them out too."""
-    name = "dp_shard"
+    name, over = "dp_shard", mesh["dp_shard"]
     if layout.cp > 1 and layout.sharding != "ddp":
         name = "dp_shard_cp"
-        mesh["dp_shard", "cp"]._flatten(name)
-    return mesh["dp_replicate", name] if layout.dp_replicate > 1 else mesh[name]
+        over = mesh["dp_shard", "cp"]._flatten(name)
+    return mesh["dp_replicate", name] if layout.dp_replicate > 1 else over
 
 
 def parallelize(
