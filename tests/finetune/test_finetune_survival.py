@@ -138,7 +138,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, 
     """Exit code 65; the checkpoint before still resumes."""
     folder = tmp_path / "out"
     assert fly(folder, "max_steps=4")[0] == 0
-    code, flight = fly(folder, "max_steps=12", "learning_rate=1e30", "save_steps=100")
+    code, flight = fly(folder, "max_steps=12", "learning_rate=1e29", "save_steps=100")
     assert code == loop.DIVERGED
     assert flight["status"] == "failed"
     assert "nan" in flight["reason"] or "inf" in flight["reason"]
