@@ -19,7 +19,7 @@ ALONE := alone or netns or rdma or kube or containers or gpu
 HEAVY := $(ALONE) or ranks or browser or prometheus
 TWO := -n 2 --dist loadfile
 
-.PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz
+.PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -106,6 +106,19 @@ image:
 	podman run --rm --network none -v $(CURDIR)/locks:/src/locks:ro --entrypoint python topoflight:$(VERSION) \
 		/src/locks/inventory.py --sbom /dev/stdout > reports/topoflight-$(VERSION).cdx.json
 
+# the GPU tier on one NVIDIA GPU, with this machine's Python and torch; nothing is fetched: packages are the machine's, over
+# them those in WHEELS where that folder is. Writes docs/measurements/gpu.md
+WHEELS ?= .cache/wheels
+gpu:
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	[ ! -d $(WHEELS) ] || .venv-gpu/bin/pip install -q --no-index --no-deps --find-links $(WHEELS) $(WHEELS)/*.whl
+	.venv-gpu/bin/python bench/gpu.py
+
+# all that the tier needs beside torch, for a machine that reaches no index; FOR=3.12 for another Python than this one
+gpu-wheels:
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: $(if $(FOR),--python-version $(FOR)) -d $(WHEELS) \
+		-r locks/finetune.txt
+
 # a minute of fuzzing; docs/measurements/fuzz.md has the long run's command
 fuzz: $(READY)
 	$(BIN)/python bench/fuzz.py --seconds 60
@@ -117,7 +130,7 @@ fuzz: $(READY)
 	.cache/tools/$(notdir $@)/bin/pip install -q $(notdir $@)==$(VERSION)
 
 clean:
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
+	rm -rf $(VENV) .venv-gpu .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
 
 # What running needs: everything by hash from the locks; torch by version only, as each machine has its own file of it
 # (locks/README.md), at the same time, as unpacking it takes as long as all others. Modules are compiled as they are used.

@@ -1,0 +1,290 @@
+"""The GPU tier: one command on a machine with one NVIDIA GPU, most telling first, each result written as it comes.
+
+    make gpu                                                  # 10 minutes, writes docs/measurements/gpu.md
+    python bench/gpu.py --cpu --page /tmp/gpu.md --seconds 300   # what of it a CPU can run, on a tiny model
+
+Each step has a time limit and is a process of its own or bounded by the benchmark's; what was not reached, failed or
+has no counterpart here stands on the page as such. Nothing is fetched: weights are random, rows are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agent.cli.hosts import snapshots  # noqa: E402
+from agent.units import seconds as duration  # noqa: E402
+from collectives.bench import run as bench  # noqa: E402
+from contracts import run_record  # noqa: E402
+from topology.build import build  # noqa: E402
+from topology.formats.text import parse  # noqa: E402
+from topology.graph import Pairs  # noqa: E402
+
+PAGE = ROOT / "docs" / "measurements" / "gpu.md"
+# Llama 3.2 1B's published config.json, and one that a CPU trains in seconds.
+BIG = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+       "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+# What one GPU's seeds studied: method, checkpointing, packing, batch size, attention kernel.
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("LoRA", {"use_peft": True}),
+    ("full", {}),
+    ("LoRA, checkpointing full", {"use_peft": True, "layout": {"checkpointing": "full"}}),
+    ("LoRA, checkpointing selective", {"use_peft": True, "layout": {"checkpointing": "selective"}}),
+    ("LoRA, packed", {"use_peft": True, "packing": True}),
+    ("QLoRA", {"use_peft": True, "load_in_4bit": True}),
+    *((f"LoRA, batch {n}", {"use_peft": True, "layout": {"micro_batch": n, "gradient_accumulation": 8 // n}})
+      for n in (1, 2, 4, 8)),
+    ("LoRA, eager attention", {"use_peft": True, "attn_implementation": "eager"}),
+    ("LoRA, flash_attention_2", {"use_peft": True, "attn_implementation": "flash_attention_2"}),
+]  # fmt: skip
+
+# The same collective as the benchmark measures, by nothing but torch: device events over 20 calls.
+BARE = """
+import json, sys, time, torch, torch.distributed as dist
+size, cuda = int(sys.argv[1]), sys.argv[2] == "cuda"
+dist.init_process_group("nccl" if cuda else "gloo")
+device = "cuda:0" if cuda else "cpu"
+ranks = dist.get_world_size()
+whole = torch.zeros(size // 4, device=device); part = torch.zeros(size // 4 // ranks, device=device)
+wait = torch.cuda.synchronize if cuda else (lambda: None)
+times = []
+for n in range(25):
+    dist.barrier(); wait(); began = time.perf_counter()
+    dist.all_gather_into_tensor(whole, part); wait()
+    times.append(time.perf_counter() - began)
+mid = torch.tensor(sorted(times[5:])[10], device=device)
+dist.all_reduce(mid, dist.ReduceOp.MAX)
+if dist.get_rank() == 0:
+    print("BARE", json.dumps(size * (ranks - 1) / ranks / mid.item()))
+"""
+
+Row = tuple[str, str]
+
+
+class Tier:
+    """The steps, in order; each yields rows for the page."""
+
+    def __init__(self, *, cpu: bool, folder: Path, ends: float) -> None:
+        self.cpu, self.folder, self.ends = cpu, folder, ends
+        self.size = (1 if cpu else 64) << 20
+        # Two ranks on one GPU meet over sockets: to NCCL they are two hosts.
+        self.one_gpu = {} if cpu else {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
+
+    def steps(self) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
+        """Title and step."""
+        runs = RUNS[:1] if self.cpu else RUNS
+        return [
+            ("Links against nvidia-smi", self.links),
+            ("NCCL, two ranks on one GPU", self.collectives),
+            ("Calibration", self.calibration),
+            *((f"Fine-tune: {name}", lambda name=name, more=more: self.fine_tune(name, more)) for name, more in runs),
+            ("Beside TRL", self.trl),
+        ]
+
+    def left(self, most: float) -> float:
+        """Seconds for a step: `most`, and no more than the tier has."""
+        return max(1.0, min(most, self.ends - time.monotonic()))
+
+    def call(self, *words: str, most: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            words, capture_output=True, text=True, cwd=ROOT, timeout=self.left(most), check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        )  # fmt: skip
+
+    def links(self) -> Iterator[Row]:
+        """Every cell of `nvidia-smi topo -m` against the scan's."""
+        if shutil.which("nvidia-smi") is None:
+            yield "cells", "not run: no nvidia-smi on this host"
+            return
+        text = self.call("nvidia-smi", "topo", "-m", most=30).stdout
+        theirs, ours = parse(text, "nvidia-smi topo -m"), build(snapshots(())[0])
+        own, wrong = Pairs(ours.pairs), []
+        for pair in theirs.pairs:
+            label = own.label(pair.a, pair.b)
+            if label != pair.label:
+                wrong.append(f"{pair.a}-{pair.b} is {pair.label} there, {label} here")
+        yield "GPUs", f"{len(theirs.gpus)} there, {len(ours.gpus)} here"
+        yield "cells", f"{len(theirs.pairs)} compared, {len(wrong)} differ" + "".join(f"; {one}" for one in wrong[:8])
+
+    def collectives(self) -> Iterator[Row]:
+        """The benchmark's bus bandwidth, what NCCL's log proves of its way, and torch alone."""
+        spec = bench.BenchSpec(
+            ops=("all_gather",), sizes_bytes=(self.size,), distinct_hosts=not self.cpu, environment=self.one_gpu,
+            budget_seconds=self.left(40), lock_path=str(self.folder / "lock"), force=True,
+        )  # fmt: skip
+        found = bench.run(spec)
+        for problem in found.problems:
+            yield "problem", problem
+        ours = [m.busbw_bytes_per_second for m in found.measurements if m.verified]
+        yield "all_gather", f"{ours[0] / 1e9:.3f} GB/s bus bandwidth, verified" if ours else "not verified"
+        if found.evidence is not None:
+            yield "way", f"{found.evidence.inter_node_transport}, GPUDirect RDMA {found.evidence.gdrdma}"
+        script = self.folder / "bare.py"
+        script.write_text(BARE)
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
+        # torchrun gives all ranks one environment; NCCL takes ranks of one host identity on one GPU for an error
+        device = "cpu" if self.cpu else "cuda"
+        apart = f"export NCCL_HOSTID=$LOCAL_RANK; exec {sys.executable} {script} {self.size} {device}"
+        done = self.call(*ranks, "bash", "-c", apart, most=90, env=self.one_gpu)
+        said = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
+        if not said:
+            yield "torch alone", f"failed: {_last(done.stderr)}"
+            return
+        bare = json.loads(said[0][5:])
+        ratio = f", ratio {ours[0] / bare:.2f}" if ours else ""
+        yield "torch alone", f"{bare / 1e9:.3f} GB/s{ratio}"
+
+    def calibration(self) -> Iterator[Row]:
+        """GEMMs and a layer."""
+        words = ["--budget", str(int(self.left(40 if self.cpu else 60))), "-f", str(self.folder / "calibration.json")]
+        model = "tiny-llama" if self.cpu else "Llama-3.2-1B"
+        done = self.call(sys.executable, "-m", "agent.cli", "calibrate", "--model", model, *words, most=150)
+        if done.returncode:
+            yield model, f"failed: {_last(done.stderr)}"
+            return
+        found = json.loads((self.folder / "calibration.json").read_text())
+        for name, value in found.items():
+            if isinstance(value, int | float | str):
+                yield name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
+        """One short run through `launch`: forecast against measured, by quantity and by part."""
+        if more.get("attn_implementation") == "flash_attention_2" and not _has("flash_attn"):
+            yield "step", "not run: flash_attn is not installed"
+            return
+        if more.get("load_in_4bit") and not _has("bitsandbytes"):
+            yield "step", "not run: bitsandbytes is not installed"
+            return
+        model, rows = self.folder / "model", self.folder / "rows.jsonl"
+        model.mkdir(exist_ok=True)
+        shape = SMALL if self.cpu else BIG
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+        length = 64 if self.cpu else 2048
+        rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
+        settings = {
+            "model_name_or_path": f"random:{model}", "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
+            "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no", **more,
+        }  # fmt: skip
+        settings.setdefault("layout", {"micro_batch": 4, "gradient_accumulation": 2})
+        out = self.folder / name.replace(" ", "-").replace(",", "")
+        (self.folder / "job.json").write_text(json.dumps(settings))
+        done = self.call(
+            sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
+            str(self.folder / "job.json"), "--output", str(out), most=150,
+        )  # fmt: skip
+        try:
+            record = run_record.read(out / "flight.json")
+        except run_record.RecordError:
+            yield "step", f"failed: {_last(done.stderr or done.stdout)}"
+            return
+        yield "status", f"{record.status}{f': {record.reason}' if record.reason else ''}"
+        if record.layout.effective is not None:
+            yield "ran", record.placements
+        for one in record.comparison:
+            word = {True: "inside", False: "outside", None: "unknown"}[one.within]
+            low, high = one.forecast.low, one.forecast.high
+            yield one.quantity.replace("_", " "), f"{one.measured:.4g}, forecast {low:.4g} to {high:.4g}: {word}"
+        for part in record.parts:
+            due = f", forecast {duration(part.forecast_seconds)}" if part.forecast_seconds is not None else ""
+            yield f"part {part.part}", f"{duration(part.measured_seconds)}{due}"
+
+    def trl(self) -> Iterator[Row]:
+        """bench/finetune_vs_trl.py, where TRL is installed beside this or its environment was made before."""
+        if not (_has("trl") or (ROOT / ".cache" / "compare").exists()):
+            yield "ratio", "not run: TRL is not installed (python bench/finetune_vs_trl.py makes its environment)"
+            return
+        done = self.call(sys.executable, "bench/finetune_vs_trl.py", "--rounds", "5", "--ranks", "1", most=300)
+        for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines()[-12:]:
+            yield "", line
+
+
+def _has(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or ["no words"])[-1][:300]
+
+
+def hardware() -> str:
+    """What this ran on."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    words = [gpu, f"{os.cpu_count()} CPU cores", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    if torch.cuda.is_available():
+        words += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    return ", ".join(words)
+
+
+def page(path: Path, head: str, done: list[tuple[str, list[Row]]], open_steps: list[str]) -> None:
+    """Write what there is so far."""
+    lines = ["# On a GPU", "", head, ""]
+    for title, rows in done:
+        lines += [f"## {title}", "", *(f"- {name}: {text}" if name else f"- `{text}`" for name, text in rows), ""]
+    if open_steps:
+        lines += ["## Not reached", "", *(f"- {title}" for title in open_steps), ""]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def main() -> int:
+    """Exit code 0 when every step ran to its end, 1 when one did not."""
+    words = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    words.add_argument("--cpu", action="store_true", help="what a CPU can run, on a tiny model")
+    words.add_argument("--page", type=Path, default=PAGE)
+    words.add_argument("--seconds", type=float, default=600.0)
+    asked = words.parse_args()
+    if not asked.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
+        print("gpu: no NVIDIA GPU on this host (--cpu runs what a CPU can)", file=sys.stderr)
+        return 2
+    if asked.cpu and asked.page == PAGE:
+        words.error("--cpu needs --page: the page of the repository holds figures of a GPU alone")
+    command = f"`python bench/gpu.py{' --cpu' if asked.cpu else ''}`"
+    head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
+    done: list[tuple[str, list[Row]]] = []
+    whole = True
+    with tempfile.TemporaryDirectory() as folder:
+        tier = Tier(cpu=asked.cpu, folder=Path(folder), ends=time.monotonic() + asked.seconds)
+        steps = tier.steps()
+        for number, (title, step) in enumerate(steps):
+            if time.monotonic() >= tier.ends:
+                whole = False
+                page(asked.page, head, done, [name for name, _ in steps[number:]])
+                break
+            rows: list[Row] = []
+            done.append((title, rows))
+            try:
+                for row in step():
+                    rows.append(row)
+                    print(f"{title}: {row[0]}: {row[1]}", flush=True)
+                    page(asked.page, head, done, [name for name, _ in steps[number + 1 :]])
+            except Exception as error:  # noqa: BLE001 - the next step may tell more than this one's end
+                whole = False
+                rows.append(("failed", f"{type(error).__name__}: {str(error)[:300]}"))
+                print(f"{title}: failed: {error}", flush=True)
+            whole = whole and not any("failed" in text for _, text in rows)
+            page(asked.page, head, done, [name for name, _ in steps[number + 1 :]])
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""`make gpu` as far as a host without a GPU goes: every step runs or says why not, and stands on the page at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
+    """Bus bandwidth beside torch alone, and a fine-tune's forecast beside what was measured."""
+    page = tmp_path / "gpu.md"
+    done = subprocess.run([*COMMAND, "--cpu", "--page", str(page), "--seconds", "300"], capture_output=True, text=True,
+                          timeout=500, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = page.read_text()
+    assert "no GPU" in text.splitlines()[2] and "## Not reached" not in text
+    assert "bus bandwidth, verified" in text and ", ratio " in text
+    assert "- status: complete" in text and "- memory bytes: " in text and "- part compute: " in text
+    for line in done.stdout.splitlines():
+        assert line.split(": ", 2)[-1] in text
+
+
+def test_no_page_of_a_gpu_is_written_without_one(tmp_path):
+    """What was not reached is named; without a GPU nothing runs."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this host has a GPU")
+    page = tmp_path / "gpu.md"
+    done = subprocess.run([*COMMAND, "--page", str(page)], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 2 and "no NVIDIA GPU" in done.stderr and not page.exists()
+    done = subprocess.run([*COMMAND, "--cpu"], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 2 and "--cpu needs --page" in done.stderr
+    done = subprocess.run([*COMMAND, "--cpu", "--page", str(page), "--seconds", "0"], capture_output=True, text=True,
+                          timeout=250, check=False)  # fmt: skip
+    assert done.returncode == 1 and "## Not reached\n\n- Links against nvidia-smi" in page.read_text()
