@@ -111,7 +111,7 @@ image:
 WHEELS ?= .cache/wheels
 gpu:
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	[ ! -d $(WHEELS) ] || .venv-gpu/bin/pip install -q --no-index --no-deps --find-links $(WHEELS) $(WHEELS)/*.whl
+	[ ! -d $(WHEELS) ] || .venv-gpu/bin/pip install -q --no-index --no-deps $(WHEELS)/*.whl
 	.venv-gpu/bin/python bench/gpu.py
 
 # all that the tier needs beside torch, for a machine that reaches no index; FOR=3.12 for another Python than this one

@@ -134,7 +134,7 @@ def test_what_would_not_be_answered_is_refused(words: list[str], told: str) -> N
     assert done.exit_code == 2 and told in done.output, done.output
 
 
-@pytest.mark.parametrize("words", [["--steps", "3"], ["--hours", "2"], ["--lengths", "64:1"], ["--explain"]])
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--hours", "2"], ["--lengths", "64:1"]])
 def test_a_forecast_without_a_model_is_refused(words: list[str]) -> None:
     """There is none to make."""
     done = CliRunner().invoke(recommend, ["--machine", "p5.48xlarge", *words])

@@ -42,8 +42,8 @@ LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
 
 def test_the_table_names_the_node_of_a_finding_that_only_one_has(folder: Path) -> None:
     """gpu.device.lost is the lost one's, gpu.nvlink.missing the other's."""
-    text = preflight(folder).partition("Findings")[2].strip()
-    blocks = re.split(r"\n(?=[✗!?·✓])", text)
+    verdict, *blocks = re.split(r"\n(?=[✗!?·✓])", preflight(folder))
+    assert f"gpu.device.lost on GPU5 of {LOST}" in verdict
     (lost,) = [block for block in blocks if "gpu.device.lost" in block.splitlines()[0]]
     (cut,) = [block for block in blocks if "gpu.nvlink.missing" in block.splitlines()[0]]
     assert LOST in lost and CUT not in lost

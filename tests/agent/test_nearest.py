@@ -16,7 +16,7 @@ HOST = Path(__file__).resolve().parents[1] / "machines" / "r760xa-2xA40-bf3.json
 ASKED = [
     "--machine dgx-h100 --model Llama-3.1-405B --method full --sequence-length 4096",
     "--machine 4xrtx4090 --model Llama-3.1-8B --method full --packing --global-batch 16",
-    "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Mixtral-8x7B",
+    "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Llama-3.1-405B",
     f"--host {HOST} --model Llama-3.1-70B --method full",
 ]
 
@@ -46,6 +46,6 @@ def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
 
 def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:
     """No shorter sequence and no other method would help."""
-    advice = advise(Request.of(machine="dgx-h100", model="Mixtral-8x7B"), tuple)
+    advice = advise(Request.of(machine="dgx-h100", model="gpt-oss-20b"), tuple)
     assert advice.chosen is None
     assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]

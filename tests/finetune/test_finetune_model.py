@@ -145,7 +145,7 @@ def test_clipping_is_torch_s(limit):
 @pytest.mark.parametrize(
     ("members", "lora", "word"),
     [
-        ({"cp": 2}, False, "cp=2"),
+        ({"cp": 2, "tp": 2}, False, "cp=2"),
         ({"dp_shard": 2, "sharding": "zero1"}, False, "zero1"),
         ({"dp_shard": 2, "precision": "fp8"}, False, "fp8"),
         ({"dp_replicate": 2, "sharding": "ddp", "offload": "all"}, False, "offload"),

@@ -197,7 +197,7 @@ def test_torchrun_line() -> None:
         ("torchtitan", FSDP, {"method": "lora"}, "lora"),
         ("megatron", FSDP, {}, "distributed optimizer shards optimizer states only"),
         ("megatron", PIPELINE, {"method": "lora"}, "no adapters"),
-        ("finetune", Layout(world_size=4, cp=4), {}, "no CP"),
+        ("finetune", Layout(world_size=4, cp=2, tp=2), {}, "CP beside data parallelism alone"),
         ("finetune", Layout(world_size=8, dp_shard=8, sharding="zero1"), {}, "no zero1"),
         ("finetune", Layout(world_size=2, tp=2), {"method": "qlora"}, "do not split over TP"),
     ],
