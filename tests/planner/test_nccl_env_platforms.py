@@ -243,8 +243,8 @@ def compared(row: Platform) -> list[tuple[str, str, str, str]]:
     return lines
 
 
-def page() -> str:
-    """docs/platforms.md: what is published for each platform, and what of it is advised."""
+def pages() -> dict[str, str]:
+    """What is published for each platform and what of it is advised; why the rest is not set."""
     sources: dict[str, str] = {}
     why: dict[str, list[str]] = {}
     shown: dict[str, dict[str, list[str]]] = {}
@@ -275,7 +275,10 @@ def page() -> str:
         lines.append("; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing to set")
     listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
-    return "\n".join((HEAD, *lines, "", "## Why not set", "", *reasons, "", "## Sources", "", *listed)) + "\n"
+    return {
+        "platforms.md": "\n".join((HEAD, *lines, "", "## Sources", "", *listed)) + "\n",
+        "decisions/0024-published-and-not-set.md": "\n".join((WHY, *reasons)) + "\n",
+    }
 
 
 HEAD = """\
@@ -283,7 +286,13 @@ HEAD = """\
 
 What makers of platforms publish for NCCL, and what is advised on a machine of that shape for several nodes: *advised*
 as published, *not set* though published, *ours* instead or besides. In brackets: the sources, and what recognises the
-platform (DMI, GPU, fabric; no network is asked). Where nothing does, nothing is applied. Drawn from
+platform (DMI, GPU, fabric; no network is asked). Where nothing does, nothing is applied. Why the rest is not set:
+[decisions/0024](decisions/0024-published-and-not-set.md).
+"""
+WHY = """\
+# What makers of platforms publish and Topoflight does not set
+
+By reason, for the values *not set* in [platforms.md](../platforms.md). Both pages are drawn from
 `planner/nccl_env/data/platforms.toml` by `tests/planner/test_nccl_env_platforms.py`.
 """
 
@@ -314,12 +323,12 @@ def _facts(row: Platform) -> str:
 
 
 def test_page_of_platforms_is_drawn_from_the_data() -> None:
-    """docs/platforms.md."""
-    path = ROOT / "docs" / "platforms.md"
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
-        path.write_text(page(), encoding="utf-8")
-        return
-    assert path.read_text(encoding="utf-8") == page()
+    """docs/platforms.md, and its reasons in docs/decisions."""
+    for name, text in pages().items():
+        path = ROOT / "docs" / name
+        if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
+            path.write_text(text, encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == text
 
 
 def test_aws_instance_without_a_visible_efa_is_said_to_be_one() -> None:
