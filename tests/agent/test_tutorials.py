@@ -1,0 +1,295 @@
+"""The quickstart and the tutorials, followed from first line to last; TOPOFLIGHT_UPDATE_GOLDEN=1 writes what one sees.
+
+A `yaml` or `text` block that begins with `# NAME` is a file that the reader saves. In a `console` block `topoflight` is
+run, over the stand-in API server where it asks a cluster; a manifest that `kubectl` or `oc` applies is validated. What
+is left is in ELSEWHERE, with the reason. A block's output is what was printed, less what `…` stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
+
+from api_server import ApiServer, write_kubeconfig
+from kubectl_layer import helm
+from kustomization import render
+from test_manifests_schema import strict, without_required
+
+from agent.cli.main import cli
+from contracts import run_record
+from contracts.job_plan import JobPlan, read
+from contracts.run_record import Measured, NcclChannels, RunRecord
+from finetune.pod import leave_word
+
+ROOT = Path(__file__).parents[2]
+DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
+PAGES = ("quickstart.md", "tutorial-openshift.md", "tutorial-eks.md")
+BOTH = ("tutorial-openshift.md", "tutorial-eks.md")  # in Korean too
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
+# What `topoflight capture` finds, in order: the nodes of each page, recorded.
+CAPTURED = {
+    "quickstart.md": ["cpu-only-vm"],
+    "tutorial-openshift.md": ["r760xa-2xA40-bf3-memlock-8MiB", "r760xa-2xA40-bf3"],
+    "tutorial-eks.md": ["aws-p4d-8xA100-4efa"],
+}
+# The lines that the published runs show, which stand for the jobs' logs.
+LOGS = {
+    "sft-master-0": """\
+NCCL INFO NET/IB : Using [0]mlx5_1:1/RoCE [RO]; OOB net1:192.168.2.5<0>
+NCCL INFO NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_1'
+NCCL INFO Channel 00/0 : 2[0] -> 1[1] [receive] via NET/IB/1/GDRDMA
+NCCL INFO Channel 00/0 : 0[0] -> 3[1] [send] via NET/IB/1/GDRDMA
+""",
+    "job/four-by-one": "".join(
+        f"NCCL INFO Channel 00/0 : {a}[0] -> {b}[0] [{way}] via NET/Libfabric/0/GDRDMA\n"
+        for a, b, way in ((3, 0, "receive"), (0, 1, "send"))
+    ),
+}
+# 5 h, 2 h 30 and 1 h 40 (published) over 580 steps, in seconds of a step.
+PUBLISHED = {"eth0": 18000 / 580, "net1": 9000 / 580, "rdma": 6000 / 580}
+# Commands that are not run, by how they begin: nothing here can answer them.
+CONTROLLERS = "needs kubelets and controllers"
+ELSEWHERE = {
+    "oc new-project": "OpenShift's API",
+    "oc patch clusterpolicy": "the GPU operator's API; the patch is parsed",
+    "oc wait machineconfigpool/worker": "the machine config operator restarts nodes",
+    "oc get node NODE": "a node's device plugins",
+    "oc -n default get network-attachment-definitions": "the network operator makes them",
+    "oc -n topoflight patch daemonset": "the patch is parsed",
+    "oc -n training create secret": "a token of the reader's",
+    "oc -n training create configmap": "its file is looked for",
+    "oc -n training get": CONTROLLERS,
+    "oc -n training wait": CONTROLLERS,
+    "oc -n training delete": CONTROLLERS,
+    "oc -n topoflight rollout status": CONTROLLERS,
+    "aws ec2": "AWS' API",
+    "eksctl create cluster": "AWS' API; its file is parsed, no schema of it is held",
+    "kubectl get nodes": CONTROLLERS,
+    "kubectl create namespace": CONTROLLERS,
+    "kubectl -n training create secret": "a token of the reader's",
+    "kubectl -n training wait": CONTROLLERS,
+    "kubectl -n topoflight rollout status": CONTROLLERS,
+}
+NO_SCHEMA = ("eksctl.io/", "security.openshift.io/")  # no definition of these is held
+CORE = re.compile(r"v1$|apps/|batch/|rbac\.|networking\.k8s|apiextensions|scheduling\.|policy/|admissionregistration")
+
+
+class Cluster(ApiServer):
+    """Each job of compare-networks is done at once; its pod 0 leaves a record over its network, in published time."""
+
+    folder: Path
+
+    def put(self, collection: str, namespace: str, document: dict[str, Any]) -> dict[str, Any]:
+        """As a controller and a kubelet would have it."""
+        name = document["metadata"]["name"]
+        bars = name.startswith("bars-")
+        if bars and document.get("kind") == "ConfigMap":
+            plan = self.folder / f"{name}.json"
+            plan.write_text(document["data"]["plan.json"])
+        if bars and document.get("kind") == "PyTorchJob":
+            document["status"] = {"conditions": [{"type": "Succeeded", "status": "True"}]}
+        if bars and document.get("kind") == "Pod" and name.endswith("-0"):
+            ended = {"exitCode": 0, "message": self.said(name.split("-")[1])}
+            document["status"] = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
+        return super().put(collection, namespace, document)
+
+    def said(self, network: str) -> str:
+        """What finetune.pod leaves of a run under the job's own plan."""
+        plan: JobPlan = read(self.folder / f"bars-{network}-config.json")
+        record = RunRecord(
+            status="complete", steps_done=30, measured=Measured(step_seconds=PUBLISHED[network], counted_steps=28),
+            plan=JobPlan(forecast=plan.forecast), nccl=NcclChannels(interfaces=[] if network == "rdma" else [network]),
+            transports=["NET/IB/0/GDRDMA" if network == "rdma" else "NET/Socket/0"],
+        )  # fmt: skip
+        run_record.save(self.folder / "flight.json", record)
+        leave_word(self.folder / "flight.json", self.folder / "word")
+        return (self.folder / "word").read_text()
+
+
+@dataclass
+class Reader:
+    """Who follows a page in a folder of their own."""
+
+    page: str
+    folder: Path
+    captured: Iterator[str]
+    applied: list[dict[str, Any]] = field(default_factory=list)
+    printed: list[tuple[list[str], list[str], str]] = field(default_factory=list)  # shown, printed, command
+
+    def follow(self) -> None:
+        """Every block in order."""
+        for indent, kind, text in BLOCK.findall((DOCS / self.page).read_text(encoding="utf-8")):
+            lines = [line.removeprefix(indent) for line in text.splitlines()]
+            if kind == "console":
+                seen = []
+                for command, shown in commands("\n".join(lines)):
+                    output = self.run(command)
+                    seen += [f"$ {command}", *(shown if matches(shown, output) else output)]
+                    self.printed.append((shown, output, command))
+                self.renewed(indent, text, seen)
+            elif kind in ("yaml", "text") and lines[0].startswith("# "):
+                (self.folder / lines[0].removeprefix("# ")).write_text("\n".join(lines[1:]) + "\n")
+
+    def renewed(self, indent: str, text: str, seen: list[str]) -> None:
+        """The page with what was seen, where it is asked to be written."""
+        if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+            path = DOCS / self.page
+            new = "".join(f"{indent}{line}".rstrip() + "\n" for line in seen)
+            path.write_text(path.read_text(encoding="utf-8").replace(text, new, 1), encoding="utf-8")
+
+    def run(self, command: str) -> list[str]:
+        """What the command prints here; nothing for those of a cluster."""
+        words = shlex.split(command)
+        inside = words.index("--") + 1 if "--" in words else len(words)
+        if words[0] == "topoflight":
+            return self.ours(words[1:])
+        if words[inside:] == ["topoflight", "capture", ">", words[-1]]:
+            shutil.copy(MACHINES / f"{next(self.captured)}.json", self.folder / words[-1])
+        elif command.endswith("| topoflight evidence -"):
+            return self.ours(["evidence", "-"], LOGS[words[words.index("|") - 1]])
+        elif words[1:3] == ["apply", "-k"]:
+            self.applied += render(ROOT / words[3])
+        elif words[1:3] == ["apply", "-f"]:
+            self.applied += [d for d in yaml.safe_load_all((self.folder / words[3]).read_text()) if d]
+        elif words[:2] == ["helm", "upgrade"]:
+            values = ROOT / words[words.index("-f") + 1]
+            made = helm("template", words[3], str(ROOT / words[4]), "-n", "topoflight", "-f", str(values)).stdout
+            self.applied += [d for d in yaml.safe_load_all(made) if d]
+        else:
+            assert any(command.startswith(known) for known in ELSEWHERE), f"{self.page}: nobody follows {command!r}"
+            for name in re.findall(r"--from-file=\S+?=(\S+)|-f (\S+)", command):
+                assert yaml.safe_load((self.folder / "".join(name)).read_text())
+            for patch in re.findall(r"-p '(.*)'", command):
+                assert yaml.safe_load(patch)
+        return []
+
+    def ours(self, words: list[str], given: str = "") -> list[str]:
+        """A command of ours, run; nothing it prints is an error that the page does not show."""
+        into = words[words.index(">") + 1] if ">" in words else None
+        words = words[: words.index(">")] if into else words
+        if words[0] == "capture":
+            shutil.copy(MACHINES / f"{next(self.captured)}.json", self.folder / words[-1])
+            return []
+        done = CliRunner().invoke(cli, words, input=given, catch_exceptions=False)
+        assert done.exit_code in (0, 3), f"{self.page}: {words}: {done.exit_code}: {done.output}"
+        if into:
+            (self.folder / into).write_text(done.stdout)
+        return [line.rstrip() for line in (done.stderr if into else done.output).strip("\n").splitlines()]
+
+
+def commands(block: str) -> list[tuple[str, list[str]]]:
+    """Each command of a console block with the lines shown below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def matches(shown: list[str], printed: list[str]) -> bool:
+    """Whether the lines are what was printed; a line `…` stands for any lines, `…` in a line for any text."""
+    parts = [".*" if line.strip() == "…" else ".*".join(re.escape(p) for p in line.split("…")) for line in shown]
+    pattern = "\n".join(
+        f"(?s:{part})" if line.strip() == "…" else f"(?-s:{part})" for part, line in zip(parts, shown, strict=True)
+    )
+    return re.fullmatch(pattern.replace("(?s:.*)\n", "(?s:(?:.*\n)?)"), "\n".join(printed)) is not None
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Who has followed a page to its end."""
+    folder = tmp_path_factory.mktemp("reader")
+    with pytest.MonkeyPatch.context() as patch, Cluster() as server:
+        server.folder = folder
+        patch.setenv("KUBECONFIG", str(write_kubeconfig(folder / "kubeconfig", server.url)))
+        patch.setenv("COLUMNS", "100")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        patch.chdir(folder)
+        made = Reader(request.param, folder, iter(CAPTURED[request.param]))
+        made.follow()
+        yield made
+
+
+def test_what_one_sees_is_what_is_printed(reader: Reader) -> None:
+    """Each block of output, against its command."""
+    for shown, printed, command in reader.printed:
+        assert matches(shown, printed), f"{reader.page}: $ {command}\n" + "\n".join(printed)
+
+
+def test_every_core_manifest_is_strictly_valid(reader: Reader) -> None:
+    """As the API server with strict field validation; a custom kind is of a definition that is held, or named."""
+    for document in reader.applied:
+        if CORE.match(document["apiVersion"]):
+            kubernetes_validate.validate(document, "1.35", strict=True)
+    assert reader.applied or reader.page == "quickstart.md"
+
+
+@pytest.mark.corpus
+def test_every_custom_manifest_holds_no_field_its_api_would_drop(reader: Reader, corpus: Path) -> None:
+    """The definitions' own schemas, unknown fields refused."""
+    custom = [
+        d for d in reader.applied if not CORE.match(d["apiVersion"]) and not d["apiVersion"].startswith(NO_SCHEMA)
+    ]
+    for document in custom:
+        group, version = document["apiVersion"].split("/")
+        held = [f for f in (corpus / "crds").glob(f"{group}_*.yaml") if document["kind"].lower()[:-1] in f.name]
+        assert held, document["apiVersion"]
+        crd = next(
+            d for f in held for d in yaml.load_all(f.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            if d["spec"]["names"]["kind"] == document["kind"]
+        )  # fmt: skip
+        schema = next(v for v in crd["spec"]["versions"] if v["name"] == version)["schema"]["openAPIV3Schema"]
+        schema["properties"].update(apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"})
+        jsonschema.validate(document, without_required(strict(schema)))
+
+
+@pytest.mark.parametrize("page", BOTH)
+def test_the_korean_page_has_the_same_blocks(page: str) -> None:
+    """In the same order, and as many steps and rows of remedies."""
+    english, korean = ((DOCS / place / page) for place in (".", "ko"))
+    text = korean.read_text(encoding="utf-8")
+    ours, theirs = BLOCK.findall(english.read_text(encoding="utf-8")), BLOCK.findall(text)
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+        blocks = iter(ours)
+        text = BLOCK.sub(lambda _: "```{1}\n{2}```".format(*next(blocks)), text)
+        korean.write_text(text, encoding="utf-8")
+        theirs = BLOCK.findall(text)
+    assert theirs == ours
+    for mark in ("\n## ", "\n|"):
+        assert text.count(mark) == english.read_text(encoding="utf-8").count(mark), mark
+
+
+def test_an_ellipsis_stands_for_anything_and_nothing_else_does() -> None:
+    """The comparison can fail."""
+    assert matches(["a", "…", "d 3 s"], ["a", "b", "c", "d 3 s"])
+    assert matches(["a", "…", "d"], ["a", "d"])
+    assert matches(["took … s"], ["took 3 s"])
+    assert not matches(["took … s"], ["took 3 min"])
+    assert not matches(["a"], ["a", "b"])
+    assert matches([], []) and not matches([], ["a"])
+
+
+def test_what_is_not_run_is_on_a_page() -> None:
+    """The list has no entry that no page needs."""
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
+    assert [known for known in ELSEWHERE if f"$ {known}" not in text] == []
