@@ -188,7 +188,7 @@ class Reader:
             shutil.copy(MACHINES / f"{next(self.captured)}.json", self.folder / words[-1])
             return []
         done = CliRunner().invoke(cli, words, input=given, catch_exceptions=False)
-        assert done.exit_code in (0, 3), f"{self.page}: {words}: {done.exit_code}: {done.output}"
+        assert done.exit_code in (0, 3, 4), f"{self.page}: {words}: {done.exit_code}: {done.output}"
         if into:
             (self.folder / into).write_text(done.stdout)
         return [line.rstrip() for line in (done.stderr if into else done.output).strip("\n").splitlines()]
