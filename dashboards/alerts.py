@@ -12,7 +12,12 @@ from typing import Any
 
 from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
 
-RUNBOOK = "docs/runbook.md"
+# Where the documents and Grafana are is the operator's: `generate.py --docs URL --grafana URL`, or the chart's values.
+DOCS, GRAFANA = "https://docs.example/topoflight", "https://grafana.example"
+# the scraper's label (PodMonitor); an address where nobody names the node
+NODE = "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}"
+HOST = {"instance": "10.0.0.7:9402", "job": "topoflight", "node": "node-a"}  # of the tests
+JOB_RUNS = "on (job, instance, node, gpu) topoflight_gpu_processes > 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,7 @@ class Alert:
     hold: str = "5m"  # `for:` ten scans of the agent's default interval, so that one odd scan wakes nobody
     firing: dict[str, str]  # series: values, one per minute
     quiet: dict[str, str]
-    labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside instance, job and severity
+    labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside HOST's and severity
     says: str  # the description as it fires
     after: int = 0  # minutes until the firing case is one
 
@@ -42,14 +47,22 @@ class Alert:
             "annotations": {
                 "summary": self.summary,
                 "description": self.description,
-                "runbook_url": f"{RUNBOOK}#alert-name-{self.name.lower()}",
+                **self.links("{{$labels.instance|urlquery}}", "{{$labels.instance}}", "{{$labels.job|urlquery}}"),
             },
+        }
+
+    def links(self, instance: str, address: str, job: str) -> dict[str, str]:
+        """Annotations that lead on: the section of the runbook, the node's board, the page of its agent."""
+        return {
+            "runbook_url": f"{DOCS}/runbook.md#alert-name-{self.name.lower()}",
+            "dashboard_url": f"{GRAFANA}/d/topoflight-node?var-job={job}&var-instance={instance}",
+            "page_url": f"http://{address}/",
         }
 
 
 def series(name: str, **labels: str) -> str:
     """A series of the host that the tests speak of."""
-    inner = ", ".join(f'{k}="{v}"' for k, v in {**labels, "instance": "node-a:9402", "job": "topoflight"}.items())
+    inner = ", ".join(f'{k}="{v}"' for k, v in {**labels, **HOST}.items())
     return f"{name}{{{inner}}}"
 
 
@@ -61,11 +74,11 @@ def on_finding(
     return Alert(
         name=name,
         # the finding's own severity would overwrite the alert's: it is renamed to outcome
-        expr=f'max by (job, instance, code, outcome) (label_replace(topoflight_findings{{code=~"{codes}",'
+        expr=f'max by (job, instance, node, code, outcome) (label_replace(topoflight_findings{{code=~"{codes}",'
         f'severity=~"{severities}"}}, "outcome", "$1", "severity", "(.*)")) > 0',
         severity=severity,
         summary=summary,
-        description=f"{what} Finding {{{{ $labels.code }}}} ({{{{ $labels.outcome }}}}) on {{{{ $labels.instance }}}}.",
+        description=f"{what} Finding {{{{ $labels.code }}}} ({{{{ $labels.outcome }}}}) on {NODE}.",
         hold=hold,
         firing={series("topoflight_findings", code=case, severity=as_severity): "1x120"},
         quiet={
@@ -73,8 +86,35 @@ def on_finding(
             series("topoflight_findings", code=f"other.{case}", severity="fail"): "1x120",
         },
         labels={"code": case, "outcome": as_severity},
-        says=f"{what} Finding {case} ({as_severity}) on node-a:9402.",
+        says=f"{what} Finding {case} ({as_severity}) on node-a.",
     )
+
+
+def on_limit(name: str, reasons: str, what: str, *, case: str) -> tuple[Alert, Alert]:
+    """A GPU held back: look today; with a job on it look now. The software's power cap is full load, and no fault."""
+    throttling = f'topoflight_gpu_throttling{{reason=~"{reasons}"}} == 1'
+    held = series("topoflight_gpu_throttling", gpu="3", reason=case)
+    processes = series("topoflight_gpu_processes", gpu="3")
+    other = {series("topoflight_gpu_throttling", gpu="3", reason="sw_power_cap"): "1x120"}
+    gpu = "GPU {{ $labels.gpu }} of " + NODE + " is held down by {{ $labels.reason }}"
+    idle = Alert(
+        name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.",
+        description=f"{gpu}; no job is known to run on it.",
+        firing={held: "1x120"},  # processes that are unknown are no job
+        quiet={held: "1x120", processes: "1x120", **other},
+        labels={"gpu": "3", "reason": case},
+        says=f"GPU 3 of node-a is held down by {case}; no job is known to run on it.",
+    )  # fmt: skip
+    busy = Alert(
+        name=f"{name}UnderJob", expr=f"{throttling} and {JOB_RUNS}", severity="critical",
+        summary=f"{what} while a job runs on it.",
+        description=f"{gpu}: every rank of its job waits for it.",
+        firing={held: "1x120", processes: "1x120"},
+        quiet={held: "1x120", processes: "0x120", **other},
+        labels={"gpu": "3", "reason": case},
+        says=f"GPU 3 of node-a is held down by {case}: every rank of its job waits for it.",
+    )  # fmt: skip
+    return idle, busy
 
 
 def rules(alerts: Sequence[Alert]) -> dict[str, Any]:
@@ -98,12 +138,12 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
     for alert in alerts:
         told = {
             "exp_labels": {
-                **alert.labels, "instance": "node-a:9402", "job": "topoflight", "severity": alert.severity
+                **alert.labels, **HOST, "severity": alert.severity
             },
             "exp_annotations": {
                 "summary": alert.summary,
                 "description": alert.says,
-                "runbook_url": alert.rule["annotations"]["runbook_url"],
+                **alert.links("10.0.0.7%3A9402", "10.0.0.7:9402", "topoflight"),
             },
         }  # fmt: skip
         fires = alert.after + int(alert.hold.removesuffix("m"))
@@ -131,11 +171,11 @@ MONTH_SECONDS = 30 * 86400  # the operator's choice: about as often as drivers a
 ALERTS: tuple[Alert, ...] = (
     Alert(
         name="TopoflightGdrdmaOff",
-        expr=f"{RATIO} < 1 and on (job, instance) topoflight_gdrdma_possible == 1",
+        expr=f"{RATIO} < 1 and on (job, instance, node) topoflight_gdrdma_possible == 1",
         severity="critical",
         summary="Network channels run without GPUDirect RDMA although this node could.",
         description="Only {{ $value | humanizePercentage }} of the {{ $labels.direction }} channels of the last run on "
-        "{{ $labels.instance }} use GPUDirect RDMA; modules and ports would allow all.",
+        f"{NODE} use GPUDirect RDMA; modules and ports would allow all.",
         firing={
             series(RATIO, direction="send"): "0.75x120",
             series(RATIO, direction="receive"): "1x120",
@@ -143,7 +183,7 @@ ALERTS: tuple[Alert, ...] = (
         },
         quiet={series(RATIO, direction="send"): "0x120", series("topoflight_gdrdma_possible"): "0x120"},
         labels={"direction": "send"},
-        says="Only 75% of the send channels of the last run on node-a:9402 use GPUDirect RDMA; modules and ports "
+        says="Only 75% of the send channels of the last run on node-a use GPUDirect RDMA; modules and ports "
         "would allow all.",
     ),
     on_finding(
@@ -157,11 +197,11 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="TopoflightTcpBetweenNodes",
-        expr='topoflight_transport_info{inter_node="Socket"} and on (job, instance) topoflight_gdrdma_possible == 1',
+        expr='topoflight_transport_info{inter_node="Socket"} '
+        "and on (job, instance, node) topoflight_gdrdma_possible == 1",
         severity="critical",
         summary="The last run sent its data over TCP on a node with RDMA.",
-        description="The log of the last run on {{ $labels.instance }} proves TCP sockets between nodes; RDMA ports "
-        "are ACTIVE.",
+        description=f"The log of the last run on {NODE} proves TCP sockets between nodes; RDMA ports are ACTIVE.",
         firing={
             series("topoflight_transport_info", inter_node="Socket", intra_node="SHM", gdrdma="off"): "1x120",
             series("topoflight_gdrdma_possible"): "1x120",
@@ -171,7 +211,7 @@ ALERTS: tuple[Alert, ...] = (
             series("topoflight_gdrdma_possible"): "1x120",
         },
         labels={"inter_node": "Socket", "intra_node": "SHM", "gdrdma": "off"},
-        says="The log of the last run on node-a:9402 proves TCP sockets between nodes; RDMA ports are ACTIVE.",
+        says="The log of the last run on node-a proves TCP sockets between nodes; RDMA ports are ACTIVE.",
     ),
     on_finding(
         "TopoflightRdmaGone",
@@ -237,7 +277,7 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         summary="Measured bus bandwidth is below what healthy links carry.",
         description="{{ $labels.op }} at {{ $labels.size_bytes }} bytes reaches {{ $value | humanizePercentage }} of "
-        "the least of healthy links on {{ $labels.instance }}.",
+        f"the least of healthy links on {NODE}.",
         firing={
             series("topoflight_bench_busbw_bytes_per_second", op="all_gather", size_bytes="1073741824"): "2e11x120",
             series(
@@ -252,7 +292,7 @@ ALERTS: tuple[Alert, ...] = (
             series("topoflight_bench_busbw_bytes_per_second", op="all_gather", size_bytes="1048576"): "1e10x120",
         },
         labels={"op": "all_gather", "size_bytes": "1073741824"},
-        says="all_gather at 1073741824 bytes reaches 50% of the least of healthy links on node-a:9402.",
+        says="all_gather at 1073741824 bytes reaches 50% of the least of healthy links on node-a.",
     ),
     on_finding(
         "TopoflightWrongData",
@@ -269,12 +309,12 @@ ALERTS: tuple[Alert, ...] = (
         expr="topoflight_bench_rank_late_seconds > 0",
         severity="warning",
         summary="The others wait for one rank.",
-        description="Rank {{ $labels.rank }} of the last benchmark on {{ $labels.instance }} comes "
+        description=f"Rank {{{{ $labels.rank }}}} of the last benchmark on {NODE} comes "
         "{{ $value | humanizeDuration }} late in most iterations.",
         firing={series("topoflight_bench_rank_late_seconds", rank="3"): "0.002x120"},
         quiet={series("topoflight_bench_slow_ranks"): "0x120"},
         labels={"rank": "3"},
-        says="Rank 3 of the last benchmark on node-a:9402 comes 2ms late in most iterations.",
+        says="Rank 3 of the last benchmark on node-a comes 2ms late in most iterations.",
     ),
     on_finding(
         "TopoflightPcieLinkDegraded",
@@ -294,34 +334,17 @@ ALERTS: tuple[Alert, ...] = (
         "A GPU has fewer NVLinks than its twins, such as NV11 among NV12.",
         case="topology.nvlink.asymmetric",
     ),
-    Alert(
-        name="TopoflightThermalThrottling",
-        expr='topoflight_gpu_throttling{reason=~".*thermal"} == 1',
-        severity="warning",
-        summary="Heat holds a GPU's clocks down.",
-        description="GPU {{ $labels.gpu }} of {{ $labels.instance }} is held down by {{ $labels.reason }}: every rank "
-        "of its job waits for it.",
-        firing={series("topoflight_gpu_throttling", gpu="3", reason="hw_thermal"): "1x120"},
-        quiet={
-            series("topoflight_gpu_throttling", gpu="3", reason="hw_thermal"): "0x120",
-            series("topoflight_gpu_throttling", gpu="3", reason="sw_power_cap"): "1x120",
-        },
-        labels={"gpu": "3", "reason": "hw_thermal"},
-        says="GPU 3 of node-a:9402 is held down by hw_thermal: every rank of its job waits for it.",
+    *on_limit(
+        "TopoflightThermalThrottling",
+        ".*thermal",
+        "Heat holds a GPU's clocks down",
+        case="hw_thermal",
     ),
-    Alert(
-        name="TopoflightPowerBrake",
-        expr='topoflight_gpu_throttling{reason="hw_power_brake"} == 1',
-        severity="warning",
-        summary="The power supply slows a GPU down.",
-        description="The power brake of GPU {{ $labels.gpu }} of {{ $labels.instance }} is pulled.",
-        firing={series("topoflight_gpu_throttling", gpu="3", reason="hw_power_brake"): "1x120"},
-        quiet={
-            series("topoflight_gpu_throttling", gpu="3", reason="hw_power_brake"): "0x120",
-            series("topoflight_gpu_throttling", gpu="3", reason="sw_power_cap"): "1x120",
-        },
-        labels={"gpu": "3", "reason": "hw_power_brake"},
-        says="The power brake of GPU 3 of node-a:9402 is pulled.",
+    *on_limit(
+        "TopoflightPowerBrake",
+        "hw_power_brake",
+        "The power supply slows a GPU down",
+        case="hw_power_brake",
     ),
     on_finding(
         "TopoflightXid",
@@ -349,7 +372,7 @@ ALERTS: tuple[Alert, ...] = (
         expr='time() - topoflight_fact_timestamp_seconds{fact!~"bench|flight"} > 600',
         severity="warning",
         summary="The agent shows facts of long ago.",
-        description="The facts of the {{ $labels.fact }} probe on {{ $labels.instance }} are "
+        description=f"The facts of the {{{{ $labels.fact }}}} probe on {NODE} are "
         "{{ $value | humanizeDuration }} old; the default is a scan every 30 s.",
         firing={series("topoflight_fact_timestamp_seconds", fact="gpu"): "0x120"},
         after=11,
@@ -358,74 +381,73 @@ ALERTS: tuple[Alert, ...] = (
             series("topoflight_fact_timestamp_seconds", fact="bench"): "0x120",
         },
         labels={"fact": "gpu"},
-        says="The facts of the gpu probe on node-a:9402 are 16m 0s old; the default is a scan every 30 s.",
+        says="The facts of the gpu probe on node-a are 16m 0s old; the default is a scan every 30 s.",
     ),
     Alert(
         name="TopoflightBenchTooOld",
         expr=f'time() - topoflight_fact_timestamp_seconds{{fact="bench"}} > {MONTH_SECONDS}',
         severity="info",
         summary="The last benchmark is more than a month old.",
-        description="The last benchmark on {{ $labels.instance }} is {{ $value | humanizeDuration }} old.",
+        description=f"The last benchmark on {NODE} is {{{{ $value | humanizeDuration }}}} old.",
         firing={series("topoflight_fact_timestamp_seconds", fact="bench"): f"{-MONTH_SECONDS}x120"},
         after=1,
         quiet={series("topoflight_fact_timestamp_seconds", fact="bench"): "0x120"},
         labels={"fact": "bench"},
-        says="The last benchmark on node-a:9402 is 30d 0h 6m 0s old.",
+        says="The last benchmark on node-a is 30d 0h 6m 0s old.",
     ),
     Alert(
         name="TopoflightProbeFailing",
         expr="topoflight_probe_success == 0",
         severity="warning",
         summary="A probe fails: what it reads is unknown.",
-        description="The {{ $labels.probe }} probe fails on {{ $labels.instance }}.",
+        description=f"The {{{{ $labels.probe }}}} probe fails on {NODE}.",
         firing={series("topoflight_probe_success", probe="rdma"): "0x120"},
         quiet={series("topoflight_probe_success", probe="rdma"): "1x120"},
         labels={"probe": "rdma"},
-        says="The rdma probe fails on node-a:9402.",
+        says="The rdma probe fails on node-a.",
     ),
     Alert(
         name="TopoflightAgentDown",
         expr='up{job=~".*topoflight.*"} == 0',
         severity="warning",
         summary="The agent of a node does not answer.",
-        description="Nothing is known about {{ $labels.instance }}: its agent does not answer.",
+        description=f"Nothing is known about {NODE}: its agent does not answer.",
         firing={series("up"): "0x120"},
         quiet={series("up"): "1x120"},
-        says="Nothing is known about node-a:9402: its agent does not answer.",
+        says="Nothing is known about node-a: its agent does not answer.",
     ),
     Alert(
         name="TopoflightRecordTooOld",
         expr=f"time() - {PUBLISHED} > clamp_min({SILENT_INTERVALS} * {INTERVAL}, {LEAST_SILENT_SECONDS:.0f})",
         severity="warning",
         summary="A node's record in the cluster is no longer renewed.",
-        description="The agent of {{ $labels.instance }} wrote its node's record {{ $value | humanizeDuration }} ago: "
+        description=f"The agent of {NODE} wrote its node's record {{{{ $value | humanizeDuration }}}} ago: "
         "others call the node silent, and the gate over nodes fails there.",
         firing={series(PUBLISHED): "0x120", series(INTERVAL): "300x120"},
         after=16,
         quiet={series(PUBLISHED): "0x120", series(INTERVAL): "3600x120"},
-        says="The agent of node-a:9402 wrote its node's record 21m 0s ago: others call the node silent, and the gate "
+        says="The agent of node-a wrote its node's record 21m 0s ago: others call the node silent, and the gate "
         "over nodes fails there.",
     ),
     Alert(
         name="TopoflightRecordNeverWritten",
-        expr=f"{ATTEMPTS} > 0 unless on (job, instance) {PUBLISHED}",
+        expr=f"{ATTEMPTS} > 0 unless on (job, instance, node) {PUBLISHED}",
         severity="warning",
         summary="An agent cannot write its node's record into the cluster.",
-        description="The agent of {{ $labels.instance }} has tried {{ $value }} times to write its node's record, and "
+        description=f"The agent of {NODE} has tried {{{{ $value }}}} times to write its node's record, and "
         "never could.",
         hold="15m",  # three writes of the default interval
         firing={series(ATTEMPTS): "4x120"},
         quiet={series(ATTEMPTS): "4x120", series(PUBLISHED): "0x120"},
-        says="The agent of node-a:9402 has tried 4 times to write its node's record, and never could.",
+        says="The agent of node-a has tried 4 times to write its node's record, and never could.",
     ),
     Alert(
         name="TopoflightFlightFarFromForecast",
-        expr='topoflight_flight_step_seconds / on (job, instance) topoflight_flight_forecast_step_seconds{bound="high"}'
-        " > 1",
+        expr="topoflight_flight_step_seconds / on (job, instance, node) "
+        'topoflight_flight_forecast_step_seconds{bound="high"} > 1',
         severity="warning",
         summary="The last flight was slower than its forecast allows.",
-        description="The step time on {{ $labels.instance }} is {{ $value | humanizePercentage }} of the forecast's "
-        "upper bound.",
+        description=f"The step time on {NODE} is {{{{ $value | humanizePercentage }}}} of the forecast's upper bound.",
         hold="1m",
         firing={
             series("topoflight_flight_step_seconds"): "3x120",
@@ -437,14 +459,14 @@ ALERTS: tuple[Alert, ...] = (
             series("topoflight_flight_forecast_step_seconds", bound="high"): "2x120",
             series("topoflight_flight_forecast_step_seconds", bound="low"): "1x120",
         },
-        says="The step time on node-a:9402 is 150% of the forecast's upper bound.",
+        says="The step time on node-a is 150% of the forecast's upper bound.",
     ),
     Alert(
         name="TopoflightFlightMemoryFarFromForecast",
         expr='topoflight_flight_within_forecast{quantity="memory_bytes"} == 0',
         severity="info",
         summary="The last flight's memory lies outside its forecast.",
-        description="Peak memory on {{ $labels.instance }} lies outside the forecast's interval.",
+        description=f"Peak memory on {NODE} lies outside the forecast's interval.",
         hold="1m",
         firing={series("topoflight_flight_within_forecast", quantity="memory_bytes"): "0x120"},
         quiet={
@@ -452,17 +474,17 @@ ALERTS: tuple[Alert, ...] = (
             series("topoflight_flight_within_forecast", quantity="step_seconds"): "0x120",
         },
         labels={"quantity": "memory_bytes"},
-        says="Peak memory on node-a:9402 lies outside the forecast's interval.",
+        says="Peak memory on node-a lies outside the forecast's interval.",
     ),
     Alert(
         name="TopoflightFlightFailed",
         expr="topoflight_flight_success == 0",
         severity="warning",
         summary="The last flight did not end well.",
-        description="The last fine-tune that {{ $labels.instance }} launched did not end as complete.",
+        description=f"The last fine-tune that {NODE} launched did not end as complete.",
         hold="1m",
         firing={series("topoflight_flight_success"): "0x120"},
         quiet={series("topoflight_flight_success"): "1x120"},
-        says="The last fine-tune that node-a:9402 launched did not end as complete.",
+        says="The last fine-tune that node-a launched did not end as complete.",
     ),
 )

@@ -71,6 +71,12 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
     )  # fmt: skip
     for variable in _variables():
         made.with_variable(variable)
+    made.annotation(
+        build.AnnotationQuery().name("Findings").datasource(SOURCE).enable(True).icon_color(ORANGE)
+        .expr(f"max by (node, instance, code, severity) ({m('topoflight_finding_since_seconds')}) * 1000")
+        .use_value_for_time("on").step("60s").title_format("{{code}}")
+        .text_format("{{node}} {{instance}}: {{severity}}").tag_keys("severity")
+    )  # fmt: skip
     made.link(
         build.DashboardLink("Topoflight").type(dashboard.DashboardLinkType.DASHBOARDS).tags(["topoflight"])
         .as_dropdown(True).include_vars(True).keep_time(True).icon("external link").tooltip("").url("")
@@ -186,7 +192,7 @@ def _gate(by: str) -> str:
 
 
 FINDINGS = target(
-    f"sum by (instance, code, severity) ({m('topoflight_findings', severity='=~warn|fail')})",
+    f"sum by (node, instance, code, severity) ({m('topoflight_findings', severity='=~warn|fail')})",
 )
 GATE_HISTORY = Panel(
     title="Gate",
@@ -196,31 +202,33 @@ GATE_HISTORY = Panel(
 )  # fmt: skip
 
 CLUSTER = (
-    ("Readiness", (
-        Panel(title="Nodes", description="Hosts that agents report about.", kind="stat", unit="short", width=4,
-              height=4, targets=(target(f"sum({m('topoflight_hosts')})", "nodes"),)),
-        Panel(title="Nodes that fail the gate", description="Nodes with at least one failed check.", kind="stat",
-              unit="short", width=5, height=4, steps=ANY_IS_BAD,
-              targets=(target(f"sum({m('topoflight_gate_status', status='=fail')})", "failed"),),
-              shows=(NO_PEERMEM, NO_RDMA, MEMLOCK, DEAD_HCA, NVLINK, LOST)),
-        Panel(title="GPUDirect RDMA possible", description="Share of nodes with RDMA whose modules and ports would "
-              "allow GPUDirect RDMA.", kind="stat", unit="percentunit", width=5, height=4,
-              steps=((None, RED), (1.0, GREEN)),
-              targets=(target(f"avg({m('topoflight_gdrdma_possible')})", "possible"),), shows=(NO_PEERMEM,)),
-        Panel(title="Slow ranks", description="Ranks that others wait for, over the last benchmark of every node.",
-              kind="stat", unit="short", width=5, height=4, steps=ANY_IS_BAD,
-              targets=(target(f"sum({m('topoflight_bench_slow_ranks')})", "slow ranks"),), shows=(HOT,)),
-        Panel(title="Oldest fact", description="Age of the oldest fact that a probe read; of a recording it is the "
-              "recording's.", kind="stat", unit="s", width=5, height=4, steps=((None, GREEN), (600, RED)),
-              targets=(target(f"max(time() - {m('topoflight_fact_timestamp_seconds', fact='!~bench|flight')})",
-                              "oldest"),)),
-        GATE_HISTORY,
+    ("What is wrong now", (
         Panel(title="What is wrong", description="Findings that warn or fail; `topoflight explain CODE` says what "
               "mends them.", kind="table", unit="short", width=16, height=9, quiet=True, targets=(FINDINGS,),
               shows=(NO_PEERMEM, NO_RDMA, MEMLOCK, HOT, DEAD_HCA, NVLINK, LOST, NARROW)),
+        Panel(title="Nodes that fail the gate", description="Nodes with at least one failed check.", kind="stat",
+              unit="short", width=4, height=9, steps=ANY_IS_BAD,
+              targets=(target(f"sum({m('topoflight_gate_status', status='=fail')})", "failed"),),
+              shows=(NO_PEERMEM, NO_RDMA, MEMLOCK, DEAD_HCA, NVLINK, LOST)),
         Panel(title="Agents that do not answer", description="Targets that the last scrape did not reach.",
-              kind="stat", unit="short", width=8, height=9, steps=ANY_IS_BAD,
+              kind="stat", unit="short", width=4, height=9, steps=ANY_IS_BAD,
               targets=(target(f"sum({m('up')} == bool 0)", "silent"),)),
+    )),
+    ("Readiness", (
+        Panel(title="Nodes", description="Hosts that agents report about.", kind="stat", unit="short", width=6,
+              height=4, targets=(target(f"sum({m('topoflight_hosts')})", "nodes"),)),
+        Panel(title="GPUDirect RDMA possible", description="Share of nodes with RDMA whose modules and ports would "
+              "allow GPUDirect RDMA.", kind="stat", unit="percentunit", width=6, height=4,
+              steps=((None, RED), (1.0, GREEN)),
+              targets=(target(f"avg({m('topoflight_gdrdma_possible')})", "possible"),), shows=(NO_PEERMEM,)),
+        Panel(title="Slow ranks", description="Ranks that others wait for, over the last benchmark of every node.",
+              kind="stat", unit="short", width=6, height=4, steps=ANY_IS_BAD,
+              targets=(target(f"sum({m('topoflight_bench_slow_ranks')})", "slow ranks"),), shows=(HOT,)),
+        Panel(title="Oldest fact", description="Age of the oldest fact that a probe read; of a recording it is the "
+              "recording's.", kind="stat", unit="s", width=6, height=4, steps=((None, GREEN), (600, RED)),
+              targets=(target(f"max(time() - {m('topoflight_fact_timestamp_seconds', fact='!~bench|flight')})",
+                              "oldest"),)),
+        GATE_HISTORY,
     )),
     ("What the wires do", (
         Panel(title="Measured over expected bus bandwidth", description="Last benchmark of each node against what "

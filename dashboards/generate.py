@@ -6,6 +6,7 @@ committed; a test holds that making it again gives no difference.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping
 from itertools import groupby
@@ -17,13 +18,17 @@ import yaml
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+import alerts  # noqa: E402 - found by the path above
+
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family  # noqa: E402 - found by the path above
 
 
-def made() -> dict[str, str]:
-    """Path below the repository root, and what belongs there."""
-    import alerts
+def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA) -> dict[str, str]:
+    """Path below the repository root, and what belongs there; alerts link to `docs` and `grafana`."""
     import boards
+
+    def rules(document: dict[str, Any]) -> str:
+        return as_yaml(document).replace(alerts.DOCS, docs.rstrip("/")).replace(alerts.GRAFANA, grafana.rstrip("/"))
 
     metrics = ROOT / "docs" / "metrics.md"
     drawn = boards.made()
@@ -31,9 +36,9 @@ def made() -> dict[str, str]:
         **{f"dashboards/{name}": text for name, text in drawn.items()},
         "deploy/monitoring/dashboards.yaml": config_maps(drawn),
         "docs/metrics.md": metrics_page(metrics.read_text(encoding="utf-8")),
-        "dashboards/rules.yaml": as_yaml(alerts.rules(alerts.ALERTS)),
-        "dashboards/rules_test.yaml": as_yaml(alerts.rule_tests(alerts.ALERTS)),
-        "deploy/monitoring/prometheusrule.yaml": as_yaml(alerts.prometheus_rule(alerts.ALERTS)),
+        "dashboards/rules.yaml": rules(alerts.rules(alerts.ALERTS)),
+        "dashboards/rules_test.yaml": rules(alerts.rule_tests(alerts.ALERTS)),
+        "deploy/monitoring/prometheusrule.yaml": rules(alerts.prometheus_rule(alerts.ALERTS)),
     }
 
 
@@ -115,9 +120,20 @@ def _line(family: Family) -> str:
     return f"- `{family.exposed}{labels}`: {family.help}"
 
 
+def _address(text: str) -> str:
+    """An absolute address, or argparse's error."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address that begins with http:// or https://")
+    return text
+
+
 def main() -> None:
     """Write what differs, and name it."""
-    for name, text in made().items():
+    parser = argparse.ArgumentParser(description="Write dashboards, alert rules and the tables of docs/metrics.md.")
+    parser.add_argument("--docs", type=_address, default=alerts.DOCS, help="where docs/ is published")
+    parser.add_argument("--grafana", type=_address, default=alerts.GRAFANA, help="where Grafana is")
+    given = parser.parse_args()
+    for name, text in made(given.docs, given.grafana).items():
         path = ROOT / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)

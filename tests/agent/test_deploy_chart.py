@@ -80,7 +80,8 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
         "driverPaths": ["/host/opt/nvidia", "/opt/x"], "networks": "default/rail-1,default/rail-2",
         "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "kueue": True, "ownNode": True,
         "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
-        "monitoring": {"enabled": True, "namespaces": ["watch"]},
+        "monitoring": {"enabled": True, "namespaces": ["watch"], "docsUrl": "https://d.test/x/",
+                       "grafanaUrl": "https://g.test"},
     }  # fmt: skip
     words = [w for key, value in values.items() for w in ("--set-json", f"{key}={json.dumps(value)}")]
     documents = template(*words, "--namespace", "elsewhere")
@@ -104,6 +105,9 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     assert binding["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "elsewhere"}
     policy = found["NetworkPolicy", "topoflight"]["spec"]["ingress"][0]["from"][0]["namespaceSelector"]
     assert policy["matchExpressions"][0]["values"] == ["watch"]
+    for rule in found["PrometheusRule", "topoflight"]["spec"]["groups"][0]["rules"]:
+        assert rule["annotations"]["runbook_url"].startswith("https://d.test/x/runbook.md#")
+        assert rule["annotations"]["dashboard_url"].startswith("https://g.test/d/topoflight-node?")
 
 
 def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import generate
 import pytest
 import yaml
 from alerts import ALERTS
@@ -32,11 +33,14 @@ def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
     rule = alert.rule
     assert re.fullmatch(r"[1-9]\d*m", rule["for"])
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
-    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url", "dashboard_url", "page_url"}
     assert "$" not in rule["annotations"]["summary"] and rule["annotations"]["summary"].endswith(".")
-    assert "$labels.instance" in rule["annotations"]["description"]
+    assert (
+        "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}" in rule["annotations"]["description"]
+    )
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-    parts = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert page.startswith("https://")
+    parts = re.split(r"^## ", (ROOT / "docs" / page.rsplit("/", 1)[1]).read_text(encoding="utf-8"), flags=re.MULTILINE)
     # a heading's anchor: lower case, spaces to dashes, punctuation dropped
     mine = [s for s in parts if re.sub(r"[^a-z0-9-]", "", s.splitlines()[0].lower().replace(" ", "-")) == anchor]
     assert len(mine) == 1, anchor
@@ -81,6 +85,28 @@ def test_faults_that_an_operator_must_hear_of_have_an_alert() -> None:
     ):  # fmt: skip
         patterns = [p for alert in ALERTS for p in re.findall(r'code=~"([^"]*)"', alert.expr)]
         assert any(re.fullmatch(pattern.replace("\\\\", "\\"), code) for pattern in patterns), code
+
+
+def test_heat_and_the_power_brake_are_critical_under_a_job() -> None:
+    """Each has a warning for a GPU without a known job, and a critical alert for one with processes."""
+    for name in ("TopoflightThermalThrottling", "TopoflightPowerBrake"):
+        found = {alert.name: alert for alert in ALERTS if alert.name.startswith(name)}
+        assert {each: alert.severity for each, alert in found.items()} == {
+            name: "warning",
+            f"{name}UnderJob": "critical",
+        }
+        assert all("topoflight_gpu_processes > 0" in alert.expr for alert in found.values())
+
+
+def test_links_lead_where_the_operator_says() -> None:
+    """Other addresses change the links of every rule and nothing else."""
+    made, plain = generate.made("https://d.test/x/", "https://g.test"), generate.made()
+    for name in ("dashboards/rules.yaml", "dashboards/rules_test.yaml", "deploy/monitoring/prometheusrule.yaml"):
+        assert made[name].count("https://d.test/x/runbook.md#") == plain[name].count("https://docs.example/") > 0
+        assert (
+            made[name].count("https://g.test/d/topoflight-node?") == plain[name].count("https://grafana.example/") > 0
+        )
+        assert ".example" not in made[name]
 
 
 def test_prometheus_rule_is_the_same_groups() -> None:

@@ -30,6 +30,8 @@ def panels_of(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def expressions() -> Iterator[tuple[str, str]]:
     for path in FILES:
+        for each in json.loads(path.read_text())["annotations"]["list"]:
+            yield f"{path.stem}: {each['name']}", each["expr"]
         for panel in panels_of(json.loads(path.read_text())):
             for target in panel["targets"]:
                 yield f"{path.stem}: {panel['title']}: {target['refId']}", target["expr"]
@@ -94,6 +96,21 @@ def test_panels(document: dict[str, Any]) -> None:
         taken |= cells
 
 
+def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
+    """A finding is an annotation where it came: its Unix time, which Grafana takes in milliseconds."""
+    (found,) = document["annotations"]["list"]
+    assert found["enable"] and found["datasource"]["uid"] == "$datasource" and found["useValueForTime"] == "on"
+    assert "topoflight_finding_since_seconds" in found["expr"] and found["expr"].endswith(" * 1000")
+
+
+def test_the_fleet_begins_with_what_is_wrong() -> None:
+    """What to look at stands before what to know."""
+    panels = panels_of(json.loads((ROOT / "dashboards" / "cluster.json").read_text()))
+    assert [panel["title"] for panel in panels[:3]] == [
+        "What is wrong", "Nodes that fail the gate", "Agents that do not answer",
+    ]  # fmt: skip
+
+
 def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
     """One menu leads from each to the others and takes variables and time along."""
     (link,) = document["links"]
@@ -125,7 +142,7 @@ def test_expression(name: str) -> None:
 def test_grouping_names_labels_that_are_there(name: str) -> None:
     """`by (…)` over a label that no metric of the expression has would merge what differs."""
     expr = EXPRESSIONS[name]
-    known = {"instance", "job"}
+    known = {"instance", "job", "node"}
     for metric in re.findall(r"\btopoflight_\w+", expr):
         known.update(DECLARED[metric].labels)
     for group in re.findall(r"by \(([^)]*)\)", expr):

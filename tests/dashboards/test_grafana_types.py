@@ -32,6 +32,8 @@ VARIABLES = {
     "auto", "auto_count", "auto_min",  # of interval variables, which these are not: the SDK writes them for all
     "definition",  # of query variables: read by every release, in the types of none
 }  # fmt: skip
+# Of Prometheus' annotations (the data source's own, in its types and not in the dashboard's), and placement from 12 on.
+ANNOTATIONS = {"expr", "step", "tagKeys", "textFormat", "titleFormat", "useValueForTime", "placement"}
 OPTIONS = {
     "stat": {"percentChangeColorMode"}, "state-timeline": {"perPage"}, "bargauge": {"legend"},  # from 11 on
     "table": {"footer"},  # up to 11
@@ -112,7 +114,8 @@ def known(document: dict[str, Any]) -> dict[str, Any]:
     ]
     variables = [without(variable, VARIABLES) for variable in document["templating"]["list"]]
     links = [without(link, LINKS) for link in document["links"]]
-    return {**document, "panels": panels, "links": links, "templating": {"list": variables}}
+    marks = {"list": [without(each, ANNOTATIONS) for each in document["annotations"]["list"]]}
+    return {**document, "panels": panels, "links": links, "templating": {"list": variables}, "annotations": marks}
 
 
 def without(value: dict[str, Any], names: set[str]) -> dict[str, Any]:
@@ -130,6 +133,7 @@ def test_what_is_passed_over_is_there(modules: Path) -> None:
     """The list of exceptions names nothing that the dashboards do not have, and release 13 still complains of some."""
     documents = [json.loads(path.read_text()) for path in BOARDS.values()]
     assert {name for each in documents for link in each["links"] for name in link} >= LINKS
+    assert {name for each in documents for mark in each["annotations"]["list"] for name in mark} >= ANNOTATIONS
     assert {name for each in documents for variable in each["templating"]["list"] for name in variable} >= VARIABLES
     for kind, names in OPTIONS.items():
         drawn = [panel["options"] for each in documents for panel in each["panels"] if panel["type"] == kind]
@@ -140,7 +144,7 @@ def test_what_is_passed_over_is_there(modules: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "wrong", "complaint"),
     [
-        (("panels", 1, "options", "graphMode"), "bars", "not assignable"),
+        (("panels", 2, "options", "graphMode"), "bars", "not assignable"),
         (("panels", 1, "fieldConfig", "defaults", "unitt"), "s", "unitt"),
         (("refresh",), 5, "not assignable"),
     ],
