@@ -117,7 +117,7 @@ gpu:
 # all that the tier needs beside torch, for a machine that reaches no index; FOR=3.12 for another Python than this one
 gpu-wheels:
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: $(if $(FOR),--python-version $(FOR)) -d $(WHEELS) \
-		-r locks/finetune.txt
+		-r locks/image.txt
 
 # a minute of fuzzing; docs/measurements/fuzz.md has the long run's command
 fuzz: $(READY)

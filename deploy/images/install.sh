@@ -11,8 +11,10 @@ kind=${2:-agent}
 part=${3:-all}
 source=$(cd "$(dirname "$0")/../.." && pwd)
 
+lock=$kind
 case $kind in
-    agent | finetune) ;;
+    agent) ;;
+    finetune) lock=image ;;  # with what reads the hub's data sets and what QLoRA needs
     *) echo "install.sh: $kind: must be agent or finetune" >&2; exit 2 ;;
 esac
 case $part in
@@ -30,7 +32,7 @@ install() { pip --python "$prefix/bin/python" install --no-warn-script-location 
 packages() {
     "${PYTHON:-python3}" -m venv --without-pip "$prefix"
     # everything by hash
-    install --no-deps --require-hashes -r "$source/locks/$kind.txt"
+    install --no-deps --require-hashes -r "$source/locks/$lock.txt"
     if [ "$kind" = finetune ]; then
         # by version only: each machine has its own file of it (locks/README.md)
         install "$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' "$source/pyproject.toml")"

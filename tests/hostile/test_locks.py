@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent.parent
-LOCKS = ("agent", "finetune", "dev", "build")
+LOCKS = ("agent", "finetune", "image", "dev", "build")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -43,7 +43,12 @@ def asked(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("agent", ()), ("finetune", ("bench", "finetune")), ("dev", ("bench", "finetune", "parquet", "qlora", "dev"))],
+    [
+        ("agent", ()),
+        ("finetune", ("bench", "finetune")),
+        ("image", ("bench", "finetune", "parquet", "qlora")),
+        ("dev", ("bench", "finetune", "parquet", "qlora", "dev")),
+    ],
 )
 def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]) -> None:
     """Every dependency is there, in a version that is allowed."""
@@ -56,8 +61,8 @@ def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]
 
 def test_the_smaller_locks_are_parts_of_the_larger() -> None:
     """One package has one version."""
-    agent, finetune, dev, build = (locked(name) for name in LOCKS)
-    for part, whole in ((agent, finetune), (finetune, dev), (build, dev)):
+    agent, finetune, image, dev, build = (locked(name) for name in LOCKS)
+    for part, whole in ((agent, finetune), (finetune, image), (image, dev), (build, dev)):
         assert {name: version(entry) for name, entry in part.items()}.items() <= {
             name: version(entry) for name, entry in whole.items()
         }.items()
