@@ -27,7 +27,8 @@ from probes.api import Snapshot
 
 MOST_NETWORKS = 8
 POLL_SECONDS = 2.0
-_WORD = re.compile(r"([a-z][a-z0-9]{0,14})(?:=((?:[a-z0-9.-]{1,63}/)?[a-z0-9.-]{1,63}))?(?:,([1-9][0-9]{0,3}G))?")
+_RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
+_WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
 
