@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.cli.inputs import InputError
 from collectives.bench.results import Measurement
+from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import LayoutError
 from planner import stacks
@@ -90,7 +91,7 @@ def model_of(request: Request) -> ModelSpec | None:
     if request.model is None or request.shape is not None:
         return request.shape
     path = Path(request.model)
-    if request.allow_files and (path.suffix == ".json" or path.is_dir()):
+    if request.allow_files and (path.suffix == ".json" or bounded.is_folder(path)):
         try:
             return models.model_from_file(path)
         except models.ModelError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import Request
+from contracts import bounded
 from planner.forecast.models import hub_id
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
@@ -34,7 +35,7 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     name = settings.get("dataset_name")
     if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
         return request
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
+    if name.startswith(("/", ".", "~")) and not bounded.exists(Path(name).expanduser()):
         return replace(request, unmeasured=_words(name, "not on this host", request))
     asked = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
     if "model_name_or_path" not in asked and "tokenizer_name" not in asked:
@@ -62,9 +63,9 @@ def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
 
 def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
     """The job's settings for "openai/gsm8k:main", a file or a folder; a model that lies in a folder spells its rows."""
-    name, _, part = dataset.rpartition(":") if not Path(dataset).exists() else (dataset, "", "")
+    name, _, part = dataset.rpartition(":") if not bounded.exists(dataset) else (dataset, "", "")
     settings = {"dataset_name": name, "dataset_config": part} if name and part else {"dataset_name": dataset}
-    if tokenizer is None and model is not None and Path(model).is_dir():
+    if tokenizer is None and model is not None and bounded.is_folder(model):
         tokenizer = model
     return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
 

@@ -28,7 +28,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
     """The model's shape; None where the known names are to answer. Raises ModelError for a name that nobody knows."""
-    if hub_id(name) != name or Path(name).exists():
+    if hub_id(name) != name or bounded.exists(name):
         return None
     try:
         model_named(name)

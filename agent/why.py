@@ -268,7 +268,7 @@ def _ras(source: str) -> ras.RasReport:
     """A file, or what the socket answers."""
     host, colon, port = source.rpartition(":")
     try:
-        if not Path(source).exists() and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
+        if not bounded.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
             return ras.read(ras.ask(host, int(port)))
         return ras.read(bounded.read(source, ras.MOST_BYTES))
     except (OSError, bounded.TooLargeError, ras.RasError) as error:

@@ -5,6 +5,7 @@ What stat(2) tells of a size is not asked: a pipe, a device or a file of /proc t
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -38,3 +39,21 @@ def rest(stream: Stream, limit_bytes: int) -> bytes:
     if len(raw) > limit_bytes:
         raise TooLargeError(f"larger than {limit_bytes} bytes")
     return raw
+
+
+def exists(path: str | Path) -> bool:
+    """Whether something of this name is there; for names that somebody wrote. One that no file can have is not there.
+
+    pathlib raises OSError for a name that is too long, as os.path does not.
+    """
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_file(path: str | Path) -> bool:
+    """As `exists`, for a file."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: str | Path) -> bool:
+    """As `exists`, for a folder."""
+    return os.path.isdir(path)  # noqa: PTH112

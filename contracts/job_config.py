@@ -136,7 +136,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _beside(path: Path, named: str) -> Path | None:
     """A file that a setting names, from here as transformers reads it, or from the settings' own folder."""
-    return next((one for one in (Path(named), path.parent / named) if one.is_file()), None)
+    return next((one for one in (Path(named), path.parent / named) if bounded.is_file(one)), None)
 
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 
 CONVERTED = "refs/convert/parquet"  # the branch of a data set that the hub's own converter writes
@@ -95,7 +96,7 @@ def is_id(setting: str, name: str) -> bool:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     path = Path(name).expanduser()
-    if name.startswith(("random:", "synthetic:", "builtin:")) or path.exists():
+    if name.startswith(("random:", "synthetic:", "builtin:")) or bounded.exists(path):
         return False
     if name.startswith(("/", ".", "~")):
         raise ConfigError(f"{setting}={name!r}: no such file or folder")

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import LinearCrossEntropyOptions, functional
 from torch.utils.checkpoint import checkpoint
 
+from contracts import bounded
 from contracts.families import TRAINED
 from contracts.job_config import ConfigError, JobConfig
 from finetune import attention, hub
@@ -56,7 +56,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     elif name.startswith("random:"):
         folder = name.removeprefix("random:")
-        if not Path(folder).is_dir():
+        if not bounded.is_folder(folder):
             raise ConfigError(
                 f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
             )

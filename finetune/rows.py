@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
+from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
 
@@ -42,7 +42,7 @@ def load_tokenizer(config: JobConfig) -> Any:
     if name is None:
         setting, name, revision = "model_name_or_path", config.model_name_or_path, config.model_revision
     folder = name.removeprefix("random:")
-    if name == "builtin:bytes" or (folder != name and not Path(folder).is_dir()):
+    if name == "builtin:bytes" or (folder != name and not bounded.is_folder(folder)):
         tokenizer = _byte_tokenizer()
     else:
         with hub.asking(setting, name, revision):

@@ -11,6 +11,7 @@ import click
 from agent.cli import inputs
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
 from agent.cli.output import emit, render, say, waiting
+from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
 # planner.lint.sources.KINDS, which a test compares: importing it here would cost every start its readers
@@ -153,7 +154,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     """
     from agent.gate.lint import lint_text, process_environment
 
-    if kind == "process" or (kind == "auto" and source.isdigit() and not Path(source).exists()):
+    if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
         text, kind = process_environment(source), "process"
     else:
         raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")

@@ -520,12 +520,12 @@ def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | 
 def load_model(name_or_path: str) -> ModelSpec:
     """A known name, a config.json, or a folder that holds one."""
     path = Path(name_or_path)
-    return model_from_file(path) if path.exists() else model_named(name_or_path)
+    return model_from_file(path) if bounded.exists(path) else model_named(name_or_path)
 
 
 def model_from_file(path: Path) -> ModelSpec:
     """A config.json, or the folder that holds one. Raises ModelError that names the file."""
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if bounded.is_folder(path) else path
     try:
         config = plain(bounded.read(path, _MAX_CONFIG_BYTES))
         return model_from_config(config, name=path.resolve().parent.name if path.name == "config.json" else path.stem)

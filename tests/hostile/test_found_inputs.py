@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from readers import TARGETS, check, dumped, fuzz_targets
+
+from agent.cli.main import cli
+from contracts.job_config import read_file
 
 
 def plain(document: Any) -> bytes:
@@ -125,3 +130,26 @@ def test_every_reader_takes_what_the_fuzzer_starts_from(name: str) -> None:
         except TARGETS[name].errors:
             refused += 1
     assert refused < len(TARGETS[name].seeds())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recommend", "--machine", "dgx-h100", "--model", "x" * 300],
+        ["recommend", "--machine", "dgx-h100", "--model", "Llama-3.1-8B", "--dataset", "./" + "x" * 300],
+        ["recommend", "--machine", "dgx-h100", "--model", "Llama-3.1-8B", "--tokenizer", "x" * 300, "--dataset", "a/b"],
+        ["launch", "--dry-run", "--set", f"deepspeed={'x' * 300}"],
+        ["launch", "--dry-run", "--set", f"model_name_or_path={'x' * 300}"],
+        ["why", "--ras", "x" * 300],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_no_file(words: list[str]) -> None:
+    """pathlib raises OSError where a name is too long."""
+    done = CliRunner().invoke(cli, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+
+
+def test_a_file_that_settings_name_may_have_no_possible_name(tmp_path: Path) -> None:
+    """Found by the fuzzer."""
+    (tmp_path / "job.yaml").write_text(f"deepspeed: {'x' * 300}\n")
+    assert read_file(tmp_path / "job.yaml") == {"deepspeed": "x" * 300}
