@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from agent import why  # noqa: E402
+from collectives.bench.processes import Tree  # noqa: E402
 from planner.why import Verdict  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "why.md"
@@ -50,12 +51,19 @@ class Fault:
     nodes: tuple[str, ...] = ()  # that must be named, for a fault of the network
     limit: float = 60.0  # seconds until the verdict must be there; of an innocent, how long it is looked at
     act: str = ""  # done from outside: a signal's name, "cgroup", "cut", "shape"
+    calls: int = 20  # that each rank has made before it is looked at
     hosts: int = 0  # namespaces; 0: one host, four ranks
     env: dict[str, str] = field(default_factory=dict)
 
 
-def _innocent(name: str, words: str, limit: float = 40.0, **env: str) -> Fault:
-    return Fault(name=name, words=words, states=("fine",), ranks=(), limit=limit, env=env)
+def _innocent(name: str, words: str, limit: float = 40.0, calls: int = 20, **env: str) -> Fault:
+    return Fault(name=name, words=words, states=("fine",), ranks=(), limit=limit, calls=calls, env=env)
+
+
+def _timeout(name: str, words: str) -> Fault:
+    """The run ends, and no rank is at fault."""
+    return Fault(name=name, words=words, states=("failed",), code="timeout.short", ranks=(), calls=0,
+                 env={"WHY_TIMEOUT": "20"})  # fmt: skip
 
 
 def _stuck(name: str, words: str, code: str, **more: Any) -> Fault:
@@ -81,6 +89,7 @@ FAULTS: tuple[Fault, ...] = (
     _gone("killed", "a rank kills itself (SIGKILL)"),
     _gone("none-kill", "a rank is killed from outside (SIGKILL)", act="SIGKILL"),
     _gone("segfault", "a rank crashes (SIGSEGV)"),
+    _gone("killed-saving", "a rank is killed while it saves (SIGKILL)"),
     _gone("raises", "a rank ends with an exception"),
     _gone("exits", "a rank ends early, without an error"),
     _odd("other-collective", "a rank calls another collective", "call.other"),
@@ -105,13 +114,15 @@ FAULTS: tuple[Fault, ...] = (
            nodes=("host-1", "host-2"), act="pair", hosts=4),
     _slow("link-shaped", "a host's port is slowed to 2 Mbit/s (namespaces)", "link", ranks=(), nodes=("host-2",),
           act="shape", hosts=4, env={"WHY_SIZE": "16384"}),
+    _timeout("compile-outlasts", "a rank's first step compiles for longer than the group's timeout of 20 s"),
+    _timeout("save-outlasts", "a rank saves for longer than the group's timeout of 20 s"),
     _innocent("none", "nothing: a healthy run"),
     _innocent("long-checkpoint", "a rank saves for 30 s, the others wait"),
     _innocent("long-evaluation", "a rank evaluates for 30 s, the others wait"),
     _innocent("all-evaluate", "all ranks evaluate for 20 s"),
     _innocent("often-saves", "rank 0 saves every 200 steps"),
     _innocent("uneven-last-batch", "a rank's last batch takes 20 times longer", WHY_STEPS="400"),
-    _innocent("first-step-compile", "a rank's first step compiles"),
+    _innocent("first-step-compile", "a rank's first step compiles", limit=90.0, calls=0, WHY_TIMEOUT="600"),
     _innocent("none-ends", "a run that comes to its end", WHY_STEPS="200"),
 )  # fmt: skip
 
@@ -126,13 +137,13 @@ class Result:
     accused: str = ""
 
 
-def torchrun(fault: Fault, folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Four ranks on this host."""
-    log = (folder / "log").open("wb")
+def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> None:
+    """Four ranks on this host, which end with the stack, and with this process."""
+    log = stack.enter_context((folder / "log").open("wb"))
     port = str(random.randint(20000, 55000))
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", port,
              str(RANKS), str(folder), fault.name, str(CULPRIT)]  # fmt: skip
-    return subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+    stack.callback(Tree(words, environment, log).end, 0.0)
 
 
 @contextmanager
@@ -145,17 +156,15 @@ def started(fault: Fault, folder: Path) -> Iterator[Any]:
             from rigs import netns
 
             rig = stack.enter_context(netns.hosts(fault.hosts, default_rate="200mbit"))
-            jobs = []
             for host in range(fault.hosts):
                 env = {**environment, "RANK": str(host), "WORLD_SIZE": str(fault.hosts), "LOCAL_RANK": "0",
                        "MASTER_ADDR": rig.address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
                 log = (folder / f"log{host}").open("wb")
-                jobs.append(rig.popen(host, [sys.executable, str(RANKS), str(folder), fault.name, str(CULPRIT)], env,
-                                      stdout=log, stderr=log, start_new_session=True))  # fmt: skip
+                job = rig.popen(host, [sys.executable, str(RANKS), str(folder), fault.name, str(CULPRIT)], env,
+                                stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+                stack.callback(_end, job)
         else:
-            jobs = [torchrun(fault, folder, environment)]
-        for job in jobs:
-            stack.callback(_end, job)
+            torchrun(fault, folder, environment, stack)
         yield rig
 
 
@@ -171,7 +180,10 @@ def one(fault: Fault) -> Result:
         folder = Path(name)
         with started(fault, folder) as rig:
             ready = time.monotonic() + 150
-            while len(states := why.states_of(folder / "ranks")[0]) < 4 or min(s.calls for s in states.values()) < 20:
+            while (
+                len(states := why.states_of(folder / "ranks")[0]) < 4
+                or min(state.calls for state in states.values()) < fault.calls
+            ):
                 if time.monotonic() > ready:
                     raise TimeoutError("the ranks did not begin")
                 if any(state.ended for state in states.values()):
@@ -189,7 +201,7 @@ def one(fault: Fault) -> Result:
 
 def _ask(fault: Fault, folder: Path, began: float) -> Result:
     verdict, asked = Verdict(state="fine", line=""), 0.0
-    while (now := time.monotonic()) - began < fault.limit:
+    while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
         if now - asked > why.ASK_SECONDS:
             why.ask(folder)
             asked = now

@@ -16,12 +16,22 @@ NAME = "state_rank_{rank}.json"
 TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
 ASK = "dump"  # touched by who wants a dump now
 MOST_BYTES = 1 << 20
+MOST_MARKS = 64  # every second goes when there are more: 4 KB
 # what a rank does, by the Python stack of its main thread
 PHASES = ("collective", "compute", "data", "save", "evaluate", "compile")
 
 
 class StateError(ValueError):
     """A file that is none; names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """How far a rank had come at one time."""
+
+    at: float = 0.0  # Unix seconds
+    calls: int = 0
+    samples: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,7 @@ class RankState:
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
     calls: int = 0  # collectives called so far, all groups
+    marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
     cpu_seconds: float | None = None
     io_bytes: int | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)

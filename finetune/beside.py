@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from contracts.rank_state import ASK, NAME, RANKS_FOLDER, TRACE, RankState, dumps
+from contracts.rank_state import ASK, MOST_MARKS, NAME, RANKS_FOLDER, TRACE, Mark, RankState, dumps
 
 LOOK_SECONDS = 1.0
 WRITE_LOOKS = 10  # looks between two writes
@@ -94,6 +94,7 @@ class Beside(threading.Thread):
         self.phase, self.since = "compute", time.time()
         self.where: tuple[str, ...] = ()
         self.calls, self.moved, self.dumped, self.asked = 0, time.monotonic(), 0.0, time.time()
+        self.marks: list[Mark] = []
         self.over = threading.Event()
         self.fixed = _fixed()
         self.ends: tuple[str, ...] = ()
@@ -158,9 +159,13 @@ class Beside(threading.Thread):
         if not ended and time.monotonic() - self.listed >= ENDS_SECONDS:
             self.ends = _ends()
             self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
+        self.marks.append(Mark(at=time.time(), calls=self.calls, samples=dict(self.samples)))
+        if len(self.marks) > MOST_MARKS:
+            del self.marks[1::2]
         state = RankState(
             rank=self.rank, world_size=self.world_size, written=time.time(), phase=self.phase, since=self.since,
-            where=self.where, samples=dict(self.samples), calls=self.calls, cpu_seconds=time.process_time(),
+            where=self.where, samples=dict(self.samples), calls=self.calls, marks=tuple(self.marks),
+            cpu_seconds=time.process_time(),
             io_bytes=_io_bytes(), groups=_groups(), unsent=dict(self.unsent), resent=dict(self.resent),
             held=dict(self.held), ended=ended,
             error=_error() if ended else None, ends=self.ends,

@@ -24,6 +24,7 @@ EXPLAINS = 0.8  # of the wait: below it the shares are listed, and nobody is nam
 OUTLIER = 1.3
 STALL_SECONDS = 15.0  # as long as finetune.beside waits before it dumps
 LONGER = 2.0  # than anything that this run has had before: what was seen once is a sample of one
+MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
 MIN_CALLS = 8  # of a collective that all ranks called, before its arrivals say anything
 STALE_SECONDS = 30.0  # three of the intervals at which a rank writes
 INNOCENT = {"save": "saves a checkpoint", "evaluate": "evaluates", "compile": "compiles"}
@@ -256,18 +257,40 @@ def position(rank: int, seen: Seen) -> tuple[str, str]:
     ended = state is not None and state.ended
     if ended and state is not None:
         return "gone", f"ended with {state.error}" if state.error else "has ended by itself"
-    if process == "gone":
+    if process == "gone" and not outlived(rank, seen):
         return "gone", "its process is gone, without an end of its own"
     if process == "stopped":
         return "stopped", "its process is stopped (state T: a signal or a debugger)"
     if state is None:
         return "unknown", "where it is, no source tells"
     newest = max(one.written for one in seen.states.values())
-    if newest - state.written > STALE_SECONDS:
+    if newest - state.written > STALE_SECONDS and not outlived(rank, seen):
         return "silent", f"has written nothing for {newest - state.written:.0f} s, while others have"
-    since = f" for {seen.now - state.since:.0f} s" if state.since and seen.now > state.since else ""
+    until = state.written if process == "gone" else seen.now
+    since = f" for {until - state.since:.0f} s" if state.since and until > state.since else ""
     where = f", at {state.where[0]}" if state.where else ""
     return state.phase or "unknown", f"{DOING.get(state.phase or '', 'is at work')}{since}{where}"
+
+
+def outlived(rank: int, seen: Seen) -> bool:
+    """Whether a rank without an end of its own still wrote when the first of the others gave up waiting.
+
+    Then it is the launcher that ended it, and what it was at counts. A rank that is killed is noticed at once by those
+    that are connected to it: they lose a peer, they do not wait in vain; and torchrun sees it end first.
+    """
+    state, gave_up = seen.states.get(rank), _gave_up(seen)
+    if state is None or state.ended or rank in gave_up or rank == seen.first or not gave_up:
+        return False
+    return state.written >= min(gave_up.values()) - STALE_SECONDS
+
+
+def _gave_up(seen: Seen) -> dict[int, float]:
+    """When those ranks last wrote that ended because they had waited for as long as their group allows."""
+    waited = seen.told.get("watchdog", {})
+    return {
+        rank: state.written for rank, state in seen.states.items()
+        if rank in waited or (state.ended and state.error and _IN_VAIN.search(state.error))
+    }  # fmt: skip
 
 
 ACTIONS = {
@@ -327,6 +350,8 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         return None  # which of them was first is for their errors to tell
     innocent = tuple(f"rank {r} {words}; {wait}" for r, (kind, words) in sorted(kinds.items()) if kind in INNOCENT)
     if innocent and len(innocent) == len(kinds):
+        if _gave_up(seen):
+            return _too_short(sorted(kinds), seen, wait, waiting)
         return Verdict(state="fine", line=f"nothing is stuck: {innocent[0]}", innocent=innocent, waiting=waiting)
     if not jammed.roots:
         return _no_root(jammed, seen, wait, waiting)
@@ -339,7 +364,28 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
     if gone and seen.cut_short:
         return _sizes(ranks, seen, waiting)
-    return _verdict("failed" if gone else "stuck", causes, seen, ranks, waiting)
+    failed = gone or any(outlived(rank, seen) for rank in ranks)
+    return _verdict("failed" if failed else "stuck", causes, seen, ranks, waiting)
+
+
+def _too_short(busy: Sequence[int], seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
+    """The others gave up waiting for ranks at work that may take long: no rank is at fault, the timeout is."""
+    errors = [state.error or "" for state in seen.states.values()]
+    limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
+    words = [f"rank {rank} {position(rank, seen)[1]}" for rank in busy]
+    shorter = f"the group's timeout{f' of {limit:.0f} s' if limit else ''} is shorter than what is waited for"
+    kind = position(busy[0], seen)[0]
+    action = "init_process_group(timeout=...) longer than that" + ACTIONS_OF_BUSY.get(kind, "")
+    evidence = (*([wait] if wait else []), *words[1:4], *(error[:200] for error in errors if _IN_VAIN.search(error)))
+    cause = Cause(code="timeout.short", message=f"{shorter}: {words[0]}", evidence=evidence[:6], action=action)
+    return replace(_verdict("failed", (cause,), seen, (), waiting), innocent=tuple(words))
+
+
+ACTIONS_OF_BUSY = {
+    "compile": ", or a cache of compiled code that outlives the job (TORCHINDUCTOR_CACHE_DIR)",
+    "save": ", or an asynchronous checkpoint (torch.distributed.checkpoint.async_save)",
+    "evaluate": ", or an evaluation that all ranks share",
+}
 
 
 def _sizes(ended: Sequence[int], seen: Seen, waiting: tuple[int, ...]) -> Verdict:
@@ -423,8 +469,7 @@ class Pace:
     caused: dict[int, float] = field(default_factory=dict)  # by rank: of the others, a mean, as the last to come
     quarters: dict[int, int] = field(default_factory=dict)  # of the time, in which it caused most of the wait
     calls: int = 0
-    early: float | None = None  # seconds from call to call, in the slowest of the quarters before
-    late: float | None = None  # ... in the last
+    gaps: tuple[tuple[float, int], ...] = ()  # seconds and calls of blocks of calls, in their order
 
 
 def pace(traces: Mapping[int, RankTrace], world: int | None) -> Pace:
@@ -457,25 +502,44 @@ def pace(traces: Mapping[int, RankTrace], world: int | None) -> Pace:
         for rank, wait in counts.items():
             found.quarters[rank] = found.quarters.get(rank, 0) + (wait > total / 2)
     times = [max(row.values()) for row in full]
-    gaps = [b - a for a, b in pairwise(times)]
-    if len(gaps) >= 4 * MIN_CALLS:
-        size = len(gaps) // 4
-        first, *middle, last = (_mean_gap(gaps[i * size : (i + 1) * size]) for i in range(4))
-        found.early, found.late = max(first, *middle), last
-        if min(middle[-1], last) > LONGER * first:  # it began in between
-            found.early, found.late = first, min(middle[-1], last)
+    if len(times) > 4 * MIN_CALLS:  # in sixteen blocks, longer than a step's calls
+        size = (len(times) - 1) // 16
+        found.gaps = tuple((times[at + size] - times[at], size) for at in range(0, len(times) - size, size))
     return found
 
 
-def _mean_gap(gaps: Sequence[float]) -> float:
-    """Seconds from call to call, without the longest tenth: one pause is no pace."""
-    kept = sorted(gaps)[: max(1, len(gaps) * 9 // 10)]
-    return sum(kept) / len(kept)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """When a pace changed for good: the pieces before it and since."""
+
+    at: int  # pieces before it
+    before: float  # seconds a call, median of the pieces
+    since: float
+
+
+def change(pieces: Sequence[tuple[float, int]]) -> Change | None:
+    """The one change that fits (seconds, calls) of consecutive pieces best, by least absolute deviations from medians.
+
+    None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change.
+    """
+    paces = [seconds / calls for seconds, calls in pieces if calls > 0]
+    best: tuple[float, Change] | None = None
+    for at in range(MIN_PIECES, len(paces) - MIN_PIECES + 1):
+        left, right = median(paces[:at]), median(paces[at:])
+        off = sum(abs(one - left) for one in paces[:at]) + sum(abs(one - right) for one in paces[at:])
+        if best is None or off < best[0]:
+            best = off, Change(at=at, before=left, since=right)
+    return best[1] if best else None
 
 
 def slow(seen: Seen) -> Verdict | None:
     """The verdict where ranks wait for one that is always late, or where all have become slower together."""
     found = pace(seen.traces, seen.world)
+    return _one_late(found, seen) or _grown(seen) or _slower_together(found)
+
+
+def _one_late(found: Pace, seen: Seen) -> Verdict | None:
+    """The ranks that the others always wait for."""
     if found.calls < MIN_CALLS or found.elapsed <= 0:
         return None
     total = sum(found.caused.values())
@@ -503,8 +567,6 @@ def slow(seen: Seen) -> Verdict | None:
         ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
         others = tuple(sorted(set(seen.traces) - set(ranks)))
         return _verdict("slow", tuple(causes), seen, ranks, others)
-    if found.early and found.late and found.late > LONGER * found.early:
-        return _slower_together(found, seen)
     return None
 
 
@@ -513,30 +575,75 @@ def _rest(work: Mapping[int, float], rank: int) -> float:
     return median(value for other, value in work.items() if other != rank)
 
 
-def _slower_together(found: Pace, seen: Seen) -> Verdict | None:
-    """All arrive together and later than before: in the collectives, or in what each does between them."""
-    assert found.early is not None and found.late is not None  # noqa: S101 - the caller's condition
-    times = found.late / found.early
-    told = (
-        f"flight recorder: {found.late:.3g} s from call to call, {found.early:.3g} s before: {times:.1f} times slower"
-    )
-    spent: Counter[str] = Counter()
-    for state in seen.states.values():
-        spent.update(state.samples)
-    total = sum(spent.values())
-    if total and spent["collective"] / total >= 0.5:
-        share = f"{spent['collective'] / total:.0%} of {total} looks at the ranks were inside collectives"
-        return _verdict("slow", (network(seen, "has become slow", told, share),), seen, (), ())
-    if total:
-        kind, most = max(((k, n) for k, n in spent.items() if k != "collective"), key=lambda row: row[1])
-        if kind in INNOCENT:
-            return None
-        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer",
-                      evidence=(told, f"{most / total:.0%} of {total} looks"),
-                      action=ACTIONS.get(kind, ""))  # fmt: skip
-        return _verdict("slow", (cause,), seen, (), ())
+def _slower_together(found: Pace) -> Verdict | None:
+    """All arrive together and later than before; what they do between the calls, the recorder does not tell."""
+    changed = change(found.gaps)
+    if changed is None or changed.since <= LONGER * changed.before:
+        return None
+    times = changed.since / changed.before if changed.before > 0 else 0.0
+    told = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
     cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,))
+    hint = Unknown(what="what the ranks do longer", command="topoflight why --run DIR, of a job with finetune.beside")
+    return replace(_verdict("slow", (cause,), Seen(), (), ()), unknown=(hint,))
+
+
+def _pieces(state: RankState) -> list[tuple[int, dict[str, float]]]:
+    """Calls, and seconds by phase, between a rank's marks; the first, which connects and compiles, is left out."""
+    found: list[tuple[int, dict[str, float]]] = []
+    marks = state.marks[1:]
+    for old, new in pairwise(marks):
+        looks = {kind: new.samples.get(kind, 0) - old.samples.get(kind, 0) for kind in new.samples}
+        total = sum(looks.values())
+        if new.calls > old.calls and total > 0 and new.at > old.at:
+            found.append((new.calls - old.calls, {k: n / total * (new.at - old.at) for k, n in looks.items()}))
+    return found
+
+
+def _grown(seen: Seen) -> Verdict | None:
+    """The ranks take longer from call to call than earlier in this run: by what each does more of since then."""
+    more: dict[int, dict[str, float]] = {}
+    changes: list[Change] = []
+    for rank, state in seen.states.items():
+        pieces = _pieces(state)
+        changed = change([(sum(s for kind, s in spent.items() if kind not in INNOCENT), n) for n, spent in pieces])
+        if changed is None:
+            return None
+        changes.append(changed)
+        each = {kind: [spent.get(kind, 0.0) / calls for calls, spent in pieces] for kind in DOING}
+        more[rank] = {
+            kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
+            for kind, rows in each.items() if kind not in INNOCENT
+        }  # fmt: skip
+    if not changes:
+        return None
+    before, since = (median(getattr(one, name) for one in changes) for name in ("before", "since"))
+    if since <= LONGER * before or before <= 0:
+        return None
+    told = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
+    work = {rank: _most(row) for rank, row in sorted(more.items())}
+    busy = [rank for rank, (kind, share) in work.items() if kind != "collective" and share >= EXPLAINS]
+    if 0 < len(busy) < len(work) / 2:  # the others wait for these
+        causes = [
+            _suspect(rank, work[rank][0], f"{DOING[work[rank][0]]} longer than earlier in this run", seen, told)
+            for rank in busy
+        ]
+        return _verdict("slow", tuple(causes), seen, tuple(busy), tuple(set(work) - set(busy)))
+    kind, share = _most({kind: median(row[kind] for row in more.values()) for kind in next(iter(more.values()))})
+    if share < EXPLAINS:
+        message = f"all ranks alike have become {since / before:.1f} times slower, in {kind} and others"
+        cause = Cause(code="all", message=message, share=share, evidence=(told,))
+    elif kind == "collective":
+        cause = network(seen, "has become slow", told)
+    else:
+        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
+                      evidence=(told,), action=ACTIONS.get(kind, ""))  # fmt: skip
     return _verdict("slow", (cause,), seen, (), ())
+
+
+def _most(row: Mapping[str, float]) -> tuple[str, float]:
+    """The largest, and its share of all."""
+    kind, total = max(row, key=lambda one: row[one]), sum(row.values())
+    return kind, row[kind] / total if total > 0 else 0.0
 
 
 def _habit(rank: int, seen: Seen) -> tuple[str, str]:
@@ -610,6 +717,14 @@ TRUST = {
 def _by_states(seen: Seen) -> Verdict | None:
     """Without calls: ranks that are gone or stopped while others still run."""
     kinds = {rank: position(rank, seen) for rank in seen.states}
+    busy = [rank for rank, (kind, _) in sorted(kinds.items()) if kind != "collective" and outlived(rank, seen)]
+    if busy:
+        wait = f"rank states: {ranks_of(sorted(_gave_up(seen)))} waited in vain"
+        if all(kinds[rank][0] in INNOCENT for rank in busy):
+            return _too_short(busy, seen, wait, tuple(sorted(_gave_up(seen))))
+        busy = [rank for rank in busy if kinds[rank][0] not in INNOCENT]
+        causes = tuple(_suspect(rank, *kinds[rank], seen, wait) for rank in busy)
+        return _verdict("failed", causes, seen, tuple(busy), tuple(sorted(_gave_up(seen))))
     bad = [rank for rank, (kind, _) in kinds.items() if kind in ("gone", "stopped", "silent")]
     errors = [rank for rank in bad if seen.states[rank].error]
     clean = [rank for rank in bad if seen.states[rank].ended and not seen.states[rank].error]
@@ -656,6 +771,9 @@ def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
 # errors of a rank that lost another, or waited for it in vain (gloo/transport/tcp, c10d/socket.cpp, ProcessGroupNCCL)
 _HEARD = re.compile(r"closed by peer|Read error|Write error|onnection reset|Timed out waiting|Broken pipe|"
                     r"remote process exited|watchdog|DistNetworkError|onnection refused", re.IGNORECASE)  # fmt: skip
+# ... of these, what only those write that have waited for as long as their group allows (gloo, ProcessGroupNCCL)
+_IN_VAIN = re.compile(r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout", re.IGNORECASE)
+_LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 _PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
 
 

@@ -9,6 +9,7 @@ import datetime
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from collectives.bench import processes
 from finetune import beside
 
 FOLDER, FAULT, CULPRIT = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 2
@@ -116,8 +118,12 @@ def one_off(number: int, rank: int, gradient: torch.Tensor, small: torch.Tensor)
         compute(600)
     if mine("reads-forever"):
         read_batch()
-    if mine("long-checkpoint"):
+    if mine("killed-saving"):
+        killer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.start()
         save_checkpoint(30)
+    if mine("long-checkpoint") or mine("save-outlasts"):
+        save_checkpoint(30 if FAULT == "long-checkpoint" else 600)
     if mine("long-evaluation"):
         evaluate(30)
     if FAULT == "all-evaluate":
@@ -132,10 +138,11 @@ def read_batch() -> None:
 
 def compiled_first_step(rank: int) -> None:
     """One rank's compiler takes long: a real one, of a function that is large."""
-    if mine("first-step-compile"):
+    if mine("compile-outlasts") or mine("first-step-compile"):
+        count = 400 if FAULT == "first-step-compile" else 100_000  # the timeout ends it
 
         def many(x: torch.Tensor) -> torch.Tensor:
-            for i in range(400):
+            for i in range(count):
                 x = torch.sin(x) + i * torch.cos(x)
             return x
 
@@ -146,6 +153,8 @@ SIZE = int(os.environ.get("WHY_SIZE", "4096"))
 
 
 def main() -> None:
+    if os.environ.get(processes.RUN_VARIABLE):  # of a launcher that may be killed
+        processes.die_with_parent()
     beside.before()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(os.environ.get("WHY_TIMEOUT", "120"))))
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent import why as gathered
 from collectives.traces import ras
 from collectives.traces.calls import Call, RankTrace
-from contracts.rank_state import RankState
+from contracts.rank_state import Mark, RankState
 from finetune.beside import phase_of
 from planner.why import Seen, Verdict, judge
 
@@ -146,13 +147,88 @@ def test_one_late_rank_is_named_two_share_the_wait() -> None:
     assert all((cause.share or 0) < 0.8 for cause in two.causes)
 
 
+def marks(before: dict[str, int], since: dict[str, int], began: int = 8, pieces: int = 14) -> tuple[Mark, ...]:
+    """Ten seconds and a look a second each; of the calls half as many since."""
+    found = [Mark(at=0.0), Mark(at=10.0)]
+    for number in range(pieces):
+        old, spent = found[-1], before if number < began else since
+        samples = {kind: old.samples.get(kind, 0) + spent.get(kind, 0) for kind in {*before, *since, *old.samples}}
+        found.append(Mark(at=old.at + 10, calls=old.calls + (100 if number < began else 25), samples=samples))
+    return tuple(found)
+
+
+GREW = ({"compute": 6, "collective": 4}, {"compute": 9, "collective": 1})
+WAITED = ({"compute": 6, "collective": 4}, {"compute": 2, "collective": 8})
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "code"),
+    [
+        ([GREW] * 4, (), "all.compute"),
+        ([WAITED] * 4, (), "network"),
+        ([WAITED, WAITED, GREW, WAITED], (2,), "rank.compute"),
+    ],
+)
+def test_a_pace_that_falls_is_told_by_what_grew(rows: list[Any], ranks: tuple[int, ...], code: str) -> None:
+    states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*row)) for r, row in enumerate(rows)}
+    found = judge(Seen(states=states, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("slow", ranks, code)
+
+
+def test_an_evaluation_is_no_slower_pace() -> None:
+    evaluates = ({"compute": 6, "collective": 4}, {"evaluate": 8, "compute": 1, "collective": 1})
+    states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*evaluates)) for r in range(4)}
+    assert judge(Seen(states=states, world=4, now=NOW)).state == "fine"
+
+
 @pytest.mark.parametrize("began", [20, 46])
-def test_all_ranks_slower_together_are_told_by_what_they_do(began: int) -> None:
+def test_calls_that_come_later_and_later_are_told_without_a_reason(began: int) -> None:
     at = [n + 2.0 * max(0, n - began) for n in range(60)]
     traces = {r: trace(r, *(call(n + 1, at=NOW - 200 + at[n]) for n in range(60))) for r in range(4)}
-    states = {r: RankState(rank=r, host="a", written=NOW, samples={"compute": 90, "collective": 10}) for r in range(4)}
-    found = judge(Seen(traces=traces, states=states, world=4, now=NOW))
-    assert (found.state, found.ranks, found.causes[0].code) == ("slow", (), "all.compute")
+    found = judge(Seen(traces=traces, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("slow", (), "all")
+    assert found.unknown
+
+
+TIMED_OUT = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
+
+
+def gave_up(phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, **more: Any) -> Verdict:
+    """Rank 2 was at something while the others waited for 120 s and ended; then its process was gone."""
+    rows = {rank: trace(rank, call(1, done=False, at=NOW - 120)) for rank in (0, 1, 3)}
+    states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=error) for r in rows}
+    states[2] = RankState(rank=2, written=NOW - killed_before, phase=phase, since=NOW - 140)
+    gone = dict.fromkeys(range(4), "gone")
+    return judge(Seen(traces={**rows, 2: trace(2)}, states=states, processes=gone, world=4, now=NOW, **more))
+
+
+@pytest.mark.parametrize("phase", ["compile", "save", "evaluate"])
+def test_a_timeout_that_is_too_short_is_named_and_not_who_worked(phase: str) -> None:
+    found = gave_up(phase, first=0)
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (), "timeout.short")
+    assert "timeout of 120 s" in found.line
+    assert by_states_alone(phase).causes[0].code == "timeout.short"
+
+
+def by_states_alone(phase: str) -> Verdict:
+    """The same without any dump."""
+    states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=TIMED_OUT) for r in (0, 1, 3)}
+    states[2] = RankState(rank=2, written=NOW, phase=phase, since=NOW - 140)
+    return judge(Seen(states=states, processes=dict.fromkeys(range(4), "gone"), world=4, now=NOW))
+
+
+def test_who_was_killed_while_saving_is_gone() -> None:
+    lost = "RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+    by_torchrun = gave_up("save", error=TIMED_OUT, first=2)
+    long_before = gave_up("save", killed_before=110.0)
+    by_peers = gave_up("save", error=lost)
+    for found in (by_torchrun, long_before, by_peers):
+        assert (found.state, found.ranks, found.causes[0].code) == ("failed", (2,), "rank.gone")
+
+
+def test_a_rank_that_still_loaded_data_is_named_for_that_though_the_launcher_ended_it() -> None:
+    found = gave_up("data")
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (2,), "rank.data")
 
 
 def test_one_long_pause_is_no_fault() -> None:
