@@ -790,11 +790,11 @@ def _first_to_end(ranks: Sequence[int], seen: Seen) -> int | None:
     owner = {end: rank for rank, state in seen.states.items() for end in state.ends}
     ends = {rank: f"{p[1].removeprefix('::ffff:')}:{p[2]}" for rank, e in errors.items() if (p := _PEER.search(e))}
     lost = {rank: owner[end] for rank, end in ends.items() if end in owner}
-    silent = [rank for rank in ranks if not seen.states[rank].ended]
-    pointed = Counter(there for there in lost.values() if there in silent)
+    quiet = [rank for rank in ranks if not seen.states[rank].ended or not seen.states[rank].error]
+    pointed = Counter(there for there in lost.values() if there in quiet)
     if pointed:
         return pointed.most_common(1)[0][0]
-    return silent[0] if len(silent) == 1 else None
+    return quiet[0] if len(quiet) == 1 else None
 
 
 def _nothing(seen: Seen) -> Verdict:

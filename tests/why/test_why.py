@@ -271,6 +271,14 @@ def test_a_stack_says_what_a_rank_does() -> None:
     assert phase_of([("/x/torch/serialization.py", "save"), ("/job/train.py", "main")]) == "save"
 
 
+def test_who_ended_without_an_error_is_who_the_others_lost() -> None:
+    lost = "RuntimeError: Read error [127.0.0.1]:41: Connection reset by peer"
+    states = {r: RankState(rank=r, written=NOW, ended=True, error=lost) for r in (0, 1, 3)}
+    states[2] = RankState(rank=2, written=NOW - 1, ended=True)
+    found = judge(Seen(states=states, processes=dict.fromkeys(range(4), "gone"), world=4, now=NOW, first=1))
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (2,), "rank.gone")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["stopped", "other-collective", "exits"])
 def test_a_fault_made_for_real(name: str) -> None:
