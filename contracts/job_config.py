@@ -19,7 +19,6 @@ from contracts import bounded, trl
 from contracts.layout import Layout
 from contracts.trl import ConfigError as ConfigError
 from contracts.trl import EndedError as EndedError
-from contracts.yaml_text import YamlTextError, load_all
 
 MAX_FILE_BYTES = 1 << 20  # settings are hand-written: anything larger is the wrong file
 MAX_ALIASES = 16  # of YAML: aliases of aliases multiply
@@ -141,6 +140,8 @@ def _beside(path: Path, named: str) -> Path | None:
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
     """The mapping with each `key=value` or `key.member=value` put over it. Raises ConfigError that names the word."""
+    from contracts.yaml_text import YamlTextError, load_all
+
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -179,6 +180,8 @@ def _text(path: Path) -> str:
 
 def parse_mapping(text: str, where: object) -> dict[str, Any]:
     """YAML or JSON text that holds one mapping."""
+    from contracts.yaml_text import YamlTextError, load_all
+
     try:
         documents = load_all(text, most_aliases=MAX_ALIASES)
     except YamlTextError as error:

@@ -5,7 +5,6 @@ Names are torchtitan's. This module imports nothing of the project: `finetune` m
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +15,12 @@ Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]  # zero3 is FSDP; with dp_replicate > 1 it is HSDP
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Offload = Literal["none", "optimizer", "all"]
+
+
+_COUNTS = (
+    "world_size", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "virtual_stages", "micro_batch",
+    "gradient_accumulation",
+)  # fmt: skip
 
 
 class LayoutError(ValueError):
@@ -52,14 +57,11 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "world_size", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep",
-            "virtual_stages", "micro_batch", "gradient_accumulation",
-        ):  # fmt: skip
+        for name in _COUNTS:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if type(value) is not int or value < 1:
                 raise LayoutError(f"{name}={value!r}: must be a whole number of at least 1")
-        product = math.prod((self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp))
+        product = self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
         if product != self.world_size:
             raise LayoutError(
                 f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} x "

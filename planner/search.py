@@ -305,6 +305,8 @@ class _Search:
                 fits = True  # it was not tried
                 continue
             seconds = self.attempt(base)
+            if virtual == 1 and seconds is None:
+                break  # in chunks a stage has no fewer layers, and more micro-batches are held
             fits = fits or seconds is not None
             if virtual > 1 and seconds is not None:
                 if seconds > last:

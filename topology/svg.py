@@ -12,9 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape as escape_html
 from itertools import pairwise
-from xml.sax.saxutils import escape as escape_xml
-from xml.sax.saxutils import quoteattr
 
 from hardware.units import bits, rate
 from probes.pci.facts import PciFacts
@@ -59,7 +58,7 @@ def _unjudged(_: Iterable[str | None]) -> str:
 
 def escape(text: str) -> str:
     """XML text without the control characters that XML forbids."""
-    return escape_xml(printable(text))
+    return escape_html(printable(text), quote=False)
 
 
 CELL, BOX, HIGH, GAP = 100, 94, 46, 20
@@ -128,7 +127,7 @@ def picture(
     name = "drawing wide" if width > WIDE else "drawing"
     return (
         f'<svg class="{name}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
-        f'role="img" aria-label={quoteattr(printable(summary(node) + more))}>{"".join((*below, *drawn))}</svg>'
+        f'role="img" aria-label="{escape_html(printable(summary(node) + more))}">{"".join((*below, *drawn))}</svg>'
     )
 
 

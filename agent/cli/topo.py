@@ -98,8 +98,6 @@ def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
     name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
     from topology.formats.text import TopologyTextError, parse
-    from topology.formats.xml import TopologyXmlError
-    from topology.formats.xml import parse as parse_xml
 
     try:
         plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
@@ -107,15 +105,22 @@ def read_topology(source: str) -> NodeTopology:
         return _recording(source, raw)  # whose reader says what is wrong with the file
     if plain.lstrip()[:1] == b"{":
         return _recording(source, raw)
-    from collectives.nccl_log.reader import utf8_chunks
-
-    text = b"".join(utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
+    text = b"".join(bounded.utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
     try:
         # A matrix in HTML begins with "<" too.
         if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
-            return parse_xml(text, source=name)
+            return _parsed_xml(text, name)
         return parse(text, source=name)
-    except (TopologyTextError, TopologyXmlError) as error:
+    except TopologyTextError as error:
+        raise inputs.InputError(f"{name}: {error}") from None
+
+
+def _parsed_xml(text: str, name: str) -> NodeTopology:
+    from topology.formats.xml import TopologyXmlError, parse
+
+    try:
+        return parse(text, source=name)
+    except TopologyXmlError as error:
         raise inputs.InputError(f"{name}: {error}") from None
 
 

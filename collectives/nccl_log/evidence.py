@@ -26,9 +26,9 @@ from collectives.nccl_log.reader import (
     Unpacked,
     blocks,
     looks_like_text,
-    utf8_chunks,
 )
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
+from contracts.bounded import utf8_chunks
 
 # From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
 #

@@ -8,7 +8,6 @@ channel line whose end was seen before is only counted.
 from __future__ import annotations
 
 import bz2
-import codecs
 import lzma
 import re
 import zlib
@@ -20,6 +19,7 @@ from typing import Final, Protocol
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.lines import DULL_BY_HEAD, INFO, LineReader
 from collectives.nccl_log.warnings import SEARCHED
+from contracts.bounded import Stream, utf16
 
 # What launchers, terminals, pagers and log rotation do to a log, undone.
 #
@@ -91,14 +91,6 @@ class LogFileError(ValueError):
     """The file cannot be read as a log; the message says why, and what helps."""
 
 
-class Stream(Protocol):
-    """What can be read from: an open file, or one that is unpacked on the way."""
-
-    def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes; none at the end only."""
-        ...
-
-
 class _Engine(Protocol):
     @property
     def eof(self) -> bool: ...
@@ -162,32 +154,7 @@ class Unpacked:
 def looks_like_text(start: bytes) -> bool:
     """Whether a file that begins so can be a log, packed or not."""
     packed = any(start.startswith(magic) for magic, _ in _PACKED)
-    return packed or b"\0" not in start or _utf16(start) is not None
-
-
-def utf8_chunks(file: Stream) -> Iterator[bytes]:
-    """The file in pieces of about 1 MiB; UTF-16, with or without byte order mark, becomes UTF-8."""
-    chunk = file.read(BLOCK_BYTES)
-    encoding = _utf16(chunk[:4096])
-    if encoding is None:
-        while chunk:
-            yield chunk
-            chunk = file.read(BLOCK_BYTES)
-        return
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
-    while chunk:
-        yield decoder.decode(chunk).encode("utf-8", "replace")
-        chunk = file.read(BLOCK_BYTES)
-
-
-def _utf16(start: bytes) -> str | None:
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    # Text in Latin letters has a zero in every second byte, and a log in UTF-8 has none.
-    for encoding, zeros in (("utf-16-le", start[1::2]), ("utf-16-be", start[::2])):
-        if len(start) >= 64 and zeros.count(0) * 4 > len(zeros) * 3 and start.count(0) < len(start) * 3 // 4:
-            return encoding
-    return None
+    return packed or b"\0" not in start or utf16(start) is not None
 
 
 def pieces(line: bytes) -> list[bytes]:

@@ -12,6 +12,7 @@ NF4 at 0.53 bytes per weight with double quantisation (arXiv 2305.14314).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from contracts.layout import Layout, Offload
@@ -47,9 +48,12 @@ IN_HALF = StateBytes(2.0, 2.0, 4.0)
 
 def fullest_stage(model: ModelSpec, layout: Layout) -> float:
     """Layers of the pipeline stage that has most of them."""
-    if layout.stage_layers:
-        return float(max(sum(layout.stage_layers[i :: layout.pp]) for i in range(layout.pp)))
-    return float(-(-model.layers // layout.pp))
+    return _most_layers(layout.stage_layers, layout.pp) if layout.stage_layers else float(-(-model.layers // layout.pp))
+
+
+@lru_cache(maxsize=1024)
+def _most_layers(stage_layers: tuple[int, ...], pp: int) -> float:
+    return float(max(sum(stage_layers[i::pp]) for i in range(pp)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

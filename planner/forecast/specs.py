@@ -189,6 +189,8 @@ def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
 
     PEFT 0.21 adapts gate and up, which transformers 5 stacks in one, together: by one adapter of twice the rank.
     """
+    if not model.experts:
+        return 0
     h, ffn, targets = model.hidden, model.expert_ffn, set(train.lora_targets)
     sides = len({"gate_proj", "up_proj", "down_proj"} & targets) * (h + ffn)
     if {"gate_proj", "up_proj"} <= targets:

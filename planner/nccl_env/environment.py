@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import yaml
-
 from collectives.nccl_log.transport import Evidence
 from planner.advice import Note, PodNeed, Reason, Setting
 from planner.nccl_env import gpus as gpus
@@ -57,6 +55,8 @@ def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
 
 def render_k8s(settings: Sequence[Setting]) -> str:
     """The `env:` list as YAML; every value is a string, also where it looks like a number."""
+    import yaml
+
     return yaml.safe_dump(k8s_env(settings), sort_keys=False, allow_unicode=True, width=10_000)
 
 

@@ -9,8 +9,6 @@ import dataclasses
 import shlex
 from typing import Any
 
-import yaml
-
 from contracts.families import TRAINED
 from contracts.layout import Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse
@@ -195,6 +193,8 @@ def finetune_yaml(request: ExportRequest) -> str:
     }
     changed |= {"precision": layout.precision, "sharding": layout.sharding, "dp_shard": layout.dp_shard}
     data["layout"] = changed
+    import yaml
+
     return yaml.safe_dump(data, sort_keys=False)
 
 
@@ -226,6 +226,8 @@ def pod_env(request: ExportRequest) -> str:
     shm = [need.value for need in request.needs if need.name == "shm_bytes"]
     if shm:
         data["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108 - a mount point, not a temp file
+    import yaml
+
     return yaml.safe_dump(data, sort_keys=False)
 
 

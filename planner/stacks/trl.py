@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp
@@ -113,6 +111,8 @@ def accelerate_yaml(request: ExportRequest) -> str:
                "cp_size": layout.cp}  # fmt: skip
     if data["distributed_type"] == "FSDP" and (layout.dp_replicate > 1 or layout.tp > 1 or layout.cp > 1):
         data["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in degrees.items()}
+    import yaml
+
     return yaml.safe_dump(data, sort_keys=False)
 
 
@@ -152,6 +152,8 @@ def trl_yaml(request: ExportRequest) -> str:
         data["gradient_checkpointing"] = False  # FSDP's own is used: both together recompute twice
     else:
         data["gradient_checkpointing"] = layout.checkpointing != "none"
+    import yaml
+
     return yaml.safe_dump(data, sort_keys=False)
 
 

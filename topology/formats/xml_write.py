@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import combinations
-from xml.sax.saxutils import quoteattr
 
 from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, Pairs, PciNode, level, nvlinks
 
@@ -56,6 +55,8 @@ def _attributes(pairs: dict[str, object]) -> str:
 
 def _quoted(value: object) -> str:
     """An attribute's value without the control characters that XML forbids."""
+    from xml.sax.saxutils import quoteattr  # brings urllib along
+
     return quoteattr("".join(letter if letter.isprintable() else "?" for letter in str(value)))
 
 
