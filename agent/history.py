@@ -99,6 +99,7 @@ class History:
         self._path, self._uptime = path, uptime
         self._kept = read(path) if path else _Kept()
         self._last: dict[Key, str] = {}
+        self._runs: dict[str, str] = {}  # state by run, as last told
         self._driver = True  # whether it answered in the scan before, where there is one
         self._settled_at = 0.0
 
@@ -108,6 +109,7 @@ class History:
         now, before = snapshot.taken_at_seconds, self._state()
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
+        self._stands(view, now)
         checks = tuple(self._holding(view.checks, now, settling=settling))
         kept = self._kept
         kept.events = [event for event in kept.events if event.at_seconds > now - KEPT_SECONDS][-MOST_EVENTS:]
@@ -160,6 +162,14 @@ class History:
                 version = _is_version((told.subject, told.what)) or told.what == "firmware"
                 self._tell(now, "version" if version else "changed", told.message)
         self._kept.traits = held
+
+    def _stands(self, view: View, now: float) -> None:
+        """A watched run that is stuck, slow, has failed, or goes on again."""
+        for one in view.runs:
+            before, state = self._runs.get(one.run, "fine"), one.verdict.state
+            if state != before:
+                self._tell(now, "changed", f"run {one.run}: {one.verdict.line}")
+        self._runs = {one.run: one.verdict.state for one in view.runs}
 
     def _holding(self, checks: Sequence[Check], now: float, *, settling: bool) -> Iterable[Check]:
         """Findings as they hold; one that is new is unknown until it persists."""

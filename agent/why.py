@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,14 +13,14 @@ from pathlib import Path
 from agent import advise, units
 from agent.advise import Request
 from agent.cli.inputs import InputError
+from agent.jobs.ranks import newest, of_run
 from agent.whatif import values_of
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import calls, inspector, ras, watchdog
-from contracts import bounded, rank_state, run_record
+from contracts import bounded, run_record
 from contracts.layout import LayoutError
-from contracts.rank_state import RankState
 from contracts.run_record import RunRecord
 from hardware.units import GIGA
 from planner import why
@@ -30,8 +30,6 @@ from planner.why import Cause, Seen, Unknown, Verdict
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
-ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
-SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
 _MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
 
@@ -63,7 +61,7 @@ def answer(asked: Asked) -> Verdict:
         wrong += bad
         seen = replace(seen, traces={**seen.traces, **traces})
     if not seen.states and seen.traces:
-        seen = replace(seen, now=_newest(seen.traces))
+        seen = replace(seen, now=newest(seen.traces))
     told = {"watchdog": watchdog.read(_lines((*asked.logs, *asked.diagnostics)))}
     seen = replace(seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs))
     reports = [_ras(source) for source in asked.ras]
@@ -91,113 +89,6 @@ def _world(seen: Seen, waiting: Mapping[int, calls.RankTrace]) -> int | None:
     named = [max(rows) + 1 for rows in (seen.traces, seen.states, waiting) if rows]
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     return max([*(named if seen.world is None else [seen.world, *named]), *members], default=0) or None
-
-
-# A run's folder -------------------------------------------------------------------------------------------------------
-
-
-def states_of(folder: Path) -> tuple[dict[int, RankState], list[str]]:
-    """The ranks' own files in a run's folder, and what could not be read."""
-    found: dict[int, RankState] = {}
-    wrong = []
-    for path in sorted(folder.glob("state_rank_*.json"))[:_MOST_FILES]:
-        try:
-            state = rank_state.read(path)
-        except rank_state.StateError as error:
-            wrong.append(str(error))
-            continue
-        found[state.rank] = state
-    return found, wrong
-
-
-def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
-    """What became of the ranks' processes, of those that started since this host's boot: "runs", "stopped", "gone"."""
-    boot, name = "", os.uname().nodename
-    with suppress(OSError):
-        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
-    found: dict[int, str] = {}
-    for rank, state in states.items():
-        if not state.pid or not state.boot or state.boot != boot or state.started is None:
-            continue
-        here = state.host == name  # another pod or namespace of this kernel may number its processes by itself
-        try:
-            words = (proc / str(state.pid) / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            words = ["X"] if here else []
-        except OSError:
-            words = []
-        if words and words != ["X"] and (len(words) < 20 or int(words[19]) != state.started):
-            words = ["X"] if here else []
-        if words:
-            found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(words[0], "runs")
-    return found
-
-
-def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
-    """What a run's folder holds of its ranks, and what could not be read."""
-    ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
-    states, wrong = states_of(ranks)
-    traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
-    newest = max(states.values(), key=lambda state: state.written, default=None)
-    world = (newest.world_size or 0) if newest else 0
-    if world:  # an earlier start of more ranks may have left its files
-        states = {rank: state for rank, state in states.items() if rank < world}
-        traces = {rank: trace for rank, trace in traces.items() if rank < world}
-    alive = processes(states)
-    # of a run that is over, the end is when its ranks last wrote; of one that goes on, it is now
-    last = max((state.written for state in states.values()), default=0.0)
-    running = any(kind != "gone" for kind in alive.values())
-    at = now or (time.time() if running else last) or _newest(traces)
-    return Seen(traces=traces, states=states, processes=alive, world=world or None, now=at), wrong + bad
-
-
-def _newest(traces: Mapping[int, calls.RankTrace]) -> float:
-    return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
-
-
-def look(folder: Path) -> Verdict:
-    """The verdict on a run's folder."""
-    return why.judge(of_run(folder)[0])
-
-
-def ask(folder: Path) -> None:
-    """Have every rank of a run dump its calls at its next look."""
-    with suppress(OSError):
-        (folder / rank_state.RANKS_FOLDER / rank_state.ASK).touch()
-
-
-def watch(
-    folder: Path, tell: Callable[[Verdict], None], *, seconds: float = 5.0, until: float | None = None
-) -> Verdict:
-    """Look at a run until it ends, or until `until`; each new verdict is told and kept beside the record."""
-    told, asked = "", 0.0
-    while True:
-        verdict = look(folder)
-        if verdict.state == "failed":  # the others are still to tell how they ended
-            time.sleep(SETTLED_SECONDS)
-            verdict = look(folder)
-        if verdict.line != told:
-            told = verdict.line
-            tell(verdict)
-            keep(folder, verdict)
-        seen = of_run(folder)[0]
-        over = bool(seen.states) and all(state.ended for state in seen.states.values())
-        if over or verdict.state == "failed" or (until is not None and time.time() >= until):
-            return verdict
-        if time.monotonic() - asked >= ASK_SECONDS:
-            ask(folder)
-            asked = time.monotonic()
-        time.sleep(seconds)
-
-
-def keep(folder: Path, verdict: Verdict) -> None:
-    """Write the verdict beside the run's record, and as a note into it where somebody is behind."""
-    from agent.documents import render
-
-    draft = folder / ".why.json.draft"
-    with suppress(OSError):
-        draft.write_text(render(verdict, "json"), encoding="utf-8")
-        draft.replace(folder / "why.json")
 
 
 def _record(folder: Path | None) -> RunRecord | None:

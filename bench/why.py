@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
 import shutil
 import signal
@@ -29,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from agent import why  # noqa: E402
+from agent.jobs import ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
 from planner.why import Verdict  # noqa: E402
 
@@ -84,45 +84,45 @@ def _slow(name: str, words: str, code: str, **more: Any) -> Fault:
 
 
 FAULTS: tuple[Fault, ...] = (
-    _stuck("stopped", "a rank stops itself (SIGSTOP)", "rank.stopped"),
-    _stuck("none-stop", "a rank is stopped from outside (SIGSTOP)", "rank.stopped", act="SIGSTOP"),
-    _gone("killed", "a rank kills itself (SIGKILL)"),
-    _gone("none-kill", "a rank is killed from outside (SIGKILL)", act="SIGKILL"),
-    _gone("segfault", "a rank crashes (SIGSEGV)"),
-    _gone("killed-saving", "a rank is killed while it saves (SIGKILL)"),
-    _gone("raises", "a rank ends with an exception"),
-    _gone("exits", "a rank ends early, without an error"),
-    _odd("other-collective", "a rank calls another collective", "call.other"),
-    _odd("extra-collective", "a rank calls a barrier that the others do not", "call.other"),
-    _odd("other-size", "a rank reduces a tensor of another size", "call.size"),
-    _odd("other-dtype", "a rank reduces another data type", "call.size"),
-    _odd("order", "a rank calls two collectives in the other order", "call.order"),
-    _odd("skips", "a rank leaves out a collective", "call.order"),
-    _stuck("loader-hangs", "a rank's data loader waits for ever", "rank.data"),
-    _stuck("reads-forever", "a rank reads a pipe that nobody fills", "rank.data"),
-    _stuck("computes-forever", "a rank computes without end", "rank.compute"),
-    _stuck("sleeps-forever", "a rank sleeps without end", "rank.compute"),
-    _slow("loader-slow", "a rank's data loader is slow: 60 ms in a step of 20", "rank.data"),
-    _slow("compute-slow", "a rank computes 4 times longer", "rank.compute"),
-    _slow("spins", "a rank does other work beside each step (busy loop)", "rank.compute"),
-    _slow("throttled", "a rank's cgroup has a tenth of a CPU", "rank.compute", act="cgroup"),
-    _slow("all-slow", "all ranks compute 4 times longer, from a step on", "all.compute", ranks=(),
+    _stuck("stopped", "stops itself (SIGSTOP)", "rank.stopped"),
+    _stuck("none-stop", "is stopped from outside (SIGSTOP)", "rank.stopped", act="SIGSTOP"),
+    _gone("killed", "kills itself (SIGKILL)"),
+    _gone("none-kill", "is killed from outside (SIGKILL)", act="SIGKILL"),
+    _gone("segfault", "crashes (SIGSEGV)"),
+    _gone("killed-saving", "is killed while it saves (SIGKILL)"),
+    _gone("raises", "ends with an exception"),
+    _gone("exits", "ends early, without an error"),
+    _odd("other-collective", "calls another collective", "call.other"),
+    _odd("extra-collective", "calls one more barrier", "call.other"),
+    _odd("other-size", "reduces a tensor of another size", "call.size"),
+    _odd("other-dtype", "reduces another data type", "call.size"),
+    _odd("order", "calls two collectives in the other order", "call.order"),
+    _odd("skips", "leaves out a collective", "call.order"),
+    _stuck("loader-hangs", "its data loader waits for ever", "rank.data"),
+    _stuck("reads-forever", "reads a pipe that nobody fills", "rank.data"),
+    _stuck("computes-forever", "computes without end", "rank.compute"),
+    _stuck("sleeps-forever", "sleeps without end", "rank.compute"),
+    _slow("loader-slow", "its data loader is slow: 60 ms", "rank.data"),
+    _slow("compute-slow", "computes 4 times longer", "rank.compute"),
+    _slow("spins", "does other work beside each step (busy loop)", "rank.compute"),
+    _slow("throttled", "its cgroup has a tenth of a CPU", "rank.compute", act="cgroup"),
+    _slow("all-slow", "all ranks compute 4 times longer", "all.compute", ranks=(),
           env={"WHY_AT": "300"}),
-    _stuck("link-cut", "a host's cable is pulled (namespaces)", "link", ranks=(), nodes=("host-2",), act="cut",
+    _stuck("link-cut", "a host's cable is pulled", "link", ranks=(), nodes=("host-2",), act="cut",
            hosts=4),
-    _stuck("link-pair", "two hosts drop what they send each other (namespaces)", "link", ranks=(),
+    _stuck("link-pair", "two hosts drop what they send each other", "link", ranks=(),
            nodes=("host-1", "host-2"), act="pair", hosts=4),
-    _slow("link-shaped", "a host's port is slowed to 2 Mbit/s (namespaces)", "link", ranks=(), nodes=("host-2",),
+    _slow("link-shaped", "a host's port is slowed to 2 Mbit/s", "link", ranks=(), nodes=("host-2",),
           act="shape", hosts=4, env={"WHY_SIZE": "16384"}),
-    _timeout("compile-outlasts", "a rank's first step compiles for longer than the group's timeout of 20 s"),
-    _timeout("save-outlasts", "a rank saves for longer than the group's timeout of 20 s"),
+    _timeout("compile-outlasts", "its first step compiles for longer than the group's timeout of 20 s"),
+    _timeout("save-outlasts", "saves for longer than the group's timeout of 20 s"),
     _innocent("none", "nothing: a healthy run"),
-    _innocent("long-checkpoint", "a rank saves for 30 s, the others wait"),
-    _innocent("long-evaluation", "a rank evaluates for 30 s, the others wait"),
+    _innocent("long-checkpoint", "saves for 30 s"),
+    _innocent("long-evaluation", "evaluates for 30 s"),
     _innocent("all-evaluate", "all ranks evaluate for 20 s"),
     _innocent("often-saves", "rank 0 saves every 200 steps"),
-    _innocent("uneven-last-batch", "a rank's last batch takes 20 times longer", WHY_STEPS="400"),
-    _innocent("first-step-compile", "a rank's first step compiles", limit=90.0, calls=0, WHY_TIMEOUT="600"),
+    _innocent("uneven-last-batch", "its last batch takes 20 times longer", WHY_STEPS="400"),
+    _innocent("first-step-compile", "its first step compiles", limit=90.0, calls=0, WHY_TIMEOUT="600"),
     _innocent("none-ends", "a run that comes to its end", WHY_STEPS="200"),
 )  # fmt: skip
 
@@ -181,7 +181,7 @@ def one(fault: Fault) -> Result:
         with started(fault, folder) as rig:
             ready = time.monotonic() + 150
             while (
-                len(states := why.states_of(folder / "ranks")[0]) < 4
+                len(states := ranks.states_of(folder / "ranks")[0]) < 4
                 or min(state.calls for state in states.values()) < fault.calls
             ):
                 if time.monotonic() > ready:
@@ -202,14 +202,14 @@ def one(fault: Fault) -> Result:
 def _ask(fault: Fault, folder: Path, began: float) -> Result:
     verdict, asked = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
-        if now - asked > why.ASK_SECONDS:
-            why.ask(folder)
+        if now - asked > ranks.ASK_SECONDS:
+            ranks.ask(folder)
             asked = now
         time.sleep(ASK_SECONDS)
         log = (str(folder / "log"),) if not fault.hosts else ()
         verdict = why.answer(why.Asked(run=folder, logs=log))
         if verdict.state == "failed":
-            time.sleep(why.SETTLED_SECONDS)
+            time.sleep(ranks.SETTLED_SECONDS)
             verdict = why.answer(why.Asked(run=folder, logs=log))
         if verdict.state != "fine":
             break
@@ -223,7 +223,7 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
 
 def act(fault: Fault, folder: Path, rig: Any) -> None:
     """What is done to the culprit from outside."""
-    state = why.states_of(folder / "ranks")[0][CULPRIT]
+    state = ranks.states_of(folder / "ranks")[0][CULPRIT]
     if fault.act.startswith("SIG"):
         os.kill(state.pid or 0, getattr(signal, fault.act))
     elif fault.act == "cgroup":
@@ -298,18 +298,15 @@ def page(chosen: list[Fault], rows: dict[str, list[Result]]) -> str:
     guilty = [f for f in chosen if f.code]
     lines = [
         "# Faults and verdicts", "",
-        f"Made by `python bench/why.py --page`: {len(guilty)} faults and {len(chosen) - len(guilty)} innocents, for "
-        f"real, on four gloo ranks; {sum(r.right for r in runs)} of {len(runs)} verdicts right. "
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} shared virtual cores, no GPU, Linux {platform.release()}, "
-        f"torch {torch.__version__}.", "",
-        "| fault | verdict | cause | right | median seconds to the verdict |", "|---|---|---|---|---|",
+        f"`python bench/why.py --page`: {len(guilty)} faults of one of four gloo ranks, or of the network between four "
+        f"namespaces, and {len(chosen) - len(guilty)} innocents, of which nobody may be accused at any look; "
+        f"{sum(r.right for r in runs)} of {len(runs)} verdicts right. {time.strftime('%Y-%m-%d')}, {os.cpu_count()} "
+        f"shared virtual cores, no GPU, torch {torch.__version__}. Right, and median seconds to the verdict:", "",
     ]  # fmt: skip
     for fault in chosen:
         row = rows[fault.name]
-        seconds = f"{statistics.median(r.seconds for r in row):.0f}" if fault.code else "-"
-        code = f"`{row[0].verdict.causes[0].code}`" if row[0].verdict.causes else "nobody accused"
-        lines.append(f"| {fault.words} | {row[0].verdict.state} | {code} | "
-                     f"{sum(r.right for r in row)} of {len(row)} | {seconds} |")  # fmt: skip
+        seconds = f", {statistics.median(r.seconds for r in row):.0f} s" if fault.code else ""
+        lines.append(f"- {fault.words}: {sum(r.right for r in row)} of {len(row)}{seconds}")
     return "\n".join(lines) + "\n"
 
 

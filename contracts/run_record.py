@@ -20,6 +20,7 @@ from contracts.job_plan import Bounds, JobPlan, RunForecast
 from contracts.plain import loads as plain
 
 RECORD_VERSION = 1
+WHY = "why.json"  # beside it: the verdict of whoever watches the run
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 KILLED = 128  # plus a signal's number, as a shell tells it
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
@@ -315,6 +316,21 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
         with contextlib.suppress(OSError):  # the disk may be what ended the job
             save(path, told)
     return told
+
+
+def verdict_beside(folder: Path) -> tuple[str, str]:
+    """(state, line) of the verdict that whoever watches the run has left beside its record; empty without one."""
+    try:
+        found = plain(bounded.read_text(folder / WHY, 1 << 20))
+        return str(found["state"]), str(found["line"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
+
+
+def watched(folder: Path) -> str:
+    """The same as a note of the record; empty where nothing was found."""
+    state, line = verdict_beside(folder)
+    return f"why: {line}"[:500] if state not in ("", "fine") else ""
 
 
 def save(path: Path, record: RunRecord) -> None:

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from contracts.rank_state import ASK, MOST_MARKS, NAME, RANKS_FOLDER, TRACE, Mark, RankState, dumps
+from contracts.run_record import WHY
 
 LOOK_SECONDS = 1.0
 WRITE_LOOKS = 10  # looks between two writes
@@ -105,7 +106,8 @@ class Beside(threading.Thread):
         written = 0.0
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / TRACE.format(rank=self.rank)).unlink(missing_ok=True)  # of an earlier start
+            for old in (self.folder / TRACE.format(rank=self.rank), self.folder.parent / WHY):
+                old.unlink(missing_ok=True)  # of an earlier start
         while not self.over.wait(self.look_seconds):
             self.look()
             now = time.monotonic()

@@ -248,6 +248,8 @@ class Recorder:
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
         record.comparison = parts.hold_against(record.forecast, record.measured, record.worst)
+        if line := run_record.watched(self.folder):
+            self.note(line)
         self.folder.mkdir(parents=True, exist_ok=True)
         run_record.save(self.folder / "flight.json", record)
 

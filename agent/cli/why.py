@@ -54,6 +54,7 @@ def why(
     """
     from agent import why as gathered
     from agent.advise import Request
+    from agent.jobs.ranks import watch as watch_run
     from agent.terminal.why import verdict as show
 
     with ExitStack() as stack:
@@ -67,7 +68,7 @@ def why(
         if watch and run is None:
             raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
-            found = gathered.watch(run, lambda told: emit(told, form, lambda out: show(out, told)))
+            found = watch_run(run, lambda told: emit(told, form, lambda out: show(out, told)))
         else:
             found = gathered.answer(asked)
             emit(found, form, lambda out: show(out, found))

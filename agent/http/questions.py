@@ -131,13 +131,20 @@ def cluster_page(
     return _page(pages.fleet_page(known.nodes(own), source=source, behind=behind, more=more))
 
 
+def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
+    """The verdict on posted sources."""
+    from agent.http.why import judged
+
+    return _document(judged(body), "json")
+
+
 def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone
     """A JSON document as YAML."""
     return _document(json.loads(text), "yaml")
 
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, as_yaml)
+    one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, why, as_yaml)
 }
 
 

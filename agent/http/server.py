@@ -25,9 +25,9 @@ from agent.cluster.publish import Publisher
 from agent.documents import document as plain_document
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
-from agent.http import models, pages, problem, runs
+from agent.http import models, pages, problem, runs, why
 from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
-from agent.http.answers import Rendered, document, form_of, respond
+from agent.http.answers import Format, Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
 from agent.http.models import TOKEN, YAML, Gate, Version, problems, texts
 from agent.http.problem import ProblemError
@@ -50,7 +50,6 @@ WORTH_BYTES = 1024  # below it gzip saves less than a packet
 GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready once this many scans in a row have been missed
 
-Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
 Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node, or every node that publishes.")]
 
 
@@ -97,6 +96,7 @@ def create(
     _advice(app, state, cluster, worker, rendered)
     _gate(app, state, worker, rendered)
     runs.install(app, state)
+    why.install(app, state, worker, rendered)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 

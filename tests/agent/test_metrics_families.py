@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agent.jobs.ranks import Standing
 from agent.metrics import families as metrics
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
 from agent.metrics.counters import PublishTally, WatchTally, reason_of
@@ -22,6 +23,7 @@ from agent.view import View, look
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
+from planner.why import Verdict
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -169,7 +171,8 @@ def test_whole_catalogue_can_appear(full: View) -> None:
     publish.succeeded()
     watch.restarts["expired"] += 1
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
-    dated = replace(full, since={(check.id, check.subject): 1.0 for check in full.checks})
+    stands = (Standing(run="job", verdict=Verdict(state="stuck", line="stuck")),)
+    dated = replace(full, since={(check.id, check.subject): 1.0 for check in full.checks}, runs=stands)
     shown = set(samples(dated, tallies(publish, watch)))
     assert names - shown <= {"topoflight_flight_mfu_ratio"}  # not known on this record
 
