@@ -272,6 +272,24 @@ def position(rank: int, seen: Seen) -> tuple[str, str]:
     return state.phase or "unknown", f"{DOING.get(state.phase or '', 'is at work')}{since}{where}"
 
 
+def meanwhile(rank: int, seen: Seen, begun: float | None) -> tuple[str, str]:
+    """position(), but for a rank that began what it is at only after the others' wait: what it did until then counts.
+
+    Who has just come back from a checkpoint computes by now; the wait is the checkpoint's.
+    """
+    kind, words = position(rank, seen)
+    state = seen.states.get(rank)
+    if state is None or kind not in ("data", "compute") or not begun or not state.since or state.since <= begun:
+        return kind, words
+    old = next((mark.samples for mark in reversed(state.marks) if mark.at <= begun), {})
+    looks = {one: n - old.get(one, 0) for one, n in state.samples.items() if one != "collective"}
+    total, innocent = sum(looks.values()), {one: n for one, n in looks.items() if one in INNOCENT}
+    if total <= 0 or sum(innocent.values()) / total <= 1 - EXPLAINS:
+        return kind, words
+    busy = max(innocent, key=lambda one: innocent[one])
+    return busy, f"{DOING[busy]} in {innocent[busy] / total:.0%} of the looks at it since then; now it {DOING[kind]}"
+
+
 def outlived(rank: int, seen: Seen) -> bool:
     """Whether a rank without an end of its own still wrote when the first of the others gave up waiting.
 
@@ -322,7 +340,13 @@ def _suspect(rank: int, kind: str, words: str, seen: Seen, wait: str, share: flo
 def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:
     """The verdict where calls do not move; None where this source shows no such thing."""
     jammed = jam(traces, seen.world, seen.states, seen.now)
-    kinds = {rank: position(rank, seen) for rank in jammed.roots}
+    begun = {
+        rank: min(
+            (jammed.waits[one].created or 0.0 for one, them in jammed.missing.items() if rank in them), default=0.0
+        )
+        for rank in jammed.roots
+    }
+    kinds = {rank: meanwhile(rank, seen, begun[rank]) for rank in jammed.roots}
     ended = [rank for rank in seen.states if position(rank, seen)[0] == "gone"]
     first = _first_to_end(ended, seen) if any(seen.states[rank].error for rank in ended) else None
     decisive = {rank for rank, (kind, _) in kinds.items() if kind in ("gone", "stopped")}
@@ -634,6 +658,12 @@ def _grown(seen: Seen) -> Verdict | None:
         cause = Cause(code="all", message=message, share=share, evidence=(told,))
     elif kind == "collective":
         cause = network(seen, "has become slow", told)
+        if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
+            message = f"all ranks alike have become {since / before:.1f} times slower, in their collectives"
+            cause = Cause(code="all.collective", message=message, evidence=(told,))
+            hint = Unknown(what="whether the network or a rank without CPU time",
+                           command="topoflight bench --pairs; cpu.stat of each rank's cgroup")  # fmt: skip
+            return replace(_verdict("slow", (cause,), seen, (), ()), unknown=(hint,))
     else:
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
                       evidence=(told,), action=ACTIONS.get(kind, ""))  # fmt: skip

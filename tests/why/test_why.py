@@ -69,6 +69,14 @@ def test_who_saves_evaluates_or_compiles_is_innocent(phase: str) -> None:
     assert found.innocent
 
 
+@pytest.mark.parametrize(("saved", "computed", "state"), [(14, 1, "fine"), (2, 30, "stuck"), (0, 3, "stuck")])
+def test_who_has_just_come_back_from_a_checkpoint_is_innocent(saved: int, computed: int, state: str) -> None:
+    mark = Mark(at=NOW - 45, samples={"compute": 100, "collective": 100})
+    looks = {"compute": 100 + computed, "collective": 104, "save": saved}
+    found = judge(waiting(phase="compute", since=NOW - computed, marks=(mark,), samples=looks))
+    assert (found.state, bool(found.innocent)) == (state, state == "fine")
+
+
 def test_a_short_wait_is_none() -> None:
     assert judge(waiting(phase="compute", for_seconds=1.5)).state == "fine"
 
@@ -165,7 +173,7 @@ WAITED = ({"compute": 6, "collective": 4}, {"compute": 2, "collective": 8})
     ("rows", "ranks", "code"),
     [
         ([GREW] * 4, (), "all.compute"),
-        ([WAITED] * 4, (), "network"),
+        ([WAITED] * 4, (), "all.collective"),
         ([WAITED, WAITED, GREW, WAITED], (2,), "rank.compute"),
     ],
 )
@@ -173,6 +181,14 @@ def test_a_pace_that_falls_is_told_by_what_grew(rows: list[Any], ranks: tuple[in
     states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*row)) for r, row in enumerate(rows)}
     found = judge(Seen(states=states, world=4, now=NOW))
     assert (found.state, found.ranks, found.causes[0].code) == ("slow", ranks, code)
+
+
+def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
+    rows = {r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, marks=marks(*WAITED))
+            for r in range(4)}  # fmt: skip
+    assert judge(Seen(states=rows, world=4, now=NOW)).unknown
+    rows[1] = replace(rows[1], unsent={"10.0.0.2": 30, "10.0.0.3": 30, "10.0.0.0": 30})
+    assert judge(Seen(states=rows, world=4, now=NOW)).causes[0].code == "link.node"
 
 
 def test_an_evaluation_is_no_slower_pace() -> None:
