@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import site
 import statistics
 import subprocess
 import sys
@@ -74,7 +73,8 @@ def compare_python() -> str:
     if not python.exists():
         venv.create(folder, with_pip=True)
         packages = next((folder / "lib").glob("python*/site-packages"))
-        (packages / "below.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+        below = [path for path in sys.path if path.endswith("site-packages")]  # pip, which finds no torch, brings one
+        (packages / "below.pth").write_text("\n".join(below) + "\n")
     if subprocess.run([python, "-c", "import trl"], capture_output=True).returncode:
         wanted = ["trl==1.16.0", "accelerate", "datasets>=4.7"]
         subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)

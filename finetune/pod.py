@@ -40,7 +40,7 @@ WAIT_SECONDS = 3600.0  # for the others: as long as an image may take
 RESTARTS = 3
 BEAT_SECONDS, UNHEARD_SECONDS = 5.0, 30.0  # a pod whose node is gone sends no FIN
 LOST_GRACE_SECONDS = 25.0  # for ranks whose peers are gone: most end by themselves, and tell the agent (20 s)
-SAVE_GRACE_SECONDS = 100.0  # for a checkpoint after SIGTERM; the pod has terminationGracePeriodSeconds 120
+SAVE_SECONDS = 100.0  # for a checkpoint after SIGTERM; the pod's terminationGracePeriodSeconds must be more
 LINGER_SECONDS = 5.0  # the others end after pod 0, whose log is then kept by the job's controller
 NEWS_SECONDS = 30.0
 _ENDED_HERE = -1000  # in place of an exit code: ranks that this pod had to end say nothing of why
@@ -80,6 +80,7 @@ class Settings:
     output: Path | None = None
     restarts: int = RESTARTS
     wait_seconds: float = WAIT_SECONDS
+    save_seconds: float = SAVE_SECONDS
     measure: bool = False  # pods that have not been measured together are so before the ranks train
     launched: str = ""  # of the launch that made the job's objects: another one counts its restarts anew
 
@@ -360,7 +361,7 @@ class Pod:
         """The code of each pod once all have ended, and the pods that were lost before they did."""
         codes: dict[int, int] = {}
         lost: set[int] = set()
-        patience, troubled_at = _Patience(), 0.0
+        patience, troubled_at = _Patience(self.settings.save_seconds), 0.0
         while len(codes) + len(lost) < self.settings.nodes:
             time.sleep(_POLL_SECONDS)
             self._accept()
@@ -369,7 +370,7 @@ class Pod:
                     if isinstance(message.get("ended"), int):
                         codes[index] = message["ended"]
                 gone = wire.closed or index in self.peers  # it has come anew: the one that ran is gone
-                gone = gone or bool(troubled_at and time.monotonic() - troubled_at > 2 * SAVE_GRACE_SECONDS)
+                gone = gone or bool(troubled_at and time.monotonic() - troubled_at > 2 * self.settings.save_seconds)
                 if gone and index not in codes and index not in lost:
                     self._tell(f"pod {index} of {self.settings.nodes} was lost")
                     lost.add(index)
@@ -455,7 +456,7 @@ class Pod:
         wire, port, measuring = self._come()
         ranks = Ranks(self.settings, self.settings.meet[0], port, 0, measuring=measuring)
         codes: dict[int, int] = {}
-        patience, said, troubled = _Patience(), False, False
+        patience, said, troubled = _Patience(self.settings.save_seconds), False, False
         try:
             while True:
                 time.sleep(_POLL_SECONDS)
@@ -536,7 +537,8 @@ class Pod:
 class _Patience:
     """How long ranks that must end are waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, save_seconds: float) -> None:
+        self.save_seconds = save_seconds
         self.asked = self.troubled = 0.0  # when
 
     def over(self, *, told: bool, troubled: bool, ask: Any) -> bool:
@@ -547,7 +549,7 @@ class _Patience:
             ask()
         if troubled and not self.troubled:
             self.troubled = now
-        asked = self.asked and now - self.asked > SAVE_GRACE_SECONDS
+        asked = self.asked and now - self.asked > self.save_seconds
         return bool(asked or (self.troubled and now - self.troubled > LOST_GRACE_SECONDS))
 
 
@@ -656,6 +658,7 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     parser.add_argument("--meet", required=True, metavar="HOST:PORT", help="where pod 0 listens")
     parser.add_argument("--restarts", type=int, default=RESTARTS, help="times that an interrupted job starts again")
     parser.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="for the other pods")
+    parser.add_argument("--save", type=float, default=SAVE_SECONDS, metavar="SECONDS", help="for it after SIGTERM")
     parser.add_argument("--launched", type=Path, help="a file that differs from launch to launch")
     parser.add_argument(
         "--measure", action="store_true", help="first measure, all pods together; a failure is the job's"
@@ -671,7 +674,7 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     settings = Settings(
         index=given.index, nodes=given.nodes, ranks=given.ranks, meet=(host, int(port)), words=words,
         output=output_of(words), restarts=given.restarts, wait_seconds=given.wait, launched=launched,
-        measure=given.measure,
+        measure=given.measure, save_seconds=given.save,
     )  # fmt: skip
     return settings, given.gate
 

@@ -90,6 +90,9 @@ cluster_options = (
                       "Default: as the nodes show it."),
     click.option("--restarts", default=None, type=click.IntRange(0, 100),
                  help=f"Cluster: times that an interrupted job starts again by itself. Default: {RESTARTS}."),
+    click.option("--storage-rate", default=None, metavar="QUANTITY",
+                 help="Cluster: bytes per second that storage takes of all pods (500M, 2G): a checkpoint has that time "
+                      "after SIGTERM."),
     click.option("--wait", default=60.0, show_default=True, type=click.FloatRange(0, 86400),
                  help="Cluster: seconds to wait for the job's first pods; says why none came."),
 )  # fmt: skip
@@ -98,7 +101,7 @@ cluster_options = (
 OF_A_CLUSTER = {
     "context", "image", "name", "namespace", "resources", "node_selector", "tolerate", "claim", "storage_class",
     "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra", "no_dra",
-    "with_network", "host_mofed", "restarts", "wait",
+    "with_network", "host_mofed", "restarts", "storage_rate", "wait",
 }  # fmt: skip
 OF_THIS_HOST = {"folder", "timeout", "script"}
 OF_THE_JOB = {"model", "method", "sequence_length", "global_batch", "config", "overrides", "machine", "nodes"}
@@ -237,7 +240,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
         for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
             say(f"warning: {wrong}", err=True)
-    for line in (*plan.notes, *left_out):
+    for line in filter(None, (*plan.notes, *left_out, cluster_job.told_to_end(advice, spec, given))):
         say(f"note: {line}", err=True)
     for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
         say(f"warning: {wrong}", err=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agent import units
 from agent.advise import RequestError
 from agent.cli import job_settings
 from agent.cluster import dra
@@ -18,18 +19,24 @@ from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import GateError, select
 from agent.jobs.launch import LaunchError, job_plan
 from contracts.job_plan import JobPlan, dumps
+from hardware.units import rate
 from planner.advice import Reason, Recommendation, Setting
+from planner.forecast.memory import checkpoint_bytes
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
     DEVICE_CLASSES,
     MOUNT,
+    SAVE_SECONDS,
+    STORAGE_BYTES_PER_SECOND,
     JobError,
     JobSpec,
     check_object_name,
     check_size,
     family,
     from_advice,
+    quantity,
+    save_seconds,
 )
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -61,6 +68,7 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[
         "preflight_require": tuple(given["require"]),
         "measure": bool(given.get("measure")),
         **({"restarts": given["restarts"]} if given.get("restarts") is not None else {}),
+        "save_seconds": save_seconds(*_to_save(advice), storage_rate(given)),
         "agent": given.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if given["dra"] else None,
         **({"device_classes": given["device_classes"]} if given.get("device_classes") else {}),
@@ -120,6 +128,33 @@ def not_kept(spec: JobSpec) -> str:
     return (
         "no claim holds the run: checkpoints and result end with the pod, and a pod made anew starts at the first "
         "step; --claim NAME or --storage-class NAME keeps them"
+    )
+
+
+def storage_rate(given: Mapping[str, Any]) -> float | None:
+    """Bytes per second that --storage-rate says; None where nobody does."""
+    if (word := given.get("storage_rate")) is None:
+        return None
+    check_size("--storage-rate", word)
+    return float(quantity(word) or 0)
+
+
+def _to_save(advice: Recommendation) -> tuple[float, float]:
+    """Bytes of a checkpoint, and seconds of the step that may have to end first; of nothing known, 0."""
+    if advice.chosen is None or advice.model is None or advice.train is None:
+        return 0.0, 0.0
+    in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
+    due = advice.chosen.forecast.step_seconds.high
+    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
+
+
+def told_to_end(advice: Recommendation, spec: JobSpec, given: Mapping[str, Any]) -> str:
+    """How long the pods may take to save, where that goes by a rate of storage that nobody has told; else nothing."""
+    if spec.save_seconds == SAVE_SECONDS or storage_rate(given) is not None:
+        return ""
+    return (
+        f"a checkpoint is {units.size(_to_save(advice)[0])}: the pods have {spec.save_seconds} s for it after SIGTERM, "
+        f"at the {rate(STORAGE_BYTES_PER_SECOND)} of a common volume: --storage-rate says what yours takes"
     )
 
 
@@ -388,7 +423,7 @@ def offered(client: Client, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(name for name, count in having.items() if count >= (given["nodes"] or 1)))
 
 
-GONE_SECONDS = 150.0  # for a job that failed to be deleted after its pods, which have 120 s to end
+GONE_SECONDS = 30.0  # for a job that failed to be deleted, after the time that its pods have to end
 
 
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
@@ -410,7 +445,7 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                     line, failed = "created", _admit(client, document)
                 else:
                     if failed:
-                        _delete(client, document)
+                        _delete(client, document, GONE_SECONDS + max(_grace(made), default=0))
                         yield f"{name} had failed: deleted"
                     client.create(_path(client, document), document)
                     line = "created"
@@ -476,10 +511,19 @@ def job_state(job: Document) -> str:
     return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
 
 
-def _delete(client: Client, job: Document) -> None:
+def _grace(node: Any) -> Iterator[int]:
+    """How long each pod below has to end."""
+    below = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
+    if isinstance(node, Mapping) and "terminationGracePeriodSeconds" in node:
+        yield node["terminationGracePeriodSeconds"]
+    for one in below:
+        yield from _grace(one)
+
+
+def _delete(client: Client, job: Document, seconds: float) -> None:
     """Delete the job and wait until it is gone; ApiError where it does not go."""
     path = _path(client, job, job["metadata"]["name"])
-    until = time.monotonic() + GONE_SECONDS
+    until = time.monotonic() + seconds
     try:
         client.delete(path)
         while time.monotonic() < until:
@@ -489,7 +533,7 @@ def _delete(client: Client, job: Document) -> None:
         if error.status == 404:
             return
         raise
-    raise ApiError(409, f"the job that failed is still there {GONE_SECONDS:.0f} s after it was deleted")
+    raise ApiError(409, f"the job that failed is still there {seconds:.0f} s after it was deleted")
 
 
 def _pair(word: str, option: str) -> tuple[str, str]:

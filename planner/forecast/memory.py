@@ -8,7 +8,7 @@ from typing import NamedTuple
 from contracts.layout import Layout
 from hardware.units import GIB
 from planner.forecast.engine import Engine, Share, share_of
-from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,16 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
     if layout.offload == "all":
         in_weights, gradients = 0.0, 0.0
     return in_weights, gradients, optimizer
+
+
+def checkpoint_bytes(model: ModelSpec, train: TrainSpec, *, in_fp32: bool) -> float:
+    """Bytes of one checkpoint of the fine-tune job, of all ranks together: what trains, and AdamW's two moments of it.
+
+    A full fine-tune holds its weights in fp32, PEFT its adapters; what PEFT trains whole stays in the model's type.
+    """
+    trained = trained_weights(model, train)
+    whole = 0 if train.method == "full" else trained - lora_weights(model, train)
+    return 3.0 * (4.0 * (trained - whole) + (4.0 if in_fp32 else 2.0) * whole)
 
 
 def micro_batches_held(layout: Layout) -> float:

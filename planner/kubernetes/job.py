@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,9 @@ AGENT = "http://topoflight-node.topoflight:9402"  # the Service of deploy/daemon
 CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the next job
 RESTARTS = 3  # times that an interrupted job starts again by itself
 PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
+SAVE_SECONDS = 100  # from SIGTERM to the checkpoint, at least
+STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # where it is unknown: what a gp3 volume gives unasked (AWS, EBS volumes)
+END_SECONDS = 20  # from there to the end of the pod
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 
 
@@ -137,6 +141,7 @@ class JobSpec:
     active_deadline_seconds: int | None = None
     restarts: int = RESTARTS  # of ranks that saved and ended, and of pods that were lost
     peer_wait_seconds: int = PEER_WAIT_SECONDS
+    save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint once the pod is told to end
 
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.namespace):
@@ -148,10 +153,9 @@ class JobSpec:
         for what in ("nodes", "processes_per_node"):
             if getattr(self, what) < 1:
                 raise JobError(f"{what}={getattr(self, what)}: must be at least 1")
-        if self.restarts < 0 or self.peer_wait_seconds < 1:
-            raise JobError(
-                f"restarts={self.restarts} peer_wait_seconds={self.peer_wait_seconds}: must be 0 and 1 at least"
-            )
+        for what, least in (("restarts", 0), ("peer_wait_seconds", 1), ("save_seconds", 1)):
+            if getattr(self, what) < least:
+                raise JobError(f"{what}={getattr(self, what)}: must be {least} at least")
         last = f"-worker-{self.nodes - 1}"  # what PyTorchJob and JobSet ("-node-0-1") add at most
         if len(self.name) + len(last) > _NAME_LIMIT:
             allowed = _NAME_LIMIT - len(last)
@@ -189,6 +193,15 @@ class JobSpec:
     def qualified_networks(self) -> str:
         """Value of the annotation k8s.v1.cni.cncf.io/networks."""
         return ",".join(self.networks)
+
+
+def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None) -> int:
+    """How long after SIGTERM the ranks may take to save: the step that has begun, and what storage needs.
+
+    A checkpoint that is being written when the signal comes is waited for, so two are counted.
+    """
+    needed = math.ceil(step_seconds + 2 * checkpoint_bytes / (bytes_per_second or STORAGE_BYTES_PER_SECOND))
+    return max(SAVE_SECONDS, needed)
 
 
 def from_advice(

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from contracts.run_record import KILLED, RESUMABLE
-from planner.kubernetes.job import CACHE, MOUNT, JobSpec, toleration
+from planner.kubernetes.job import CACHE, END_SECONDS, MOUNT, JobSpec, toleration
 
 Document = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -32,7 +32,6 @@ PORT = 29500  # where pod 0 listens for the others: torchrun's own default
 GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
 # How a pod ends that another one shall take the place of: it saved and ended, SIGKILL, SIGTERM. All else fails the job.
 RETRIED = (RESUMABLE, KILLED + 9, KILLED + 15)
-GRACE_SECONDS = 120  # for a checkpoint after SIGTERM; Kubernetes' own 30 are few for a large model
 AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
 AGENT_TOKEN = "/var/run/secrets/topoflight"  # noqa: S105 - a folder
 
@@ -252,7 +251,7 @@ def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Docum
     body: Document = {"containers": [{key: value for key, value in main.items() if value not in ([], {})}]}
     if spec.preflight_image:
         body["initContainers"] = [_gate(spec, code_to_file=gated)]
-    body["terminationGracePeriodSeconds"] = GRACE_SECONDS
+    body["terminationGracePeriodSeconds"] = spec.save_seconds + END_SECONDS
     if spec.nodes > 1:  # one pod per node
         apart = {
             "topologyKey": "kubernetes.io/hostname",
@@ -286,6 +285,7 @@ def _command(spec: JobSpec, meet: str, *, gated: bool) -> list[str]:
     words = [
         "python", "-m", "finetune.pod", f"--nodes={spec.nodes}", f"--ranks={spec.processes_per_node}",
         f"--meet={meet}:{PORT}", f"--restarts={spec.restarts}", f"--wait={spec.peer_wait_seconds}",
+        f"--save={spec.save_seconds}",
     ]  # fmt: skip
     if spec.config_map:
         words.append("--launched=/etc/config/launched")

@@ -13,6 +13,7 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import Bounds, NamedValue, RunForecast
 from contracts.layout import Layout
 from contracts.run_record import Measured, RunPart, RunRecord
+from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
 from finetune.model import build_model, causal_lm, cut
 from finetune.optim import clip_gradients, learning_rate
@@ -20,6 +21,9 @@ from finetune.parallel import stage_bounds
 from finetune.parts import beside_forecast, divide, hold_against, part_of
 from finetune.plan import refusals
 from finetune.rows import IGNORED, load_tokenizer
+from planner.forecast.memory import checkpoint_bytes
+from planner.forecast.models import model_from_config
+from planner.forecast.specs import TrainSpec
 
 SMALL = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -267,3 +271,19 @@ def test_a_forecast_without_an_interval_is_not_compared():
     named = replace(due, time_parts=[NamedValue(name="gemm", value=1.0), NamedValue(name="attention", value=0.1)])
     assert [one.forecast_seconds for one in beside_forecast(parts, named)] == pytest.approx([1.1, 0.0, 0.0])
     assert [one.forecast_seconds for one in beside_forecast(parts, RunForecast())] == [None, None, None]
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
+@pytest.mark.parametrize("lora", [{}, {"lora_modules_to_save": ("embed_tokens",)}, None])
+def test_the_planner_knows_the_bytes_of_a_checkpoint(tmp_path, family, lora):
+    """What trains with both moments, as the store is given it; the time that pods have to save is counted from it."""
+    config = job(tmp_path, family, use_peft=lora is not None, dtype="bfloat16", **(lora or {}))
+    net = build_model(config, "bf16")
+    named = dict(net.named_parameters())
+    optimizer = torch.optim.AdamW([p for p in named.values() if p.requires_grad])
+    start_moments(named, optimizer, 1)
+    stored = sum(t.numel() * t.itemsize for t in training_state(named, optimizer).values())
+    train = TrainSpec(method="full" if lora is None else "lora", lora_rank=config.lora_r,
+                      lora_targets=config.lora_target_modules, saved_modules=config.lora_modules_to_save)  # fmt: skip
+    spec = model_from_config(FAMILIES[family].to_dict())
+    assert checkpoint_bytes(spec, train, in_fp32=False) == stored

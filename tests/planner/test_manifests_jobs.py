@@ -19,6 +19,7 @@ from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from agent.jobs import cluster_job
 from agent.jobs.launch import job_plan
+from finetune import pod
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
@@ -365,3 +366,35 @@ def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
     kinds = {each["kind"]: each for each in yaml.safe_load_all(answered.stdout)}
     assert "ofedDriver" in kinds["NicClusterPolicy"]["spec"]
     assert kinds["ClusterPolicy"]["spec"]["driver"]["rdma"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> None:
+    """The kubelet waits longer than the pod's own process does; both by one number."""
+    documents = manifests.APIS[api](replace(SPEC, save_seconds=700))
+    settings, _ = pod.read_settings(command_of(documents)[3:], {})
+    for template in templates(list(documents)):
+        assert template["spec"]["terminationGracePeriodSeconds"] == settings.save_seconds + 20 == 720
+
+
+@pytest.mark.parametrize(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
+def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(method: str, trained: int) -> None:
+    """Twice its bytes, for one may still be written, beside a step; a rate that is not known is taken, and said."""
+    words = [
+        "--host", str(MACHINES / "hgx-h100-8xH100-8hca.json"), "--model", "Qwen/Qwen2.5-7B", "--method", method,
+        "--api", "job", "--image", "registry.example/finetune:1", "--claim", "shared",
+        "--set", "dataset_name=rows.jsonl", "--dry-run",
+    ]  # fmt: skip
+    found = {}
+    for rate, per_second in ((None, 125 * 2**20), ("1G", 1e9), ("5M", 5e6)):
+        done = CliRunner().invoke(launch, [*words, *(["--storage-rate", rate] if rate else [])])
+        assert done.exit_code == 0, done.output
+        (template,) = templates(list(yaml.safe_load_all(done.stdout)))
+        found[rate] = template["spec"]["terminationGracePeriodSeconds"] - 20
+        writing = 2 * 12 * trained / per_second
+        assert found[rate] == 100 or writing < found[rate] < writing + 60
+        assert found[rate] > 100 or writing <= 100
+        assert ("--storage-rate" in done.stderr) is (rate is None and writing > 100)
+    assert (found["5M"] > 100) and (found["1G"] > 100) is (method == "full")
+    refused = CliRunner().invoke(launch, [*words, "--storage-rate", "fast"])
+    assert refused.exit_code == 2 and "--storage-rate='fast': must be a quantity above 0" in refused.stderr
