@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,16 +62,18 @@ def answer(asked: Asked) -> Verdict:
         seen = replace(seen, traces={**seen.traces, **traces})
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
-    told = {"watchdog": watchdog.read(_lines((*asked.logs, *asked.diagnostics)))}
+    logs = (*asked.logs, *asked.diagnostics)
+    waits, found = watchdog.read(_lines(logs)), _evidence(logs)
     seen = replace(seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs))
     reports = [_ras(source) for source in asked.ras]
-    seen = replace(seen, told={name: rows for name, rows in told.items() if rows}, world=_world(seen, told["watchdog"]))
+    counted = max(seen.world or 0, (found.ranks or 0) if found else 0)
+    seen = replace(seen, told={"watchdog": waits.traces} if waits.traces else {}, heard=waits.heard,
+                   counted=counted > 0, world=_world(replace(seen, world=counted or None), waits))  # fmt: skip
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if asked.inspector is not None:
         verdict = with_inspector(verdict, asked.inspector)
-    found = _evidence((*asked.logs, *asked.diagnostics))
     if found is not None:
         verdict = with_log(verdict, found)
         verdict = priced(verdict, found, asked.request or Request(), asked.layout)
@@ -84,9 +86,9 @@ def answer(asked: Asked) -> Verdict:
     return replace(verdict, unknown=(*verdict.unknown, *unknown))
 
 
-def _world(seen: Seen, waiting: Mapping[int, calls.RankTrace]) -> int | None:
+def _world(seen: Seen, waits: watchdog.Waits) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
-    named = [max(rows) + 1 for rows in (seen.traces, seen.states, waiting) if rows]
+    named = [max(rows) + 1 for rows in (seen.traces, seen.states, waits.traces, waits.heard) if rows]
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     return max([*(named if seen.world is None else [seen.world, *named]), *members], default=0) or None
 
@@ -166,15 +168,29 @@ def _ras(source: str) -> ras.RasReport:
         raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
+RAS_SILENT = ras.RasRank(rank=-1)
+
+
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """RAS beside the verdict: alone it decides, else it agrees or is shown to differ."""
     rows = [(comm, *ras.behind(comm)) for comm in report.comms]
-    late = {rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()}
+    late = {
+        rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
+        if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, RAS_SILENT).missing
+    }  # fmt: skip
+    most = [words for comm, ranks, words in rows if words and len(ranks) > comm.size / 2]
     dead = [one for one in report.dead if one.missing == "dead"]
     sources = (*verdict.sources, f"RAS: {len(report.comms)} communicators")
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     if not late and not dead:
+        if most and not verdict.causes:
+            hint = Unknown(what=f"who of the most is behind: {most[0]}", command="topoflight why --flight-recorder DIR")
+            verdict = replace(verdict, unknown=(*verdict.unknown, hint))
+        elif verdict.ranks and report.comms:
+            text = (f"RAS sees no rank behind, the verdict names {why.ranks_of(verdict.ranks)}: RAS "
+                    f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
+            verdict = replace(verdict, disagree=(*verdict.disagree, text))
         return replace(verdict, sources=sources)
     if verdict.causes:
         same = set(verdict.ranks) == set(late)

@@ -87,7 +87,9 @@ class Seen:
     )  # by source: ranks it calls dead, and its words
     first: int | None = None  # rank that torchrun saw end first
     cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
+    heard: frozenset[int] = frozenset()  # ranks that wrote lines of their own into the log
     world: int | None = None
+    counted: bool = True  # whether a source says how many ranks there are; else it is the highest that was seen
     now: float = 0.0
 
 
@@ -123,6 +125,9 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
             continue
         found.waits[rank] = call
         inside = members.get(call.group, everyone)
+        if call.p2p:
+            _other_end(rank, call, sorted(inside), traces, found)
+            inside = set()
         for other in inside - {rank}:
             trace_of = traces.get(other)
             if trace_of is None or trace_of.enqueued.get(call.group, 0) < call.number:
@@ -132,7 +137,7 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
         if call.created:
             found.age = max(found.age, (trace.taken or now) - call.created)
             found.usual = max(found.usual, _longest_pause(trace, call))
-    found.odd = _mismatches(traces, found.waits)
+    found.odd += _mismatches(traces, found.waits)
     # a rank that stands in a collective by now, which its dump does not hold, has dumped before it came
     old = {rank for rank, state in states.items() if state.phase == "collective" and rank not in found.waits}
     found.roots = _roots(found) - old
@@ -143,6 +148,31 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
     }  # fmt: skip
     found.roots -= found.met
     return found
+
+
+def _other_end(rank: int, call: Call, inside: Sequence[int], traces: Mapping[int, RankTrace], found: Jam) -> None:
+    """A send or receive waits for its peer, unless that stands in the receive or send that belongs to it.
+
+    Numbers of sends and receives are each rank's own, so a pair is matched by its ends, first to first.
+    """
+    if call.peer is None or call.peer >= len(inside):
+        return
+    other, mine = inside[call.peer], inside.index(rank) if rank in inside else rank
+    trace = traces.get(other)
+    match = next(
+        (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine
+         and one.op != call.op), None,
+    ) if trace else None  # fmt: skip
+    if match is None:
+        found.missing.setdefault(rank, set()).add(other)
+    elif call.op == "send" and call.sizes and match.sizes and _lengths(call) != _lengths(match):
+        words = f"rank {rank} sends {call.words}, rank {other} receives {match.words}"
+        found.odd.append(Cause(code="call.size", message=f"{words}: not the same", ranks=tuple(sorted((rank, other))),
+                               action="send and receive tensors of one size and type"))  # fmt: skip
+
+
+def _lengths(call: Call) -> tuple[object, ...]:
+    return (*(_product(one) for one in call.sizes), call.dtypes)
 
 
 def _members(
@@ -369,6 +399,8 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         ranks = tuple(sorted({rank for cause in jammed.odd for rank in cause.ranks}))
         failed = any(state.ended and state.error for state in seen.states.values())
         return _verdict("failed" if failed else "stuck", tuple(jammed.odd), seen, ranks, waiting)
+    if timed_out and not decisive and _half_told(jammed, kinds, seen):
+        return _untold(seen, wait, waiting, call)
     silent = [rank for rank in jammed.roots if kinds[rank][0] == "gone"]
     if first is None and len(silent) > 1:
         return None  # which of them was first is for their errors to tell
@@ -377,6 +409,8 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         if _gave_up(seen):
             return _too_short(sorted(kinds), seen, wait, waiting)
         return Verdict(state="fine", line=f"nothing is stuck: {innocent[0]}", innocent=innocent, waiting=waiting)
+    if not jammed.roots and timed_out and not seen.counted:
+        return _untold(seen, wait, waiting, call)
     if not jammed.roots:
         return _no_root(jammed, seen, wait, waiting)
     order = sorted(decisive or jammed.roots, key=lambda rank: (rank not in decisive, kinds[rank][0] in INNOCENT, rank))
@@ -390,6 +424,21 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         return _sizes(ranks, seen, waiting)
     failed = gone or any(outlived(rank, seen) for rank in ranks)
     return _verdict("failed" if failed else "stuck", causes, seen, ranks, waiting)
+
+
+def _half_told(jammed: Jam, kinds: Mapping[int, tuple[str, str]], seen: Seen) -> bool:
+    """Whether those that are missing may have written to a log that was not given: no sign of them, and no fewer."""
+    without = [rank for rank in jammed.roots if kinds[rank][0] == "unknown" and rank not in seen.heard]
+    return len(without) >= len(jammed.waits)
+
+
+def _untold(seen: Seen, wait: str, waiting: tuple[int, ...], call: Call) -> Verdict:
+    """Ranks that waited in vain, by a log that does not tell of all ranks: whom for, nobody knows."""
+    cause = Cause(code="call.timeout", message=f"{ranks_of(waiting)} waited in vain in {call.words}", evidence=(wait,),
+                  action="give the logs of all ranks, or their dumps: TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
+    hint = Unknown(what="for whom they waited: the logs do not tell of every rank",
+                   command="topoflight why LOG... of all ranks, or --flight-recorder DIR")  # fmt: skip
+    return replace(_verdict("stuck", (cause,), seen, (), waiting), unknown=(hint,))
 
 
 def _too_short(busy: Sequence[int], seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
@@ -433,6 +482,8 @@ def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Ve
         call = jammed.waits[min(jammed.met)]
         met = sorted(rank for rank in jammed.met if jammed.waits[rank].group == call.group)
         inside = sorted(jammed.members.get(call.group, set(met)))
+        if call.p2p and call.peer is not None and call.peer < len(inside):
+            inside = sorted({min(jammed.met), inside[call.peer]})
         said = (
             f"{ranks_of(inside)} are all in {call.words}, number {call.number} of group {call.group}: it does not move"
         )

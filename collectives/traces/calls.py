@@ -90,7 +90,7 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     }  # fmt: skip
     names = {one["process_group"][0]: one["process_group"][1] for one in found.get("entries", [])[-MOST_CALLS:]
              if isinstance(one, dict) and _pair(one.get("process_group"))}  # fmt: skip
-    calls = tuple(sorted((call for call in entries if call is not None), key=lambda call: call.record))
+    calls = _settled(sorted((call for call in entries if call is not None), key=lambda call: call.record))
     newest: dict[str, int] = {}
     for call in calls:
         if not call.p2p:
@@ -98,6 +98,24 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     return RankTrace(
         rank=rank, source=source, calls=calls, groups=members, names=names, version=version, enqueued=newest
     )
+
+
+def _settled(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """A group's collectives end in their order, and what was coalesced ends with the entry that closes it.
+
+    The recorder keeps no state of the parts of a coalesced call: they stay "scheduled".
+    """
+    ended: set[str] = set()  # groups of which a later collective is over
+    closed: set[str] = set()  # groups whose next collective is a coalesced one that is over
+    found = []
+    for call in reversed(calls):
+        over = call.done or (call.group in closed if call.p2p else call.group in ended)
+        if not call.p2p:
+            (closed.add if over and call.op == "coalesced" else closed.discard)(call.group)
+            if over:
+                ended.add(call.group)
+        found.append(call if over == call.done else replace(call, done=over))
+    return tuple(reversed(found))
 
 
 def _pair(value: Any) -> bool:

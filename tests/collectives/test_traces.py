@@ -173,10 +173,44 @@ LOG = """
 
 
 def test_the_watchdogs_words_of_three_releases() -> None:
-    found = watchdog.read(LOG.splitlines())
+    found = {**watchdog.read(LOG.splitlines()[:-1]).traces, **watchdog.read(LOG.splitlines()[-1:]).traces}
     assert {rank: (t.calls[0].op, t.calls[0].number) for rank, t in found.items()} == {
         7: ("broadcast", 78), 3: ("allreduce", 78), 1: ("allreduce", 469)}  # fmt: skip
-    assert (found[7].enqueued, found[3].enqueued, found[1].enqueued) == ({"0": 79}, {"0": 80}, {"default": 469})
+    assert (found[7].enqueued, found[3].enqueued, found[1].enqueued) == ({"0": 79}, {"0": 80}, {"0": 469})
+
+
+def test_parts_of_a_coalesced_call_end_with_it() -> None:
+    def entry(record: int, name: str, state: str = "scheduled", *, p2p: bool = True) -> dict[str, Any]:
+        return {"record_id": record, "process_group": ["0", "default_pg"], "collective_seq_id": 1, "p2p_seq_id": record,
+                "profiling_name": f"nccl:{name}", "state": state, "retired": False, "is_p2p": p2p}  # fmt: skip
+
+    entries = [entry(1, "send 0->1"), entry(2, "recv 0<-1"), entry(3, "coalesced", "completed", p2p=False),
+               entry(4, "send 0->1"), entry(5, "coalesced", p2p=False)]  # fmt: skip
+    found = calls.read(json.dumps({"version": "2.10", "entries": entries}).encode(), rank=0)
+    assert [call.done for call in found.calls] == [True, True, True, False, False]
+
+
+def in_group(local: int, rank: int, guid: int = 9, number: int = 610) -> str:
+    """Two lines of a rank of a group that is not everybody's, as 2.6 writes them."""
+    return (
+        f"[rank{rank}]:[E318 07:39:53.7 ProcessGroupNCCL.cpp:616] [Rank {local}] Watchdog caught collective operation "
+        f"timeout: WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, NumelIn=5, NumelOut=5, Timeout(ms)=600000) ran for "
+        f"600086 milliseconds before timing out.\n[rank{rank}]:[E318 07:39:53.7 ProcessGroupNCCL.cpp:1785] [PG ID 2 "
+        f"PG GUID {guid} Rank {local}] Exception (either an error or timeout) detected by watchdog at work: {number}, "
+        f"last enqueued NCCL work: {number + 6}, last completed NCCL work: {number - 1}."
+    )
+
+
+def test_a_rank_of_a_group_is_told_from_its_number_in_the_job() -> None:
+    text = "\n".join(in_group(local, rank) for local, rank in ((0, 4), (1, 5), (3, 7)))
+    what = "terminate called: [PG ID 2 PG GUID 9 Rank 0] Process group watchdog thread terminated with exception: "
+    again = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=610, OpType=ALLREDUCE, NumelIn=5, "
+    found = watchdog.read([*text.splitlines(), what + again, "[rank6]: Traceback (most recent call last):"])
+    assert set(found.traces) == {4, 5, 7}
+    assert found.traces[4].groups == {"9": (4, 5, 6, 7)}
+    assert found.heard == {4, 5, 6, 7}
+    uneven = watchdog.read("\n".join(in_group(local, rank) for local, rank in ((0, 4), (1, 5), (3, 9))).splitlines())
+    assert uneven.traces[4].groups == {}
 
 
 def performed(rank: int, micro: int, number: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent import why as gathered
-from collectives.traces import ras
+from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
 from contracts.rank_state import Mark, RankState
 from finetune.beside import phase_of
@@ -142,6 +142,42 @@ def test_groups_that_wait_for_each_other_are_a_circle() -> None:
     assert found.causes[0].code == "call.circle"
 
 
+def p2p(op: str, peer: int, *, done: bool = False, size: int = 8, record: int = 50) -> Call:
+    return Call(group="pp", number=record, record=record, op=op, p2p=True, peer=peer, done=done, created=NOW - 60,
+                sizes=((size,),))  # fmt: skip
+
+
+def pipeline(**calls: list[Call]) -> Verdict:
+    """Ranks 4, 5, 6 of a pipeline; the numbers of peers are those within it."""
+    traces = {
+        int(name[1:]): replace(trace(int(name[1:]), *mine), groups={"pp": (4, 5, 6)}) for name, mine in calls.items()
+    }
+    return judge(Seen(traces=traces, world=8, now=NOW))
+
+
+def test_a_stage_that_has_not_posted_its_receive_is_waited_for() -> None:
+    found = pipeline(r4=[p2p("send", 1)], r5=[p2p("recv", 0, done=True)], r6=[p2p("recv", 1)])
+    assert (found.state, found.ranks, found.waiting) == ("stuck", (5,), (4, 6))
+    behind = pipeline(r4=[], r5=[p2p("recv", 0)], r6=[p2p("recv", 1)])
+    assert behind.ranks == (4,)
+
+
+def test_both_ends_posted_and_nothing_moves_is_the_network_between_them() -> None:
+    found = pipeline(r4=[p2p("send", 1)], r5=[p2p("recv", 0)], r6=[p2p("recv", 1)])
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (), "network")
+    assert "ranks 4, 5" in found.causes[0].evidence[1]
+
+
+def test_two_that_send_to_each_other_are_a_circle() -> None:
+    found = pipeline(r4=[p2p("send", 1)], r5=[p2p("send", 0)], r6=[])
+    assert (found.causes[0].code, found.ranks) == ("call.circle", (4, 5))
+
+
+def test_a_send_and_its_receive_of_other_sizes_do_not_match() -> None:
+    found = pipeline(r4=[p2p("send", 1)], r5=[p2p("recv", 0, size=4)], r6=[])
+    assert (found.causes[0].code, found.ranks) == ("call.size", (4, 5))
+
+
 def test_one_late_rank_is_named_two_share_the_wait() -> None:
     one = judge(Seen(traces={r: trace(r, *c) for r, c in history(60, {3: 0.6}).items()}, world=4, now=NOW))
     assert (one.state, one.ranks) == ("slow", (3,))
@@ -260,6 +296,41 @@ def test_ras_that_lists_who_is_ahead_does_not_overrule_the_calls() -> None:
     found = gathered.with_ras(judge(waiting(phase="data")), ras.RasReport(comms=(comm,)), None)
     assert found.ranks == (2,)
     assert "lists outliers" in found.disagree[0]
+
+
+def watchdogs(*ranks: int, world: int | None = None, extra: str = "") -> Verdict:
+    """The verdict on a log in which these ranks waited in vain."""
+    lines = [
+        f"[rank{rank}]:[E424 01:11:21.1 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation "
+        "timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran for 1800010 "
+        "milliseconds before timing out." for rank in ranks
+    ]  # fmt: skip
+    told = watchdog.read([*lines, *extra.splitlines()])
+    return judge(Seen(told={"watchdog": told.traces}, heard=told.heard, counted=world is not None,
+                      world=world or max((*told.traces, *told.heard)) + 1, now=NOW))  # fmt: skip
+
+
+def test_a_watchdog_accuses_only_who_the_log_could_have_told_of() -> None:
+    assert watchdogs(1, 2, 3, 4, 5, 6).ranks == (0,)
+    assert watchdogs(1, extra="[rank0]: Traceback (most recent call last):").ranks == (0,)
+    for alone in (watchdogs(118), watchdogs(1)):
+        assert (alone.ranks, alone.causes[0].code) == ((), "call.timeout")
+        assert alone.unknown
+
+
+def test_all_that_spoke_have_come_is_the_network_only_where_all_are_counted() -> None:
+    assert watchdogs(0, 1, 2).causes[0].code == "call.timeout"
+    assert watchdogs(0, 1, 2, world=3).causes[0].code == "network"
+    assert watchdogs(0, 1, 2, world=4).ranks == (3,)
+
+
+def test_ras_accuses_no_majority() -> None:
+    ranks = {r: ras.RasRank(rank=r, counts={"AllGather": 641}) for r in (12, 13)}
+    comm = ras.RasComm(id="1", size=32, ranks=ranks, spread={"AllGather": {640: 30, 641: 2}})
+    report = ras.RasReport(comms=(comm,))
+    found = gathered.with_ras(Verdict(state="fine", line=""), report, report)
+    assert (found.ranks, found.causes) == ((), ())
+    assert "30 of 32" in found.unknown[0].what
 
 
 def test_counts_that_move_are_no_stall() -> None:
