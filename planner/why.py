@@ -399,7 +399,11 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         ranks = tuple(sorted({rank for cause in jammed.odd for rank in cause.ranks}))
         failed = any(state.ended and state.error for state in seen.states.values())
         return _verdict("failed" if failed else "stuck", tuple(jammed.odd), seen, ranks, waiting)
-    if timed_out and not decisive and _half_told(jammed, kinds, seen):
+    without = {rank for rank in jammed.roots if kinds[rank][0] == "unknown" and rank not in {*seen.heard, *traces}}
+    if without and without != jammed.roots:  # some that are missing have told of themselves: those are
+        jammed.roots -= without
+        kinds = {rank: kind for rank, kind in kinds.items() if rank not in without}
+    elif not decisive and len(without) >= max(1, len(jammed.waits)):
         return _untold(seen, wait, waiting, call)
     silent = [rank for rank in jammed.roots if kinds[rank][0] == "gone"]
     if first is None and len(silent) > 1:
@@ -426,17 +430,11 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     return _verdict("failed" if failed else "stuck", causes, seen, ranks, waiting)
 
 
-def _half_told(jammed: Jam, kinds: Mapping[int, tuple[str, str]], seen: Seen) -> bool:
-    """Whether those that are missing may have written to a log that was not given: no sign of them, and no fewer."""
-    without = [rank for rank in jammed.roots if kinds[rank][0] == "unknown" and rank not in seen.heard]
-    return len(without) >= len(jammed.waits)
-
-
 def _untold(seen: Seen, wait: str, waiting: tuple[int, ...], call: Call) -> Verdict:
-    """Ranks that waited in vain, by a log that does not tell of all ranks: whom for, nobody knows."""
+    """Ranks that waited in vain, by logs or dumps that do not tell of all ranks: whom for, nobody knows."""
     cause = Cause(code="call.timeout", message=f"{ranks_of(waiting)} waited in vain in {call.words}", evidence=(wait,),
                   action="give the logs of all ranks, or their dumps: TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
-    hint = Unknown(what="for whom they waited: the logs do not tell of every rank",
+    hint = Unknown(what="for whom they waited: not every rank has told",
                    command="topoflight why LOG... of all ranks, or --flight-recorder DIR")  # fmt: skip
     return replace(_verdict("stuck", (cause,), seen, (), waiting), unknown=(hint,))
 

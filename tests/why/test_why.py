@@ -96,6 +96,15 @@ def test_a_rank_without_any_sign_is_the_one_that_is_waited_for() -> None:
     assert "no source tells" in found.line
 
 
+def test_the_dumps_of_a_few_ranks_accuse_nobody() -> None:
+    seen = waiting()
+    mine = {rank: replace(t, groups={"0": tuple(range(8))}) for rank, t in seen.traces.items() if rank in (0, 1)}
+    found = judge(Seen(traces=mine, world=8, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (), "call.timeout")
+    behind = judge(Seen(traces={**mine, 2: seen.traces[2]}, world=8, now=NOW))
+    assert behind.ranks == (2,)
+
+
 def odd(mine: list[Call]) -> Verdict:
     rows = history(4)
     for rank, calls in rows.items():
