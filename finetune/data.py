@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from contracts.job_config import ConfigError, JobConfig
 from finetune.rows import IGNORED, Example, encode
 from finetune.sources import load_rows
@@ -62,9 +64,9 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
         room.setdefault(left - size, []).append(index)
     return [
         Example(
-            tokens=tuple(t for e in one for t in e.tokens),
-            labels=tuple(t for e in one for t in e.labels),
-            positions=tuple(t for e in one for t in e.positions),
+            tokens=np.concatenate([e.tokens for e in one]),
+            labels=np.concatenate([e.labels for e in one]),
+            positions=np.concatenate([e.positions for e in one]),
         )
         for one in bins
     ]
@@ -77,24 +79,23 @@ def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> B
     """
     import torch
 
-    def rows(name: str, fill: int) -> Any:
-        made = [list(getattr(e, name)) + [fill] * (length - len(e.tokens)) for e in examples]
-        return torch.tensor(made + [[fill] * length] * (count - len(examples)))
-
-    positions = [
-        [*e.positions, *range(e.positions[-1] + 1, e.positions[-1] + 1 + length - len(e.tokens))] for e in examples
-    ]
-    positions += [list(range(length))] * (count - len(examples))
-    at = torch.tensor(positions)
-    starts = [(row[1:] == 0).nonzero().flatten() + 1 for row in at]
-    most = 1 + max(len(row) for row in starts)
-    batch = Batch(tokens=rows("tokens", pad), labels=rows("labels", IGNORED), positions=at)
+    shape = (count, length)
+    tokens, labels, positions = np.full(shape, pad), np.full(shape, IGNORED), np.tile(np.arange(length), (count, 1))
+    starts = []  # of documents after a row's first
+    for row, e in enumerate(examples):
+        size = len(e.tokens)
+        tokens[row, :size], labels[row, :size], positions[row, :size] = e.tokens, e.labels, e.positions
+        positions[row, size:] = e.positions[-1] + np.arange(1, length - size + 1)
+        starts.append(np.flatnonzero(e.positions[1:] == 0) + 1)
+    batch = Batch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels),
+                  positions=torch.from_numpy(positions))  # fmt: skip
+    most = 1 + max(map(len, starts), default=0)
     if most == 1:
         return batch
-    ends = at.new_full((count, most), length, dtype=torch.int32)
-    for number, row in enumerate(starts):
-        ends[number, : len(row)] = row
-    return replace(batch, ends=ends)
+    ends = np.full((count, most), length, dtype=np.int32)
+    for number, found in enumerate(starts):
+        ends[number, : len(found)] = found
+    return replace(batch, ends=torch.from_numpy(ends))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ class Loader:
         order = self.order(epoch)
         for step in range(first_step, self.steps):
             chosen = [self.examples[i] for i in order[step * self.global_batch : (step + 1) * self.global_batch]]
-            counted = sum(label != IGNORED for e in chosen for label in e.labels)
+            counted = sum(e.counted for e in chosen)
             tokens = sum(len(e.tokens) for e in chosen)
             yield Share(batches=self.deal(chosen), counted=counted, tokens=tokens)
 
@@ -191,7 +192,7 @@ def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example
 
 def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:
     """Another model's tokenizer is found out here, not by an index error inside the first step."""
-    highest = max(tokenizer.pad_token_id, *(max(e.tokens) for e in examples))
+    highest = max(tokenizer.pad_token_id, *(int(e.tokens.max()) for e in examples))
     if highest >= vocabulary:
         name = config.tokenizer_name or config.model_name_or_path
         raise ConfigError(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from contracts import bounded
@@ -24,13 +25,18 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Example:
-    """One row, or several packed into one: tokens, their next-token labels, their positions."""
+    """One row, or several packed into one: tokens, their next-token labels, their positions, int64 [tokens]."""
 
-    tokens: tuple[int, ...]
-    labels: tuple[int, ...]
-    positions: tuple[int, ...]
+    tokens: Any
+    labels: Any
+    positions: Any
+
+    @property
+    def counted(self) -> int:
+        """Labels that the loss counts."""
+        return int((self.labels != IGNORED).sum())
 
 
 def load_tokenizer(config: JobConfig) -> Any:
@@ -75,16 +81,16 @@ def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | 
     """One row as tokens and labels; None where nothing is left to learn from."""
     text, answers = _spell(row, tokenizer, config)
     enc = tokenizer(text, add_special_tokens=False, return_offsets_mapping=answers is not None)
-    ids = enc["input_ids"][: config.max_length]
-    if answers is None:
-        counts = [True] * len(ids)
-    else:
-        spans = enc["offset_mapping"][: config.max_length]
-        counts = [any(a <= start < b for a, b in answers) for start, _ in spans]
-    labels = [ids[i + 1] if counts[i + 1] else IGNORED for i in range(len(ids) - 1)]
-    if all(label == IGNORED for label in labels):
-        return None
-    return Example(tokens=tuple(ids), labels=(*labels, IGNORED), positions=tuple(range(len(ids))))
+    ids = np.array(enc["input_ids"][: config.max_length], dtype=np.int64)
+    labels = np.append(ids[1:], IGNORED)
+    if answers is not None:
+        begins = np.array([begin for begin, _ in enc["offset_mapping"][1 : config.max_length]], dtype=np.int64)
+        counts = np.zeros(len(begins), dtype=bool)
+        for first, end in answers:
+            counts |= (first <= begins) & (begins < end)
+        labels[:-1][~counts] = IGNORED
+    made = Example(tokens=ids, labels=labels, positions=np.arange(len(ids)))
+    return made if made.counted else None
 
 
 def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str, list[tuple[int, int]] | None]:

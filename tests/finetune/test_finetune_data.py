@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune.data import Loader, pack, prepare
+from finetune.data import Loader, collate, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
 from finetune.sources import load_rows
 
@@ -36,7 +36,7 @@ def test_each_row_shape_is_learnt_from(tokenizer, row):
     """Labels are the next token, everywhere."""
     example = encode(row, tokenizer, job())
     assert example is not None
-    assert example.labels[:-1] == example.tokens[1:]
+    assert list(example.labels[:-1]) == list(example.tokens[1:])
     assert example.labels[-1] == IGNORED
     assert "Oui." in tokenizer.decode(example.tokens)
 
@@ -81,11 +81,44 @@ def test_packing_keeps_every_token_and_every_boundary(tokenizer):
     assert len(packed) < len(rows)
     assert all(len(e.tokens) <= 128 for e in packed)
     assert Counter(t for e in packed for t in e.tokens) == Counter(t for e in rows for t in e.tokens)
-    assert sum(e.positions.count(0) for e in packed) == len(rows)
+    assert sum(list(e.positions).count(0) for e in packed) == len(rows)
     for e in packed:
         for i, start in enumerate(e.positions[1:], 1):
             if start == 0:
                 assert e.labels[i - 1] == IGNORED
+
+
+def spelled(examples, count, length, pad):
+    """A batch token by token: tokens, labels, positions, and where a row's documents end."""
+    rows = []
+    for number in range(count):
+        e = examples[number] if number < len(examples) else None
+        tokens, labels, positions = ([], [], []) if e is None else (list(e.tokens), list(e.labels), list(e.positions))
+        ends = [at for at in range(1, len(positions)) if positions[at] == 0]
+        while len(tokens) < length:
+            tokens, labels = [*tokens, pad], [*labels, IGNORED]
+            positions.append(positions[-1] + 1 if positions else 0)
+        rows.append((tokens, labels, positions, ends))
+    most = 1 + max(len(ends) for *_, ends in rows)
+    tokens, labels, positions, ends = zip(*rows, strict=True)
+    return [
+        *map(list, (tokens, labels, positions)),
+        [e + [length] * (most - len(e)) for e in ends] if most > 1 else None,
+    ]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_batch_is_the_one_that_is_spelled_token_by_token(tokenizer, packing, answers):
+    """Full and short batches, padded and packed, with questions that count and that do not."""
+    rows, _ = prepare(job(dataset_rows=30, packing=packing, completion_only_loss=answers), "train", tokenizer)
+    for first, count in ((0, 4), (3, 1), (len(rows) - 2, 4), (len(rows), 2)):
+        chosen = rows[first : first + count]
+        made = collate(chosen, count, 128, 2)
+        found = [None if t is None else t.tolist() for t in (made.tokens, made.labels, made.positions, made.ends)]
+        assert found == spelled(chosen, count, 128, 2)
+        assert sum(e.counted for e in chosen) == sum(label != IGNORED for row in found[1] for label in row)
+    assert {str(t.dtype) for t in (made.tokens, made.labels, made.positions)} == {"torch.int64"}
 
 
 @pytest.mark.parametrize(("micro", "count", "ranks"), [(2, 1, 4), (1, 8, 1), (4, 2, 1), (1, 2, 4)])
@@ -166,11 +199,11 @@ def test_plain_text_begins_as_its_tokenizer_begins_it():
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, begin)]
     )
-    assert encode(ROWS[4], tokenizer, job()).tokens == (begin, *bare.tokens)
+    assert list(encode(ROWS[4], tokenizer, job()).tokens) == [begin, *bare.tokens]
     example = encode(ROWS[1], tokenizer, job(completion_only_loss=True))
     assert example.tokens[0] == begin
     assert tokenizer.decode([x for x in example.labels if x != IGNORED]) == "Oui." + tokenizer.eos_token
-    assert encode(ROWS[0], tokenizer, job()).tokens.count(begin) == 0  # a talk begins as its template says
+    assert encode(ROWS[0], tokenizer, job()).tokens.tolist().count(begin) == 0  # a talk begins as its template says
 
 
 @pytest.mark.parametrize(
