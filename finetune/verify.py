@@ -119,7 +119,8 @@ def _precision(engine: Engine) -> str:
 def _reshards(engine: Engine) -> bool | None:
     """Whether layers give their gathered weights back between forward and backward; None where none are sharded."""
     states = [one._get_fsdp_state() for c in engine.chunks for one in c.layers if isinstance(one, FSDPModule)]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    # of one module several groups from torch 2.13 on, one or none before
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)]) if g]
     return all(group._reshard_after_forward for group in groups) if groups else None
 
 
