@@ -19,7 +19,7 @@ ALONE := alone or netns or rdma or kube or containers or gpu
 HEAVY := $(ALONE) or ranks or browser or prometheus
 TWO := -n 2 --dist loadfile
 
-.PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels
+.PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -118,6 +118,16 @@ gpu:
 gpu-wheels:
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: $(if $(FOR),--python-version $(FOR)) -d $(WHEELS) \
 		-r locks/image.txt
+
+# the tier's CPU-able part under an older Python and torch, where they can be installed: PyPI has this torch for
+# CUDA alone, 4.7 GB with its libraries, which a CPU loads too
+OLDER := .cache/older
+gpu-older: PY := python3.12
+gpu-older:
+	$(PY) -m venv $(OLDER)
+	$(OLDER)/bin/pip install -q torch==2.11.0
+	$(OLDER)/bin/pip install -q --no-deps --only-binary=:all: -r locks/image.txt
+	$(OLDER)/bin/python bench/gpu.py --cpu --page $(OLDER)/gpu.md
 
 # a minute of fuzzing; docs/measurements/fuzz.md has the long run's command
 fuzz: $(READY)

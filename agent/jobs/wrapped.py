@@ -11,6 +11,7 @@ from agent.advise import Request, RequestError, advise
 from agent.cli.inputs import InputError
 from agent.cli.job_settings import planned_for
 from agent.gate.codes import ALL_CODES
+from agent.gate.lint import lint_text
 from agent.gate.verdict import GateError, select
 from agent.hub import shape_of
 from agent.jobs.cluster_job import in_pods
@@ -41,9 +42,23 @@ def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> t
                 gate_image=given["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
             )  # fmt: skip
         made, kept = wrap(text, additions)
+        notes += _judged(text, found)
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         raise InputError(str(error)) from None
     return made, list(dict.fromkeys([*notes, *kept]))
+
+
+def _judged(text: str, found: Sequence[Snapshot]) -> list[str]:
+    """What lint-env says of the environment that the manifest has, on these hosts where they are one."""
+    try:
+        checks = lint_text(text, "auto", nccl_version=None, snapshot=found[0] if len(found) == 1 else None).checks
+    except InputError:  # it sets no variable of NCCL's
+        return []
+    return [
+        f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip()
+        for check in checks
+        if check.status in ("fail", "warn")
+    ]
 
 
 def _resource(word: str) -> tuple[str, str]:

@@ -39,6 +39,7 @@ class Part:
     pod: Document | None  # the template; None of a TrainJob, whose pod is its runtime's
     container: Document
     replicas: int | None
+    restart: str | None = None  # of a PyTorchJob's replicas: restartPolicy, OnFailure where it says none
 
     @property
     def command(self) -> list[str]:
@@ -158,6 +159,9 @@ class _Wrapper:
             elif need.name == "capability":
                 self._capability(need.value, reason)
         self._gate()
+        if part.restart == "Never":
+            self._say("restartPolicy is Never: no pod is made anew, neither after a failed gate nor after one that "
+                      "was lost with its node; launched again, the trainer goes on where it saved")  # fmt: skip
         self._annotate(part.pod)
 
     def _annotate(self, document: Document) -> None:
@@ -311,7 +315,7 @@ class _Wrapper:
         if shm:
             gate["volumeMounts"] = copy.deepcopy(shm)
         _inside(body, "initContainers", []).append(gate)
-        if self._part.kind == "PyTorchJob":
+        if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._say("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
 
 
@@ -375,9 +379,11 @@ def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
         yield Part(f"{kind}/{name}", kind, None, trainer, _number(trainer.get("numNodes", 1)))
         return
     templates: list[tuple[str, Document, int | None]] = []
+    restarts: dict[str, str] = {}
     if kind == "PyTorchJob":
         for role, replica in spec["pytorchReplicaSpecs"].items():
             templates.append((f" {role}", replica["template"], _number(replica.get("replicas", 1))))
+            restarts[f" {role}"] = str(replica.get("restartPolicy", "OnFailure"))
     elif kind == "Job":
         templates.append(("", spec["template"], _number(spec.get("parallelism", 1))))
     else:
@@ -390,7 +396,7 @@ def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
         containers = template["spec"]["containers"]
         main = _main(kind, containers)
         if main is not None:
-            yield Part(f"{kind}/{name}{where}", kind, template, main, replicas)
+            yield Part(f"{kind}/{name}{where}", kind, template, main, replicas, restarts.get(where))
 
 
 def _main(kind: str, containers: Sequence[Document]) -> Document | None:

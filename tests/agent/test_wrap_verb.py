@@ -123,6 +123,25 @@ def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_pat
     assert "NCCL_DEBUG_FILE" in said.stdout and "topoflight.io/forecast" not in said.stdout
 
 
+def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Path) -> None:
+    """As lint-env judges it: a name that NCCL does not have, a value that it does not take; and both stay."""
+    path = tmp_path / "job.yaml"
+    config, job = yaml.safe_load_all(manifest(tmp_path))
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        replica["restartPolicy"] = "Never"
+        (container,) = replica["template"]["spec"]["containers"]
+        container["env"] += [{"name": "NCCL_IB_HAC", "value": "mlx5_0"}, {"name": "NCCL_IB_TIMEOUT", "value": "99"}]
+    path.write_text(yaml.safe_dump_all([config, job], sort_keys=False))
+    done = CliRunner().invoke(wrap, [str(path), "--host", H100, "-o", str(tmp_path / "new.yaml")])
+    assert done.exit_code == 0, done.output
+    judged = [line for line in done.stderr.splitlines() if "env." in line]
+    assert any("NCCL_IB_HAC" in line for line in judged) and any("NCCL_IB_TIMEOUT" in line for line in judged)
+    assert "Master: restartPolicy is Never: no pod is made anew" in done.stderr
+    assert "NCCL_IB_HAC" in (tmp_path / "new.yaml").read_text()
+    plain, _ = wrapped(tmp_path)
+    assert "restartPolicy is Never:" not in plain.stderr and "env." not in plain.stderr
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
