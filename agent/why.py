@@ -68,6 +68,7 @@ def answer(asked: Asked) -> Verdict:
     reports = [_ras(source) for source in asked.ras]
     counted = max(seen.world or 0, (found.ranks or 0) if found else 0)
     seen = replace(seen, told={"watchdog": waits.traces} if waits.traces else {}, heard=waits.heard,
+                   errors=waits.errors, late=waits.late,
                    counted=counted > 0, world=_world(replace(seen, world=counted or None), waits))  # fmt: skip
     verdict = why.judge(seen)
     for report in reports[-1:]:
@@ -180,14 +181,14 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     }  # fmt: skip
     most = [words for comm, ranks, words in rows if words and len(ranks) > comm.size / 2]
     dead = [one for one in report.dead if one.missing == "dead"]
-    sources = (*verdict.sources, f"RAS: {len(report.comms)} communicators")
+    sources = (*verdict.sources, f"RAS: {report.total} communicators")
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     if not late and not dead:
         if most and not verdict.causes:
             hint = Unknown(what=f"who of the most is behind: {most[0]}", command="topoflight why --flight-recorder DIR")
             verdict = replace(verdict, unknown=(*verdict.unknown, hint))
-        elif verdict.ranks and report.comms:
+        elif verdict.ranks and report.total:
             text = (f"RAS sees no rank behind, the verdict names {why.ranks_of(verdict.ranks)}: RAS "
                     f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
             verdict = replace(verdict, disagree=(*verdict.disagree, text))

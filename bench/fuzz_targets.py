@@ -606,6 +606,14 @@ WATCHDOG = (
     b"NumelOut=56, Timeout(ms)=600000)\n[PG 0 (default_pg) Rank 7] last enqueued NCCL work: 79, last completed NCCL "
     b"work: 77."
 )
+WATCHED = (
+    b"[rank5]:[E1] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=COALESCED, NumelIn="
+    b"5, NumelOut=5, Timeout(ms)=6)\n[rank5]:[E1] [PG ID 2 PG GUID 9 Rank 1] failure detected by watchdog at work "
+    b"sequence id: 6 PG status: last enqueued work: 8, last completed work: 5\n"
+    b"[rank3]: torch.OutOfMemoryError: CUDA out of memory\n"
+    b"[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 30000 ms\nRank 1 is running collective: "
+    b"CollectiveFingerPrint(SequenceNumber=5, OpType=REDUCE, TensorShape=[2, 5], T"
+)
 PERFORMED: dict[str, Any] = {
     "header": {"id": "0x7f", "rank": 2, "n_ranks": 8}, "metadata": {"hostname": "host-a"},
     "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 9,
@@ -635,12 +643,16 @@ def ras_answer(data: bytes) -> object:
 def trace_lines(data: bytes) -> object:
     """Lines of a log and of Inspector."""
     from collectives.traces import inspector, watchdog
+    from planner import why
 
     lines = data.decode("utf-8", errors="replace").splitlines()
     if data[:1] == b"\1":
         lines = [json.dumps(changed(PERFORMED, data[1:]))]
     rows = [row for line in lines if (row := inspector.read_line(line))]
-    return watchdog.read(lines), inspector.slow_members(rows, 1.3)
+    told = watchdog.read(lines)
+    seen = why.Seen(told={"watchdog": told.traces}, heard=told.heard, errors=told.errors, late=told.late, counted=False,
+                    world=max((*told.traces, *told.heard), default=0) + 1)  # fmt: skip
+    return why.judge(seen), inspector.slow_members(rows, 1.3)
 
 
 def rank_state(data: bytes) -> object:
@@ -730,7 +742,9 @@ def targets() -> Mapping[str, Target]:
             errors=_own("collectives.traces.ras", "RasError"),
             seeds=lambda: [dumped(RAS).encode(), RAS_TEXT.encode()],
         ),
-        "trace_lines": Target(run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, dumped(PERFORMED).encode()]),
+        "trace_lines": Target(
+            run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, WATCHED, dumped(PERFORMED).encode()]
+        ),
         "rank_state": Target(
             run=rank_state, errors=_own("contracts.rank_state", "StateError"), seeds=_with_steps(b'{"rank": 1}')
         ),

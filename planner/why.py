@@ -26,6 +26,7 @@ STALL_SECONDS = 15.0  # as long as finetune.beside waits before it dumps
 LONGER = 2.0  # than anything that this run has had before: what was seen once is a sample of one
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
 MIN_CALLS = 8  # of a collective that all ranks called, before its arrivals say anything
+MOST_RANKS = 1 << 17  # of a job that may be true
 STALE_SECONDS = 30.0  # three of the intervals at which a rank writes
 INNOCENT = {"save": "saves a checkpoint", "evaluate": "evaluates", "compile": "compiles"}
 DOING = {**INNOCENT, "data": "loads data", "compute": "computes", "collective": "is in a collective"}
@@ -88,6 +89,8 @@ class Seen:
     first: int | None = None  # rank that torchrun saw end first
     cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
     heard: frozenset[int] = frozenset()  # ranks that wrote lines of their own into the log
+    errors: Mapping[int, str] = field(default_factory=dict)  # exceptions in the log, in its order
+    late: Mapping[int, str] = field(default_factory=dict)  # ranks that a barrier names, and its words
     world: int | None = None
     counted: bool = True  # whether a source says how many ranks there are; else it is the highest that was seen
     now: float = 0.0
@@ -106,6 +109,7 @@ class Jam:
     met: set[int] = field(default_factory=set)  # in a call that all of its group have come to
     odd: list[Cause] = field(default_factory=list)  # calls that do not match
     members: dict[str, set[int]] = field(default_factory=dict)  # by group
+    left: dict[int, str] = field(default_factory=dict)  # ranks in a call that the others have left, and words
     stale: set[int] = field(default_factory=set)  # of the missing: their dump is older than the call
     age: float = 0.0  # seconds of the longest wait
     usual: float = 0.0  # seconds of the longest pause before it
@@ -114,7 +118,7 @@ class Jam:
 def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int, RankState], now: float) -> Jam:
     """Each rank's oldest call that is not over, and who has not come to it."""
     found = Jam()
-    everyone = set(range(world)) if world else set(traces)
+    everyone = set(range(world)) if world and world <= MOST_RANKS else set(traces)
     members = found.members = _members(traces, states, everyone)
     for rank, trace in traces.items():
         state = states.get(rank)
@@ -146,7 +150,13 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
         if not found.missing.get(rank) and rank not in found.stale
         and (call.created is None or (traces[rank].taken or now) - call.created >= STALL_SECONDS)
     }  # fmt: skip
-    found.roots -= found.met
+    for rank in sorted(found.met):
+        call = found.waits[rank]
+        others = [one.number for other, one in found.waits.items() if other != rank and one.group == call.group]
+        if not call.p2p and others and min(others) > call.number:
+            found.left[rank] = f"is still in {call.words}, number {call.number}, which the others have left"
+    found.met -= found.left.keys()
+    found.roots = (found.roots | found.left.keys()) - found.met
     return found
 
 
@@ -252,6 +262,8 @@ def _mismatch(
 ) -> Cause:
     other = next((call for call in rows.values() if _signature(call) == usual), rows[odd[0]])
     mine = rows[odd[-1]]
+    if tied:
+        other = next(call for call in rows.values() if _signature(call) != _signature(mine))
     code, what = "call.other", "another collective"
     if _swapped(traces[odd[-1]], mine, other):
         code, what = "call.order", "its collectives in another order"
@@ -291,6 +303,8 @@ def position(rank: int, seen: Seen) -> tuple[str, str]:
         return "gone", "its process is gone, without an end of its own"
     if process == "stopped":
         return "stopped", "its process is stopped (state T: a signal or a debugger)"
+    if state is None and (error := seen.errors.get(rank)) and not _HEARD.search(error):
+        return "gone", f"ended with {error}"
     if state is None:
         return "unknown", "where it is, no source tells"
     newest = max(one.written for one in seen.states.values())
@@ -377,6 +391,9 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         for rank in jammed.roots
     }
     kinds = {rank: meanwhile(rank, seen, begun[rank]) for rank in jammed.roots}
+    kinds |= {
+        rank: ("behind", words) for rank, words in jammed.left.items() if kinds[rank][0] in ("unknown", "collective")
+    }
     ended = [rank for rank in seen.states if position(rank, seen)[0] == "gone"]
     first = _first_to_end(ended, seen) if any(seen.states[rank].error for rank in ended) else None
     decisive = {rank for rank, (kind, _) in kinds.items() if kind in ("gone", "stopped")}
@@ -770,7 +787,7 @@ def judge(seen: Seen) -> Verdict:
     told = {"flight recorder": seen.traces, **seen.told}
     found = {name: verdict for name, traces in told.items() if traces and (verdict := stuck(seen, traces, name))}
     best = next(iter(found.values()), None)
-    verdict = best or _by_states(seen) or _by_torchrun(seen) or slow(seen) or _nothing(seen)
+    verdict = best or _by_states(seen) or _by_torchrun(seen) or _by_errors(seen) or slow(seen) or _nothing(seen)
     return replace(verdict, disagree=(*verdict.disagree, *_differences(found)), sources=_sources(seen))
 
 
@@ -836,6 +853,24 @@ def _by_torchrun(seen: Seen) -> Verdict | None:
     return _verdict("failed", (cause,), seen, (seen.first,), ())
 
 
+def _by_errors(seen: Seen) -> Verdict | None:
+    """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
+    if seen.late:
+        causes = tuple(_suspect(rank, "unknown", words, seen, "monitored barrier") for rank, words in seen.late.items())
+        ranks = tuple(sorted(seen.late))
+        return _verdict("failed", causes, seen, ranks, tuple(sorted(set(seen.heard) - set(ranks))))
+    own = {rank: error for rank, error in seen.errors.items() if not _HEARD.search(error)}
+    if not own:
+        return None
+    kinds = {error.partition(":")[0] for error in own.values()}
+    if len(own) > 1 and len(kinds) == 1:  # the same on each: none of them is the cause of the others'
+        message = f"{ranks_of(sorted(own))} each ended with {next(iter(own.values()))}"
+        return _verdict("failed", (Cause(code="ranks.gone", message=message),), seen, (), ())
+    first = next(iter(own))
+    cause = _suspect(first, "gone", f"ended with {own[first]}", seen, "the first exception of the log")
+    return _verdict("failed", (cause,), seen, (first,), tuple(sorted(set(seen.heard) - {first})))
+
+
 def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
     """All have ended, each by the loss of another: which was first, no source tells."""
     errors = [f"rank {rank}: {seen.states[rank].error}"[:200] for rank in ranks if seen.states[rank].error]
@@ -883,8 +918,10 @@ def _nothing(seen: Seen) -> Verdict:
         unknown.append(Unknown(what="which collectives the ranks are in", command="topoflight why --run DIR --watch"))
     if not seen.states:
         unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
-    return Verdict(state="fine", line="nothing found: no rank is missing, late or gone, no call waits for long",
-                   unknown=tuple(unknown))  # fmt: skip
+    line = "nothing found: no rank is missing, late or gone, no call waits for long"
+    if not (seen.traces or seen.states or seen.told):
+        line = "nothing found, by sources that tell of no rank"
+    return Verdict(state="fine", line=line, unknown=tuple(unknown))
 
 
 def _sources(seen: Seen) -> tuple[str, ...]:

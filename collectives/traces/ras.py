@@ -55,6 +55,7 @@ class RasReport:
     dead: tuple[RasRank, ...] = ()  # processes, whose rank the text does not give: rank -1
     timeouts: int = 0
     version: str | None = None
+    total: int = 0  # communicators that RAS knows; the text lists those without a fault in a table only
 
 
 def read(raw: bytes) -> RasReport:
@@ -86,7 +87,7 @@ def _json(text: str) -> RasReport:
         comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
     ras = found.get("ras")
     late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
-    return RasReport(comms=tuple(comms), timeouts=late or 0,
+    return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms),
                      version=str(found.get("nccl_version"))[:40])  # fmt: skip
 
 
@@ -145,10 +146,12 @@ class _Text:
         self.dead: list[RasRank] = []
         self.section, self.comm, self.kind = "", "", "all"
         self.count: int | None = None
+        self.total = 0
 
     def line(self, line: str) -> None:
         if not self.comm and (row := _GROUP.match(line)) and self.section == "":
             self.sizes[int(row[1])] = int(row[4])
+            self.total += int(row[2])
         elif head := _HEAD.match(line):
             self.comm, self.section, self.kind, self.count = head[2], head[3], "all", None
             self.comms.setdefault(head[2], RasComm(id=head[2], size=self.sizes.get(int(head[1]), 0)))
@@ -204,6 +207,7 @@ def _text(text: str) -> RasReport:
     version = re.search(r"NCCL version (\S{1,40})", text)
     timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
     return RasReport(comms=comms, dead=tuple(reader.dead), timeouts=int(timeouts[1]) if timeouts else 0,
+                     total=max(reader.total, len(comms)),
                      version=version[1] if version else None)  # fmt: skip
 
 
@@ -233,7 +237,12 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
             words
             or f"{levels[least]} of {comm.size} ranks have launched {least} {kind}, the others up to {max(levels)}"
         )
-    return {**late, **{rank: f"is {word} for RAS" for rank, word in gone.items()}}, words
+    return {
+        **late,
+        **{
+            rank: f"gives {word} to RAS" if word == "no answer" else f"is {word} for RAS" for rank, word in gone.items()
+        },
+    }, words
 
 
 def ask(host: str, port: int = PORT, *, timeout_seconds: float = 10.0) -> bytes:

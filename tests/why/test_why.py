@@ -315,7 +315,8 @@ def watchdogs(*ranks: int, world: int | None = None, extra: str = "") -> Verdict
         "milliseconds before timing out." for rank in ranks
     ]  # fmt: skip
     told = watchdog.read([*lines, *extra.splitlines()])
-    return judge(Seen(told={"watchdog": told.traces}, heard=told.heard, counted=world is not None,
+    return judge(Seen(told={"watchdog": told.traces}, heard=told.heard, errors=told.errors,
+                      counted=world is not None,
                       world=world or max((*told.traces, *told.heard)) + 1, now=NOW))  # fmt: skip
 
 
@@ -331,6 +332,44 @@ def test_all_that_spoke_have_come_is_the_network_only_where_all_are_counted() ->
     assert watchdogs(0, 1, 2).causes[0].code == "call.timeout"
     assert watchdogs(0, 1, 2, world=3).causes[0].code == "network"
     assert watchdogs(0, 1, 2, world=4).ranks == (3,)
+
+
+def test_a_rank_whose_own_exception_is_in_the_log_is_named_by_it() -> None:
+    memory = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    found = watchdogs(0, 1, 2, extra=memory)
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (3,), "rank.gone")
+    assert "OutOfMemoryError" in found.line
+    lost = "[rank3]: torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error"
+    told = watchdog.read([lost, memory.replace("rank3", "rank1")])
+    assert judge(Seen(heard=told.heard, errors=told.errors, world=4, now=NOW)).ranks == (1,)
+    alike = watchdog.read([memory, memory.replace("rank3", "rank1")])
+    assert judge(Seen(heard=alike.heard, errors=alike.errors, world=4, now=NOW)).ranks == ()
+
+
+def test_a_monitored_barrier_and_the_checks_of_detail_name_ranks() -> None:
+    told = watchdog.read(["RuntimeError: [Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 30000 ms"])
+    found = judge(Seen(late=told.late, world=8, now=NOW))
+    assert (found.state, found.ranks) == ("failed", (3, 5))
+    print_of = "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType={}, TensorShape=[2, 5], T"
+    words = [f"Detected mismatch between collectives on ranks. {print_of.format(rank, op)}, but "
+             f"{print_of.format(0, 'REDUCE')}" for rank, op in ((1, "ALLREDUCE"), (2, "REDUCE"))]  # fmt: skip
+    odd_one = judge(Seen(told={"watchdog": watchdog.read(words).traces}, world=3, now=NOW))
+    assert (odd_one.ranks, odd_one.causes[0].code) == ((1,), "call.other")
+    two = judge(Seen(told={"watchdog": watchdog.read(words[:1]).traces}, world=2, now=NOW))
+    assert two.ranks == (0, 1)
+    assert "allreduce of [10], where the rest calls reduce of [10]" in two.line
+
+
+def test_a_rank_in_a_call_that_the_others_have_left_is_behind() -> None:
+    rows = {rank: trace(rank, call(45, done=False, at=NOW - 60)) for rank in (0, 1, 3)}
+    rows[2] = trace(2, call(44, "all_gather", done=False, at=NOW - 60))
+    found = judge(Seen(traces=rows, world=4, now=NOW))
+    assert (found.ranks, found.causes[0].code) == ((2,), "rank.behind")
+    assert "which the others have left" in found.line
+
+
+def test_a_size_of_the_job_that_cannot_be_true_costs_no_memory() -> None:
+    assert judge(replace(waiting(), world=10**15)).ranks == (2,)
 
 
 def test_ras_accuses_no_majority() -> None:
