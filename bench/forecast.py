@@ -48,7 +48,7 @@ LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
 
 # Fitted on published rows; all others are read off data sheets, kernels or papers (docs/model.md).
 FITTED = (
-    "sustained_ampere", "sustained_hopper", "sustained_blackwell", "fp8_share", "attention_ampere", "attention_hopper",
+    "sustained_ampere", "sustained_hopper", "sustained_blackwell", "attention_ampere", "attention_hopper",
     "attention_hopper_3", "attention_blackwell", "attention_flash1", "score_passes", "hidden_passes_fused",
     "hidden_passes_compiled", "hidden_passes_eager", "tp_hidden", "overlap_loss",
 )  # fmt: skip
@@ -56,7 +56,7 @@ FITTED = (
 # Where a fit starts and what it is drawn to: round figures that rest on no published training run. One sustained share
 # for every GPU; attention as the FlashAttention papers print it over the GPU's best multiplication.
 PRIOR = replace(
-    DEFAULT, sustained_ampere=0.85, sustained_hopper=0.85, sustained_blackwell=0.85, fp8_share=1.0,
+    DEFAULT, sustained_ampere=0.85, sustained_hopper=0.85, sustained_blackwell=0.85,
     attention_ampere=0.65, attention_hopper=0.43, attention_hopper_3=0.65, attention_blackwell=0.60,
     attention_flash1=0.5, score_passes=5.0, hidden_passes_fused=10.0, hidden_passes_compiled=14.0,
     hidden_passes_eager=20.0, tp_hidden=0.5, overlap_loss=0.15,
@@ -669,7 +669,7 @@ def print_summary(answers: Sequence[Answer], known: Sequence[Answer], unread: Se
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Published runs of other stacks, 2026-11-22, as `make forecast` prints them. `python bench/forecast.py --write` writes
+Published runs of other stacks, 2026-11-23, as `make forecast` prints them. `python bench/forecast.py --write` writes
 this page, and the widths in `planner/forecast/intervals.json`.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB
 from planner.advice import Rejected
-from planner.forecast.engine import Question
+from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import RULES_OF_DEGREES, first_broken
@@ -121,19 +121,6 @@ def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
         # The embedding and the head count as a layer each: the ends may go one short.
         if stages <= question.model.layers and -question.model.layers % stages <= 2:
             yield v
-
-
-def _stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Uneven stages: the last, with the head, and the first, with the embedding, go short of layers if they can."""
-    if layers % stages == 0:
-        return ()
-    most = -(-layers // stages)
-    missing = most * stages - layers
-    first, last = most - missing // 2, most - (missing + 1) // 2
-    if min(first, last) >= 1:
-        return (first, *(most,) * (stages - 2), last)
-    low, extra = divmod(layers, stages)
-    return tuple(low + (1 if i < extra else 0) for i in range(stages))
 
 
 def _context_degrees(question: Question, ranks: int) -> list[int]:
@@ -294,7 +281,7 @@ class _Search:
         fits, last = False, math.inf
         for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
             given = self.named.get("stage_layers")
-            uneven = given if isinstance(given, tuple) else _stages(self.job.model.layers, split.pp * virtual)
+            uneven = given if isinstance(given, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
             base = replace(

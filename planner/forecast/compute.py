@@ -37,12 +37,14 @@ class Constants:
     misaligned: float = 1.25
     sustained_ampere: float = 0.885  # of the best measured multiplication, held over minutes at the power limit
     sustained_hopper: float = 0.805
-    sustained_blackwell: float = 0.755
-    fp8_share: float = 0.95  # of the fp8 rate after quantising and scaling around each multiplication
+    sustained_blackwell: float = 0.75
+    # Of each input of an fp8 product, and of its output's gradient: read in 16 bits, written in 8 by rows and by
+    # columns (Transformer Engine). Blocks' scales, a byte for 32 values, add 2 % to that.
+    quantize_bytes: float = 4.0
     attention_ampere: float = 0.70  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
     attention_hopper: float = 0.42  # FlashAttention-2 on Hopper
-    attention_hopper_3: float = 0.585  # FlashAttention-3, cuDNN 9
-    attention_blackwell: float = 0.55
+    attention_hopper_3: float = 0.615  # FlashAttention-3, cuDNN 9
+    attention_blackwell: float = 0.56
     attention_flash1: float = 0.53  # of FlashAttention-2's rate
     # Tokens of a sequence that runs attention at half its rate: FlashAttention-2 on A100, -3 on H100, causal, head of
     # 128, forward and backward, by the lengths of their papers' figures.
@@ -67,7 +69,7 @@ class Constants:
     kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
     kernels_routing: float = 25.0  # more per layer with experts: scores, top k, counts, permutations, all-to-alls
-    tp_hidden: float = 0.52  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
+    tp_hidden: float = 0.525  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
     overlap_loss: float = 0.155  # of the shorter of two overlapped things still shows: SMs and HBM are shared
     optimizer_bytes: float = 28.0  # HBM traffic per weight: AdamW reads w, g, m, v and writes w, m, v, half copy
     head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
@@ -98,6 +100,7 @@ class Rates:
     attention_unfused: bool = False
     attention_short: float = DEFAULT.attention_short
     element_bytes: float = 2.0  # of an activation
+    quantized: bool = False  # products' inputs are cast to fp8
     inputs: tuple[str, ...] = ()
 
 
@@ -130,7 +133,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         attention = bf16 * 0.4
     gemm = bf16
     if precision == "fp8":
-        gemm = (gpu.matmul_fp8 or gpu.matmul_bf16) * sustained * constants.fp8_share
+        gemm = (gpu.matmul_fp8 or gpu.matmul_bf16) * sustained
     elif precision == "fp32":
         gemm = gpu.matmul_fp32 * 0.8
         attention = gemm * 0.4
@@ -150,6 +153,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         if (gpu.compute_capability or (0, 0)) >= (9, 0) and ("flash3" in (kernel, gpu.attention))
         else constants.attention_short,
         element_bytes=4.0 if precision == "fp32" else 2.0,
+        quantized=precision == "fp8",
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
     )
 
@@ -210,6 +214,9 @@ def layer_cost(
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
+    if rates.quantized:  # a third of it: the backward pass, which quantises the gradients, counts twice
+        elements = sum(m * (n + k) * copies for m, n, k, copies in _shapes(model, tokens, tp, ep))
+        moved += constants.quantize_bytes * elements / 3.0
     kernels = constants.kernels_fused if fused else constants.kernels_eager
     merged = 0.0
     if model.experts:

@@ -51,6 +51,27 @@ def fullest_stage(model: ModelSpec, layout: Layout) -> float:
     return _most_layers(layout.stage_layers, layout.pp) if layout.stage_layers else float(-(-model.layers // layout.pp))
 
 
+def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """The last stage, with the head, and the first, with the embedding, go short of layers if they can; () if even."""
+    if layers % stages == 0:
+        return ()
+    most = -(-layers // stages)
+    missing = most * stages - layers
+    first, last = most - missing // 2, most - (missing + 1) // 2
+    if min(first, last) >= 1:
+        return (first, *(most,) * (stages - 2), last)
+    low, extra = divmod(layers, stages)
+    return tuple(low + (1 if i < extra else 0) for i in range(stages))
+
+
+def last_stage(model: ModelSpec, layout: Layout) -> float:
+    """Layers of the pipeline stage that has the head; where they are not named, one fewer than others at the most."""
+    stages, missing = layout.stage_layers, -model.layers % (layout.pp * layout.virtual_stages)
+    if not stages and missing in (1, 2):  # the embedding and the head count as a layer each
+        stages = uneven_stages(model.layers, layout.pp * layout.virtual_stages)
+    return float(sum(stages[layout.pp - 1 :: layout.pp])) if stages else fullest_stage(model, layout)
+
+
 @lru_cache(maxsize=1024)
 def _most_layers(stage_layers: tuple[int, ...], pp: int) -> float:
     return float(max(sum(stage_layers[i::pp]) for i in range(pp)))

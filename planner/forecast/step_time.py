@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
-from planner.forecast.engine import NF4_BYTES, Question, Share, share_of
+from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
 from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
 
 
@@ -249,8 +249,9 @@ class _Layer(NamedTuple):
 
 
 class _Micro(NamedTuple):
-    """Seconds of one micro-batch on the fullest stage."""
+    """Seconds of one micro-batch on the stage that sets the pace: the fullest, or the last, which has the head."""
 
+    layers: float
     forward: float
     backward: float  # with the head, both ways
     head: float
@@ -275,7 +276,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     exchange = _sharded(step, micro) if step.sharded else _replicated(step, micro)
     bubble, send = _pipeline(step, micro, exchange.gather)
     optimizer, offload = _optimizer(step)
-    m, layers = layout.gradient_accumulation, step.layers
+    m, layers = layout.gradient_accumulation, micro.layers
     passes = 3.0 if step.full else 2.0  # over a product: forward, for its input, and for its weights where they train
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # beside a GPU, the head's product hides them
     return StepParts(
@@ -413,10 +414,13 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     head = head_gemm * (2.0 + (1.0 if step.full else 0.0)) + head_loss
     tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
     once = step.cost.dequantize
-    forward = step.layers * (layer.forward + once + tp / 2.0 + cp / 3.0 + ep / 2.0)
+    forward = layer.forward + once + tp / 2.0 + cp / 3.0 + ep / 2.0
     again = layer.recompute + layer.dequantize - once
-    backward = step.layers * (layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host)
-    return _Micro(forward, backward + head, head, head_gemm, head_loss)
+    backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
+    last = last_stage(step.job.model, step.layout)
+    if step.layers * (forward + backward) > last * (forward + backward) + head:
+        return _Micro(step.layers, step.layers * forward, step.layers * backward, 0.0, 0.0, 0.0)
+    return _Micro(last, last * forward, last * backward + head, head, head_gemm, head_loss)
 
 
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:
@@ -493,8 +497,9 @@ def _reduction(step: _Step, micro: _Micro, one_way: float, back_way: float) -> f
 def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
     """The schedule's bubble and its sends.
 
-    Each boundary: activations forward, gradients back; sends run under the compute of other micro-batches, but a stage
-    waits for its neighbour once per chunk.
+    Each boundary: activations forward, gradients back. In 1F1B a stage waits for both exchanges with its neighbour
+    (Megatron-LM's send_forward_recv_backward and its mirror, torch's Schedule1F1B); interleaved, they run under the
+    compute of other chunks, but once per chunk it waits for one.
     """
     layout = step.layout
     if layout.pp == 1:
@@ -503,7 +508,8 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
     compute = micro.forward + micro.backward
     bubble = (layout.pp - 1) / layout.virtual_stages * (compute - micro.head + gathered_micro)
     one = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
-    send = 2.0 * one * (layout.pp - 1) + 0.5 * one * layout.virtual_stages * layout.gradient_accumulation
+    waits = 2.0 if layout.virtual_stages == 1 else 0.5 * layout.virtual_stages
+    send = one * (2.0 * (layout.pp - 1) + waits * layout.gradient_accumulation)
     return bubble, send
 
 

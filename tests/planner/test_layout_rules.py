@@ -9,13 +9,12 @@ import pytest
 
 from contracts.layout import Layout, LayoutError
 from planner.forecast import machines
-from planner.forecast.engine import Question
+from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
 from planner.rules import RULES, first_broken
-from planner.search import _stages
 from planner.stacks import ENGINES, engine_named
 
 FAST = Speed(bytes_per_second=336e9, how="derived", link="NVLink")
@@ -97,7 +96,7 @@ def test_every_engine_runs_something() -> None:
 @pytest.mark.parametrize(("layers", "pp"), [(126, 8), (126, 16), (62, 4), (30, 4), (7, 4), (80, 8)])
 def test_uneven_stages_hold_every_layer_once(layers: int, pp: int) -> None:
     """No stage is empty, none is fuller than an even split needs, and all layers are there."""
-    stages = _stages(layers, pp)
+    stages = uneven_stages(layers, pp)
     if layers % pp == 0:
         assert stages == ()
         return
