@@ -13,6 +13,7 @@ from pathlib import Path
 from agent import advise, units
 from agent.advise import Request
 from agent.cli.inputs import InputError
+from agent.gate.verdict import Check
 from agent.jobs.ranks import newest, of_run
 from agent.whatif import values_of
 from collectives.nccl_log import evidence
@@ -50,6 +51,7 @@ class Asked:
     diagnostics: tuple[str, ...] = ()
     manifest: Path | None = None
     request: Request | None = None  # where and which run, for the price
+    checks: tuple[Check, ...] = ()  # of nodes, as their agents publish them
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
 
 
@@ -78,6 +80,9 @@ def answer(asked: Asked) -> Verdict:
     if found is not None:
         verdict = with_log(verdict, found)
         verdict = priced(verdict, found, asked.request or Request(), asked.layout)
+    hosts = asked.request.hosts if asked.request else ()
+    if hosts or asked.checks:
+        verdict = with_nodes(verdict, (*asked.checks, *_checks(hosts)))
     if asked.manifest is not None:
         verdict = with_manifest(verdict, asked.manifest)
     record = _record(asked.run)
@@ -278,6 +283,48 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     if verdict.state == "fine" and slow:
         return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
     return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
+
+
+_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
+_OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
+
+
+def _checks(hosts: Sequence[Path]) -> tuple[Check, ...]:
+    """Of recordings, as a scan judges them."""
+    from agent.cli.hosts import snapshots
+    from agent.view import look
+
+    return look(snapshots(hosts)).checks if hosts else ()
+
+
+def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
+    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
+
+    A finding explains a cause that was found without it; it accuses nobody by itself.
+    """
+    sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
+    causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)
+    for cause in verdict.causes:
+        kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
+        found = [
+            check for check in checks
+            if check.node in cause.nodes and check.status in ("fail", "warn") and check.id.startswith(kinds)
+        ]  # fmt: skip
+        found.sort(key=lambda check: check.status != "fail")
+        named += [
+            subject for check in found[:8] if check.status == "fail" and check.subject
+            and (subject := f"{check.node} {check.subject}") not in named
+        ]  # fmt: skip
+        said = tuple(f"{check.node}: {check.id} {check.subject}: {check.message}"[:300] for check in found[:4])
+        action = found[0].remedy if found and found[0].remedy else cause.action
+        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
+    told = {check.node for check in checks}
+    missing = tuple(
+        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
+        for node in verdict.nodes if node not in told
+    )  # fmt: skip
+    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
+                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
 
 
 def with_manifest(verdict: Verdict, path: Path) -> Verdict:

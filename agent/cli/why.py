@@ -31,7 +31,8 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--manifest", type=FILE, help="The job's manifest or script: its NCCL environment is judged.")
 @host_option
 @machine_option
-@click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
+@click.option("--nodes", default=None, metavar="NUMBER|NAME,...|LABELS",
+              help="How many such nodes; or which, by name or label: what their agents publish.")  # fmt: skip
 @click.option("--network", default=None, metavar="10G", help="What carries the sockets of the log: bits per second.")
 @click.option("--model", default=None, help="Of the price: known model name, or a Hugging Face config.json.")
 @click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
@@ -57,11 +58,12 @@ def why(
     from agent.jobs.ranks import watch as watch_run
     from agent.terminal.why import verdict as show
 
+    options["nodes"], checks = _nodes(options["nodes"])
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         asked = gathered.Asked(
             logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics,
-            manifest=manifest, request=Request.of(**options), layout=layout,
+            manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
         )  # fmt: skip
         if not any((logs, run, ras, inspector, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --inspector, --flight-recorder --diag or --manifest")
@@ -75,6 +77,23 @@ def why(
     if found.state == "fine":
         sys.exit(EXIT_PASS if found.sources else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
+
+
+def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...]]:
+    """(how many, ()), or (None, what the nodes' agents have found) of names and labels."""
+    if word is None or (word.isascii() and word.isdigit()):
+        if word and not 1 <= int(word[:7]) <= 100_000:
+            raise click.UsageError(f"--nodes {word[:20]}: must be from 1 to 100000, names or labels")
+        return (int(word) if word else None), ()
+    from agent.cluster.client import AccessError, ApiError, connect
+    from agent.cluster.gate import checks_of, fleet, named
+
+    try:
+        client = connect(None)
+        names = () if "=" in word else tuple(filter(None, word.split(",")))
+        return None, checks_of(named(client, names, word if "=" in word else None), fleet(client))
+    except (AccessError, ApiError) as error:
+        raise click.ClickException(f"--nodes {word[:80]}: {error}") from None
 
 
 def _file(word: str, stack: ExitStack) -> str:

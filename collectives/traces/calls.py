@@ -124,8 +124,8 @@ def _pair(value: Any) -> bool:
 
 def _ranks(value: Any) -> tuple[int, ...]:
     """ "[0, 1]", or the list itself."""
-    words = re.findall(r"\d{1,6}", value[:1_000_000]) if isinstance(value, str) else value
-    found = [int(one) for one in words if isinstance(one, str | int)] if isinstance(words, list) else []
+    words = re.findall(r"\d{1,6}", value[:1_000_000]) if isinstance(value, str) else _list(value)
+    found = [int(one) for one in words if _whole(one) or (isinstance(one, str) and re.fullmatch(r"[0-9]{1,6}", one))]
     return tuple(sorted(set(found)))[:MOST_RANKS]
 
 

@@ -190,6 +190,14 @@ def test_parts_of_a_coalesced_call_end_with_it() -> None:
     assert [call.done for call in found.calls] == [True, True, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "members"), [("[0, 1]", (0, 1)), ([1, 0], (0, 1)), (["1", "a", -1, True, None], (1,)), ({"a": 1}, ())]
+)
+def test_members_of_a_group_in_any_form(ranks: object, members: tuple[int, ...]) -> None:
+    document = {"version": "2.10", "pg_config": {"7": {"ranks": ranks}}, "entries": []}
+    assert calls.read(json.dumps(document).encode(), rank=0).groups.get("7", ()) == members
+
+
 def in_group(local: int, rank: int, guid: int = 9, number: int = 610) -> str:
     """Two lines of a rank of a group that is not everybody's, as 2.6 writes them."""
     return (

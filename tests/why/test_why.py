@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from agent import why as gathered
+from agent.gate.verdict import Check
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
 from contracts.rank_state import Mark, RankState
 from finetune.beside import phase_of
-from planner.why import Seen, Verdict, judge
+from planner.why import Cause, Seen, Verdict, judge
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
@@ -370,6 +371,23 @@ def test_a_rank_in_a_call_that_the_others_have_left_is_behind() -> None:
 
 def test_a_size_of_the_job_that_cannot_be_true_costs_no_memory() -> None:
     assert judge(replace(waiting(), world=10**15)).ranks == (2,)
+
+
+def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
+    port = Check(id="rdma.port.down", status="fail", node="host-2", subject="mlx5_0", message="x", remedy="plug it in")
+    down = [port, replace(port, node="host-3", subject="mlx5_1")]
+    throttled = Check(id="gpu.clocks.throttled", status="fail", node="host-2", subject="GPU 3", message="hot")
+    cause = Cause(code="link.node", message="the network of host-2 carries nothing", nodes=("host-2",))
+    cut = Verdict(state="stuck", line="stuck", nodes=("host-2",), causes=(cause,))
+    found = gathered.with_nodes(cut, [*down, throttled])
+    assert (found.nics, found.gpus) == (("host-2 mlx5_0",), ())
+    assert found.causes[0].action == "plug it in"
+    assert "rdma.port.down mlx5_0" in found.causes[0].evidence[0]
+    slow = replace(cut, causes=(replace(cause, code="rank.compute"),))
+    assert gathered.with_nodes(slow, [*down, throttled]).gpus == ("host-2 GPU 3",)
+    nothing = gathered.with_nodes(Verdict(state="fine", line="fine"), down)
+    assert (nothing.state, nothing.causes, nothing.nics) == ("fine", (), ())
+    assert "host-2" in gathered.with_nodes(cut, down[1:]).unknown[0].what
 
 
 def test_ras_accuses_no_majority() -> None:
