@@ -87,7 +87,7 @@ def answer(asked: Asked) -> Verdict:
         verdict = with_manifest(verdict, asked.manifest)
     record = _record(asked.run)
     if record is not None:
-        verdict = with_record(verdict, record)
+        verdict = costed(with_record(verdict, record), record, asked.request or Request(), seen)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     return replace(verdict, unknown=(*verdict.unknown, *unknown))
 
@@ -413,6 +413,30 @@ def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | 
 _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
 
 
+def costed(verdict: Verdict, record: RunRecord, request: Request, seen: Seen) -> Verdict:
+    """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
+    step, config = record.measured.step_seconds, record.plan.config
+    steps = request.train.steps or (config.max_steps if config else None)
+    if not step or not steps:
+        return verdict
+    hosts = len({state.host for state in seen.states.values() if state.host}) or request.nodes or 1
+    causes = []
+    for cause in verdict.causes:
+        if cause.cost:
+            extra = cause.cost * step * steps
+            words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
+            if (each := advise.price_of(request)) is not None:
+                words += f", +{each * hosts * extra / 3600:,.0f} of your prices"
+            cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
+        causes.append(cause)
+    first = next((cause for cause in causes if cause.cost), None)
+    told = verdict.forecast
+    if first is not None and first.cost is not None and not told:
+        better = step * (1 - first.cost)
+        told = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
+    return replace(verdict, causes=tuple(causes), forecast=told)
+
+
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     """The run's own record: how it ended, and its steps beside their forecast."""
     sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
@@ -427,7 +451,8 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         parts = tuple(
             f"{part.words}: {part.measured_seconds:.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
         )
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts))
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
+                      cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
         causes = (*verdict.causes, cause)
         return replace(
             verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes

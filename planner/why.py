@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from collectives.traces.calls import Call, RankTrace
 from contracts.rank_state import RankState
@@ -43,7 +44,8 @@ class Cause:
     share: float | None = None  # of the wait that it explains; None: it explains all, or that cannot be measured
     evidence: tuple[str, ...] = ()
     action: str = ""
-    price: str = ""
+    cost: float | None = None  # share of the run's time that it takes, while it lasts
+    price: str = ""  # the same in words, and in hours and money where steps and prices are known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -649,8 +651,8 @@ def _one_late(found: Pace, seen: Seen) -> Verdict | None:
                 innocent.append(f"rank {rank} {words}; {wait}")
             else:
                 cause = _suspect(rank, kind, words, seen, wait, shares[rank])
-                costs = f"{found.caused[rank] / found.elapsed:.0%} of the time of every other rank"
-                causes.append(replace(cause, price=costs))
+                cost = min(1.0, found.caused[rank] / found.elapsed)
+                causes.append(replace(cause, cost=cost, price=f"{cost:.0%} of the time of every other rank"))
         if not causes:
             return Verdict(state="fine", line=f"no fault: {innocent[0]}", innocent=tuple(innocent))
         alone = causes[0].share is not None and causes[0].share >= EXPLAINS
@@ -672,7 +674,8 @@ def _slower_together(found: Pace) -> Verdict | None:
         return None
     times = changed.since / changed.before if changed.before > 0 else 0.0
     told = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
-    cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,))
+    cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,),
+                  **_cost(changed.before, changed.since))  # fmt: skip
     hint = Unknown(what="what the ranks do longer", command="topoflight why --run DIR, of a job with finetune.beside")
     return replace(_verdict("slow", (cause,), Seen(), (), ()), unknown=(hint,))
 
@@ -713,10 +716,11 @@ def _grown(seen: Seen) -> Verdict | None:
     work = {rank: _most(row) for rank, row in sorted(more.items())}
     busy = [rank for rank, (kind, share) in work.items() if kind != "collective" and share >= EXPLAINS]
     if 0 < len(busy) < len(work) / 2:  # the others wait for these
+        grew = "longer than earlier in this run"
         causes = [
-            _suspect(rank, work[rank][0], f"{DOING[work[rank][0]]} longer than earlier in this run", seen, told)
-            for rank in busy
-        ]
+            replace(_suspect(rank, kind, f"{DOING[kind]} {grew}", seen, told), **_cost(before, since))
+            for rank in busy if (kind := work[rank][0])
+        ]  # fmt: skip
         return _verdict("slow", tuple(causes), seen, tuple(busy), tuple(set(work) - set(busy)))
     kind, share = _most({kind: median(row[kind] for row in more.values()) for kind in next(iter(more.values()))})
     if share < EXPLAINS:
@@ -729,11 +733,18 @@ def _grown(seen: Seen) -> Verdict | None:
             cause = Cause(code="all.collective", message=message, evidence=(told,))
             hint = Unknown(what="whether the network or a rank without CPU time",
                            command="topoflight bench --pairs; cpu.stat of each rank's cgroup")  # fmt: skip
-            return replace(_verdict("slow", (cause,), seen, (), ()), unknown=(hint,))
+            verdict = _verdict("slow", (replace(cause, **_cost(before, since)),), seen, (), ())
+            return replace(verdict, unknown=(hint,))
     else:
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
                       evidence=(told,), action=ACTIONS.get(kind, ""))  # fmt: skip
-    return _verdict("slow", (cause,), seen, (), ())
+    return _verdict("slow", (replace(cause, **_cost(before, since)),), seen, (), ())
+
+
+def _cost(before: float, since: float) -> dict[str, Any]:
+    """Of a pace in seconds a call that was better before."""
+    cost = 1 - before / since if since > 0 else 0.0
+    return {"cost": cost, "price": f"{cost:.0%} of the time since then"}
 
 
 def _most(row: Mapping[str, float]) -> tuple[str, float]:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from agent import why as gathered
+from agent.advise import Request
 from agent.gate.verdict import Check
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
 from contracts.rank_state import Mark, RankState
+from contracts.run_record import Measured, RunRecord
 from finetune.beside import phase_of
 from planner.why import Cause, Seen, Verdict, judge
 
@@ -388,6 +390,17 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
     nothing = gathered.with_nodes(Verdict(state="fine", line="fine"), down)
     assert (nothing.state, nothing.causes, nothing.nics) == ("fine", (), ())
     assert "host-2" in gathered.with_nodes(cut, down[1:]).unknown[0].what
+
+
+def test_a_cause_costs_its_share_of_all_steps() -> None:
+    late = judge(Seen(traces={r: trace(r, *c) for r, c in history(60, {3: 0.5}).items()}, world=4, now=NOW))
+    assert late.causes[0].cost == pytest.approx(0.5, abs=0.02)
+    record = RunRecord(measured=Measured(step_seconds=2.0))
+    request = Request(price="36", nodes=2).changed(steps=3600)
+    found = gathered.costed(late, record, request, Seen())
+    assert "min of 2 h 0 min for 3600 steps, +73 of your prices" in found.causes[0].price
+    assert found.forecast.startswith("without it: ")
+    assert gathered.costed(late, RunRecord(), request, Seen()) == late
 
 
 def test_ras_accuses_no_majority() -> None:
