@@ -141,7 +141,7 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
                 if trace_of is not None and trace_of.taken and call.created and trace_of.taken < call.created:
                     found.stale.add(other)
         if call.created:
-            found.age = max(found.age, (trace.taken or now) - call.created)
+            found.age = max(found.age, _until(trace, states, now) - call.created)
             found.usual = max(found.usual, _longest_pause(trace, call))
     found.odd += _mismatches(traces, found.waits)
     # a rank that stands in a collective by now, which its dump does not hold, has dumped before it came
@@ -150,7 +150,7 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
     found.met = {
         rank for rank, call in found.waits.items()
         if not found.missing.get(rank) and rank not in found.stale
-        and (call.created is None or (traces[rank].taken or now) - call.created >= STALL_SECONDS)
+        and (call.created is None or _until(traces[rank], states, now) - call.created >= STALL_SECONDS)
     }  # fmt: skip
     for rank in sorted(found.met):
         call = found.waits[rank]
@@ -160,6 +160,14 @@ def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int,
     found.met -= found.left.keys()
     found.roots = (found.roots | found.left.keys()) - found.met
     return found
+
+
+def _until(trace: RankTrace, states: Mapping[int, RankState], now: float) -> float:
+    """When a dump was taken, Unix seconds; of one by PyTorch alone, which writes it once a call has timed out, at most.
+
+    Such a dump does not say when it was made, and a copy of the file is younger.
+    """
+    return trace.taken or (trace.written if trace.written and not states else now)
 
 
 def _other_end(rank: int, call: Call, inside: Sequence[int], traces: Mapping[int, RankTrace], found: Jam) -> None:
@@ -412,7 +420,7 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     waiting = tuple(sorted(rank for rank in jammed.waits if rank not in jammed.roots))
     call = next(iter(jammed.waits.values()))
     wait = f"{source}: {ranks_of(waiting)} wait in {call.words}, number {call.number} of group {call.group}" + (
-        f", for {jammed.age:.0f} s" if jammed.age > 0 else ""
+        f", for {jammed.age:.0f} s" if jammed.age > 0 and (seen.states or any(t.taken for t in traces.values())) else ""
     )
     if jammed.odd and not any(kind == "stopped" for kind, _ in kinds.values()):
         ranks = tuple(sorted({rank for cause in jammed.odd for rank in cause.ranks}))
@@ -493,8 +501,19 @@ def _old(jammed: Jam, seen: Seen) -> bool:
     return any(rank in seen.states and seen.states[rank].phase == "collective" for rank in wanted - set(jammed.waits))
 
 
+_GPU_STUCK = (
+    "look at what that GPU runs before the call (cuda-gdb, py-spy dump --native) and for its Xids: topoflight scan"
+)
+
+
 def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
     """Everyone has come and nothing moves: the network; or groups wait for each other in a circle."""
+    behind = [rank for rank in sorted(jammed.met) if not jammed.waits[rank].started]
+    if behind and len(behind) < len(jammed.met) / 2:
+        words = "has enqueued the call, and its GPU has not come to it"
+        causes = tuple(replace(_suspect(rank, "unknown", words, seen, wait), action=_GPU_STUCK) for rank in behind)
+        others = tuple(sorted(jammed.met - set(behind)))
+        return _verdict("stuck", causes, seen, tuple(behind), others)
     if jammed.met:
         call = jammed.waits[min(jammed.met)]
         met = sorted(rank for rank in jammed.met if jammed.waits[rank].group == call.group)

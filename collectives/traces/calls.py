@@ -41,6 +41,7 @@ class Call:
     sizes: tuple[tuple[int, ...], ...] = ()  # of the inputs
     dtypes: tuple[str, ...] = ()
     done: bool = False
+    started: bool = False  # the GPU has come to it, where the recorder keeps that
     created: float | None = None  # Unix seconds
     ended: float | None = None
     frames: tuple[str, ...] = ()  # who called, innermost first: "train.py:31 step"
@@ -64,6 +65,7 @@ class RankTrace:
     version: str = ""
     enqueued: Mapping[str, int] = field(default_factory=dict)  # by group, the newest number that was called
     taken: float | None = None  # Unix seconds, where that is known: what was called later it does not hold
+    written: float | None = None  # of the file, which a copy may have made later
 
 
 _PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -146,7 +148,7 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
         sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
                     if isinstance(row, list | tuple)),
         dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
-        done=over, created=_seconds(entry.get("time_created_ns")), ended=ended,
+        done=over, started=entry.get("state") == "started", created=_seconds(entry.get("time_created_ns")), ended=ended,
         frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
     )  # fmt: skip
 
@@ -179,8 +181,10 @@ def read_files(paths: Iterable[Path]) -> tuple[dict[int, RankTrace], list[str]]:
         try:
             trace = read(bounded.read(path, MOST_BYTES), rank=int(rank[1]), source=str(path))
             # the time of a file that this job keeps up to date; of one that was copied here it would say nothing
-            taken = path.stat().st_mtime if path.name == TRACE.format(rank=rank[1]) else None
-            found[int(rank[1])] = replace(trace, taken=taken)
+            at = path.stat().st_mtime
+            found[int(rank[1])] = replace(
+                trace, taken=at if path.name == TRACE.format(rank=rank[1]) else None, written=at
+            )
         except TraceError as error:
             wrong.append(str(error))
         except (OSError, bounded.TooLargeError) as error:

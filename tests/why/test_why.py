@@ -108,6 +108,24 @@ def test_the_dumps_of_a_few_ranks_accuse_nobody() -> None:
     assert behind.ranks == (2,)
 
 
+def test_dumps_of_a_timeout_alone_name_the_missing_rank() -> None:
+    """PyTorch's dumps do not say when they were made; the file's time bounds it."""
+    seen = waiting(for_seconds=0.0)
+    late = {rank: replace(one, written=NOW + 600) for rank, one in seen.traces.items()}
+    found = judge(Seen(traces=late, world=4, now=NOW))
+    assert (found.state, found.ranks) == ("stuck", (2,))
+    assert " s" not in found.causes[0].evidence[0].partition("group 0")[2]
+    fresh = {rank: replace(one, written=NOW + 3) for rank, one in seen.traces.items()}
+    assert judge(Seen(traces=fresh, world=4, now=NOW)).state == "fine"
+
+
+def test_a_gpu_that_has_not_come_to_the_call_is_behind() -> None:
+    rows = {rank: trace(rank, call(1), replace(call(2, done=False), started=rank != 3)) for rank in range(4)}
+    late = {rank: replace(one, written=NOW + 600) for rank, one in rows.items()}
+    found = judge(Seen(traces=late, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (3,), "rank.behind")
+
+
 def odd(mine: list[Call]) -> Verdict:
     rows = history(4)
     for rank, calls in rows.items():
