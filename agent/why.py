@@ -65,13 +65,14 @@ def answer(asked: Asked) -> Verdict:
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
     logs = (*asked.logs, *asked.diagnostics)
-    waits, found = watchdog.read(_lines(logs)), _evidence(logs)
-    seen = replace(seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs))
+    log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in asked.ras]
-    counted = max(seen.world or 0, (found.ranks or 0) if found else 0)
-    seen = replace(seen, told={"watchdog": waits.traces} if waits.traces else {}, heard=waits.heard,
-                   errors=waits.errors, late=waits.late,
-                   counted=counted > 0, world=_world(replace(seen, world=counted or None), waits))  # fmt: skip
+    counted = max(seen.world or 0, (found.ranks or 0) if found else 0) or None
+    seen = replace(
+        seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs),
+        world=_world(replace(seen, world=counted)), told={"watchdog": log.traces} if log.traces else {},
+        errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
+    )  # fmt: skip
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
@@ -89,14 +90,16 @@ def answer(asked: Asked) -> Verdict:
     if record is not None:
         verdict = costed(with_record(verdict, record), record, asked.request or Request(), seen)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
+    if verdict.state == "fine" and not verdict.sources:
+        verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
     return replace(verdict, unknown=(*verdict.unknown, *unknown))
 
 
-def _world(seen: Seen, waits: watchdog.Waits) -> int | None:
+def _world(seen: Seen) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
-    named = [max(rows) + 1 for rows in (seen.traces, seen.states, waits.traces, waits.heard) if rows]
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
-    return max([*(named if seen.world is None else [seen.world, *named]), *members], default=0) or None
+    said = [*([seen.world] if seen.world else []), *members]
+    return max([*said, *(max(rows) + 1 for rows in (seen.traces, seen.states) if rows)]) if said else None
 
 
 def _record(folder: Path | None) -> RunRecord | None:
@@ -372,7 +375,7 @@ def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> 
         values = values_of(layout)
         if not values:
             best = advise.of_cluster(replace(request, network=None), cluster, snapshots).chosen
-            values = asdict(best.layout) if best else {}
+            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
         was, would = (forecast_named(one, values).forecast for one in planned)
         steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
     except (LayoutError, machines.MachineError, ValueError) as error:

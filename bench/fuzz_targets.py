@@ -650,8 +650,8 @@ def trace_lines(data: bytes) -> object:
         lines = [json.dumps(changed(PERFORMED, data[1:]))]
     rows = [row for line in lines if (row := inspector.read_line(line))]
     told = watchdog.read(lines)
-    seen = why.Seen(told={"watchdog": told.traces}, heard=told.heard, errors=told.errors, late=told.late, counted=False,
-                    world=max((*told.traces, *told.heard), default=0) + 1)  # fmt: skip
+    seen = why.Seen(told={"watchdog": told.traces}, errors=told.errors, late=told.late, clash=told.clash,
+                    hung=told.hung, lost=told.lost, world=max(told.traces, default=0) + 1)  # fmt: skip
     return why.judge(seen), inspector.slow_members(rows, 1.3)
 
 

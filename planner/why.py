@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from collectives.traces.calls import Call, RankTrace
+from collectives.traces.calls import UNNAMED, Call, RankTrace
 from contracts.rank_state import RankState
 
 SCHEMA_VERSION = 1
@@ -60,7 +60,7 @@ class Unknown:
 class Verdict:
     """The answer."""
 
-    state: str  # "stuck", "slow", "failed", "fine"
+    state: str  # "stuck", "slow", "failed", "fine", or "unknown" where no source told anything
     line: str
     ranks: tuple[int, ...] = ()  # behind it, never those that wait
     nodes: tuple[str, ...] = ()
@@ -85,16 +85,15 @@ class Seen:
     states: Mapping[int, RankState] = field(default_factory=dict)
     processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
     told: Mapping[str, Mapping[int, RankTrace]] = field(default_factory=dict)  # by other sources: "watchdog", "RAS"
-    absent: Mapping[str, Mapping[int, str]] = field(
-        default_factory=dict
-    )  # by source: ranks it calls dead, and its words
+    errors: Mapping[int, str] = field(default_factory=dict)  # by rank, from a log: the exception that ended it
+    clash: Mapping[int, Call] = field(default_factory=dict)  # by rank: calls that torch itself found not to match
+    hung: Mapping[int, str] = field(default_factory=dict)  # ranks whose own watchdog stood still, and its words
+    idle: frozenset[int] = frozenset()  # of these, the ranks that were in no collective
+    late: Mapping[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
+    lost: Mapping[int, str] = field(default_factory=dict)  # by rank: the host of a peer that closed its connection
     first: int | None = None  # rank that torchrun saw end first
     cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
-    heard: frozenset[int] = frozenset()  # ranks that wrote lines of their own into the log
-    errors: Mapping[int, str] = field(default_factory=dict)  # exceptions in the log, in its order
-    late: Mapping[int, str] = field(default_factory=dict)  # ranks that a barrier names, and its words
     world: int | None = None
-    counted: bool = True  # whether a source says how many ranks there are; else it is the highest that was seen
     now: float = 0.0
 
 
@@ -106,110 +105,133 @@ class Jam:
     """Ranks that wait in calls, and those they wait for."""
 
     waits: dict[int, Call] = field(default_factory=dict)
-    missing: dict[int, set[int]] = field(default_factory=dict)  # by who waits
+    missing: dict[int, set[int]] = field(default_factory=dict)  # by who waits: of these a source tells it
+    unseen: dict[int, set[int]] = field(default_factory=dict)  # by who waits: whether these came, no source tells
+    here: dict[int, set[int]] = field(default_factory=dict)  # by who waits: who has come, itself included
+    sizes: dict[int, int | None] = field(default_factory=dict)  # by who waits: how many its group has
     roots: set[int] = field(default_factory=set)  # waited for, and waiting for nobody
-    met: set[int] = field(default_factory=set)  # in a call that all of its group have come to
+    met: set[int] = field(default_factory=set)  # in a call that all of its group are seen to have come to
     odd: list[Cause] = field(default_factory=list)  # calls that do not match
-    members: dict[str, set[int]] = field(default_factory=dict)  # by group
-    left: dict[int, str] = field(default_factory=dict)  # ranks in a call that the others have left, and words
+    held: set[int] = field(default_factory=set)  # in a call that the others' GPUs have begun, and theirs have not
     stale: set[int] = field(default_factory=set)  # of the missing: their dump is older than the call
     age: float = 0.0  # seconds of the longest wait
     usual: float = 0.0  # seconds of the longest pause before it
 
 
-def jam(traces: Mapping[int, RankTrace], world: int | None, states: Mapping[int, RankState], now: float) -> Jam:
-    """Each rank's oldest call that is not over, and who has not come to it."""
+def jam(traces: Mapping[int, RankTrace], seen: Seen) -> Jam:
+    """Each rank's oldest call that is not over, who has not come to it, and of whom that is not known."""
     found = Jam()
-    everyone = set(range(world)) if world and world <= MOST_RANKS else set(traces)
-    members = found.members = _members(traces, states, everyone)
     for rank, trace in traces.items():
-        state = states.get(rank)
+        state = seen.states.get(rank)
         failed = state is not None and state.ended and state.error and _HEARD.search(state.error)
         last = trace.calls[-1] if trace.calls and failed else None  # given up: the recorder has retired it
         call = next((one for one in trace.calls if not one.done), last)
         if call is None:
             continue
         found.waits[rank] = call
-        inside = members.get(call.group, everyone)
-        if call.p2p:
-            _other_end(rank, call, sorted(inside), traces, found)
-            inside = set()
+        named = _members(trace, call, seen)
+        inside = _peers(rank, call, named) if call.p2p else named or _callers(call, traces)
+        found.sizes[rank] = 2 if call.p2p else len(inside) if named else trace.sizes.get(call.group)
+        found.here[rank] = {rank}
         for other in inside - {rank}:
-            trace_of = traces.get(other)
-            if trace_of is None or trace_of.enqueued.get(call.group, 0) < call.number:
+            came = _came(other, rank, call, traces, seen)
+            if came:
+                found.here[rank].add(other)
+                if call.p2p:
+                    found.odd += _unequal(rank, call, other, _other_end(rank, call, traces[other]))
+            elif came is None:
+                found.unseen.setdefault(rank, set()).add(other)
+            else:
                 found.missing.setdefault(rank, set()).add(other)
-                if trace_of is not None and trace_of.taken and call.created and trace_of.taken < call.created:
+                taken = traces[other].taken if other in traces else None
+                if taken and call.created and taken < call.created:
                     found.stale.add(other)
         if call.created:
-            found.age = max(found.age, _until(trace, states, now) - call.created)
+            found.age = max(found.age, _until(trace, seen) - call.created)
             found.usual = max(found.usual, _longest_pause(trace, call))
     found.odd += _mismatches(traces, found.waits)
     # a rank that stands in a collective by now, which its dump does not hold, has dumped before it came
-    old = {rank for rank, state in states.items() if state.phase == "collective" and rank not in found.waits}
-    found.roots = _roots(found) - old
+    old = {rank for rank, state in seen.states.items() if state.phase == "collective" and rank not in found.waits}
+    roots = _roots(found)
     found.met = {
         rank for rank, call in found.waits.items()
-        if not found.missing.get(rank) and rank not in found.stale
-        and (call.created is None or _until(traces[rank], states, now) - call.created >= STALL_SECONDS)
+        if rank not in roots and len(found.here[rank]) == found.sizes[rank] and rank not in found.stale
+        and (call.created is None or _until(traces[rank], seen) - call.created >= STALL_SECONDS)
     }  # fmt: skip
-    for rank in sorted(found.met):
-        call = found.waits[rank]
-        others = [one.number for other, one in found.waits.items() if other != rank and one.group == call.group]
-        if not call.p2p and others and min(others) > call.number:
-            found.left[rank] = f"is still in {call.words}, number {call.number}, which the others have left"
-    found.met -= found.left.keys()
-    found.roots = (found.roots | found.left.keys()) - found.met
+    found.held = _held_up(found)
+    found.roots = (roots - old) | found.held
     return found
 
 
-def _until(trace: RankTrace, states: Mapping[int, RankState], now: float) -> float:
+def _until(trace: RankTrace, seen: Seen) -> float:
     """When a dump was taken, Unix seconds; of one by PyTorch alone, which writes it once a call has timed out, at most.
 
     Such a dump does not say when it was made, and a copy of the file is younger.
     """
-    return trace.taken or (trace.written if trace.written and not states else now)
+    return trace.taken or (trace.written if trace.written and not seen.states else seen.now)
 
 
-def _other_end(rank: int, call: Call, inside: Sequence[int], traces: Mapping[int, RankTrace], found: Jam) -> None:
-    """A send or receive waits for its peer, unless that stands in the receive or send that belongs to it.
+def _members(trace: RankTrace, call: Call, seen: Seen) -> set[int]:
+    """The ranks of a call's group as its caller names them; the default group is everyone. Empty: nobody tells."""
+    state = seen.states.get(trace.rank)
+    ranks = trace.groups.get(call.group) or (state.groups.get(call.group) if state else None)
+    if ranks:
+        return set(ranks)
+    everyone = trace.names.get(call.group) == "default_pg" and (seen.world or 0) <= MOST_RANKS
+    return set(range(seen.world or 0)) if everyone else set()
+
+
+def _callers(call: Call, traces: Mapping[int, RankTrace]) -> set[int]:
+    """Ranks that have called something in the group: members of it, though not all of them."""
+    return {
+        rank for rank, trace in traces.items()
+        if call.group and (call.group in trace.enqueued or any(one.group == call.group for one in trace.calls))
+    }  # fmt: skip
+
+
+def _peers(rank: int, call: Call, members: set[int]) -> set[int]:
+    """Of a send or receive: the two ranks; itself alone where the other is not told."""
+    inside = sorted(members)
+    return {rank, inside[call.peer]} if call.peer is not None and call.peer < len(inside) else {rank}
+
+
+def _other_end(rank: int, call: Call, trace: RankTrace) -> Call | None:
+    """The receive or send that belongs to a rank's call, as its peer has called it, where it is not over.
 
     Numbers of sends and receives are each rank's own, so a pair is matched by its ends, first to first.
     """
-    if call.peer is None or call.peer >= len(inside):
-        return
-    other, mine = inside[call.peer], inside.index(rank) if rank in inside else rank
-    trace = traces.get(other)
-    match = next(
+    inside = trace.groups.get(call.group, ())
+    mine = inside.index(rank) if rank in inside else rank
+    return next(
         (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine
          and one.op != call.op), None,
-    ) if trace else None  # fmt: skip
-    if match is None:
-        found.missing.setdefault(rank, set()).add(other)
-    elif call.op == "send" and call.sizes and match.sizes and _lengths(call) != _lengths(match):
-        words = f"rank {rank} sends {call.words}, rank {other} receives {match.words}"
-        found.odd.append(Cause(code="call.size", message=f"{words}: not the same", ranks=tuple(sorted((rank, other))),
-                               action="send and receive tensors of one size and type"))  # fmt: skip
+    )  # fmt: skip
+
+
+def _unequal(rank: int, call: Call, other: int, match: Call | None) -> list[Cause]:
+    """A send and its receive that differ."""
+    if match is None or call.op != "send" or not call.sizes or not match.sizes or _lengths(call) == _lengths(match):
+        return []
+    words = f"rank {rank} sends {call.words}, rank {other} receives {match.words}"
+    return [Cause(code="call.size", message=f"{words}: not the same", ranks=tuple(sorted((rank, other))),
+                  action="send and receive tensors of one size and type")]  # fmt: skip
 
 
 def _lengths(call: Call) -> tuple[object, ...]:
     return (*(_product(one) for one in call.sizes), call.dtypes)
 
 
-def _members(
-    traces: Mapping[int, RankTrace], states: Mapping[int, RankState], everyone: set[int]
-) -> dict[str, set[int]]:
-    """By group: as a rank or a dump names them, else whoever has called in it; the default group is everyone."""
-    members: dict[str, set[int]] = {}
-    for rank, trace in traces.items():
-        for call in trace.calls:
-            members.setdefault(call.group, set()).add(rank)
-        for group, name in trace.names.items():
-            if name == "default_pg":
-                members[group] = members.get(group, set()) | everyone
-    named = [*(trace.groups for trace in traces.values()), *(state.groups for state in states.values())]
-    for groups in named:
-        members.update({group: set(ranks) for group, ranks in groups.items() if ranks})
-    return members
+def _came(other: int, rank: int, call: Call, traces: Mapping[int, RankTrace], seen: Seen) -> bool | None:
+    """Whether a rank has come to another's call; None where no source tells. A log that lacks it says nothing."""
+    trace = traces.get(other)
+    if trace is None:
+        return None if other not in seen.states else False
+    if call.p2p:
+        return True if _other_end(rank, call, trace) else None if trace.partial else False
+    newest = max((one.number for one in trace.calls if one.group == call.group and not one.p2p), default=0)
+    if trace.partial and call.group not in trace.enqueued:
+        return True if call.group and newest >= call.number else None
+    return max(newest, trace.enqueued.get(call.group, 0)) >= call.number
 
 
 def _longest_pause(trace: RankTrace, until: Call) -> float:
@@ -219,13 +241,31 @@ def _longest_pause(trace: RankTrace, until: Call) -> float:
 
 
 def _roots(jammed: Jam) -> set[int]:
-    """Ranks waited for that wait for nobody; of a circle none."""
+    """Ranks waited for that wait for nobody; of a circle none, and none that waits for somebody whom no source tells.
+
+    Who still waits in an earlier call of the same group, which the others have left, is behind them.
+    """
     wanted = set().union(*jammed.missing.values()) if jammed.missing else set()
-    return {rank for rank in wanted if not jammed.missing.get(rank)}
+    waits = jammed.waits
+
+    def earlier(rank: int) -> bool:
+        return all(
+            waits[one].group == waits[rank].group and waits[one].number > waits[rank].number
+            for one, them in jammed.missing.items() if rank in them
+        )  # fmt: skip
+
+    return {rank for rank in wanted if not jammed.missing.get(rank) and (rank not in waits or earlier(rank))}
+
+
+def _held_up(jammed: Jam) -> set[int]:
+    """Ranks that have called what the others have begun, and whose GPU has not come to it."""
+    begun = {(call.group, call.number) for call in jammed.waits.values() if call.started and not call.p2p}
+    late = {r for r, c in jammed.waits.items() if not c.started and (c.group, c.number) in begun and not c.p2p}
+    return late if len(late) < len(jammed.waits) / 2 else set()
 
 
 _ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all_gather", "reduce_scatter", "broadcast",
-          "_reduce_scatter_base", "reduce", "allgather")  # fmt: skip
+          "_reduce_scatter_base", "reduce", "allgather", "coalesced all_gather")  # fmt: skip
 
 
 def _signature(call: Call) -> tuple[object, ...]:
@@ -243,15 +283,17 @@ def _product(sizes: Sequence[int]) -> int:
 
 def _mismatches(traces: Mapping[int, RankTrace], waits: Mapping[int, Call]) -> list[Cause]:
     """The oldest call of each group that somebody waits in, and the ranks that called something else there."""
-    oldest: dict[str, int] = {}
-    for call in waits.values():
-        if not call.p2p:
-            oldest[call.group] = min(call.number, oldest.get(call.group, call.number))
+    oldest: dict[tuple[str, tuple[int, ...]], int] = {}
+    for rank, call in waits.items():
+        if not call.p2p and call.group:
+            key = call.group, tuple(traces[rank].groups.get(call.group, ()))
+            oldest[key] = min(call.number, oldest.get(key, call.number))
     causes = []
-    for group, number in oldest.items():
+    for (group, members), number in oldest.items():
         rows = {
             rank: call for rank, trace in traces.items() for call in trace.calls
-            if call.group == group and call.number == number and not call.p2p
+            if call.group == group and call.number == number and not call.p2p and call.op != UNNAMED
+            and tuple(trace.groups.get(group, ())) == members
         }  # fmt: skip
         kinds = Counter(_signature(call) for call in rows.values())
         if len(kinds) < 2:
@@ -271,21 +313,24 @@ def _mismatch(
     rows: Mapping[int, Call], odd: list[int], usual: tuple[object, ...], traces: Mapping[int, RankTrace], *, tied: bool
 ) -> Cause:
     other = next((call for call in rows.values() if _signature(call) == usual), rows[odd[0]])
-    mine = rows[odd[-1]]
-    if tied:
-        other = next(call for call in rows.values() if _signature(call) != _signature(mine))
+    mine = next(rows[rank] for rank in reversed(odd) if _signature(rows[rank]) != _signature(other))
     code, what = "call.other", "another collective"
-    if _swapped(traces[odd[-1]], mine, other):
+    if any(_swapped(traces[rank], rows[rank], other) for rank in odd if rank in traces):
         code, what = "call.order", "its collectives in another order"
     elif mine.op == other.op:
         code, what = "call.size", "other sizes"
-    who = ranks_of(odd) + (" disagree: " if tied else f" call{'s' if len(odd) == 1 else ''} {what}: ")
+    who = ranks_of(odd) + f" call{'s' if len(odd) == 1 else ''} {what}: "
     said = tuple(
-        f"rank {rank}: {call.words}, number {call.number} of group {call.group}"
-        + (f", from {call.frames[0]}" if call.frames else "")
+        f"rank {rank}: {call.words}, {_place(call)}" + (f", from {call.frames[0]}" if call.frames else "")
         for rank, call in sorted(rows.items())
     )[:8]
-    message = f"{who}{mine.words}, where {'the others call' if not tied else 'the rest calls'} {other.words}"
+    message = f"{who}{mine.words}, where the others call {other.words}"
+    if tied:
+        by_kind: dict[str, list[int]] = {}
+        for rank, call in sorted(rows.items()):
+            by_kind.setdefault(call.words, []).append(rank)
+        each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {k}" for k, ranks in by_kind.items())
+        message = f"{ranks_of(odd)} disagree: {each}"
     return Cause(code=code, message=message, ranks=tuple(odd), evidence=said,
                  action="make every rank of the group call the same, in the same order")  # fmt: skip
 
@@ -313,8 +358,6 @@ def position(rank: int, seen: Seen) -> tuple[str, str]:
         return "gone", "its process is gone, without an end of its own"
     if process == "stopped":
         return "stopped", "its process is stopped (state T: a signal or a debugger)"
-    if state is None and (error := seen.errors.get(rank)) and not _HEARD.search(error):
-        return "gone", f"ended with {error}"
     if state is None:
         return "unknown", "where it is, no source tells"
     newest = max(one.written for one in seen.states.values())
@@ -372,6 +415,8 @@ ACTIONS = {
     "data": "look at that rank's storage and loader: more workers, a faster disk, or rows that are read ahead",
     "compute": "look at that rank's stack (py-spy dump --pid), clock and throttling: topoflight scan on its node",
     "unknown": "get that rank's stack: py-spy dump --pid on its node",
+    "gpu": "look at what that GPU runs before the call (cuda-gdb, py-spy dump --native) and for its Xids: topoflight "
+    "scan",
 }
 
 
@@ -393,17 +438,14 @@ def _suspect(rank: int, kind: str, words: str, seen: Seen, wait: str, share: flo
 
 def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:
     """The verdict where calls do not move; None where this source shows no such thing."""
-    jammed = jam(traces, seen.world, seen.states, seen.now)
+    jammed = jam(traces, seen)
     begun = {
         rank: min(
             (jammed.waits[one].created or 0.0 for one, them in jammed.missing.items() if rank in them), default=0.0
         )
         for rank in jammed.roots
     }
-    kinds = {rank: meanwhile(rank, seen, begun[rank]) for rank in jammed.roots}
-    kinds |= {
-        rank: ("behind", words) for rank, words in jammed.left.items() if kinds[rank][0] in ("unknown", "collective")
-    }
+    kinds = {rank: _by_calls(rank, jammed, traces, seen) or meanwhile(rank, seen, begun[rank]) for rank in jammed.roots}
     ended = [rank for rank in seen.states if position(rank, seen)[0] == "gone"]
     first = _first_to_end(ended, seen) if any(seen.states[rank].error for rank in ended) else None
     decisive = {rank for rank, (kind, _) in kinds.items() if kind in ("gone", "stopped")}
@@ -412,26 +454,18 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         kinds[first] = position(first, seen)
         jammed.roots.add(first)
     timed_out = source != "flight recorder"  # a watchdog has waited before it spoke
-    stalled = timed_out or jammed.age >= max(STALL_SECONDS, LONGER * jammed.usual)
+    untimed = not any(trace.taken or trace.written for trace in traces.values()) and not seen.states
+    stalled = timed_out or jammed.age >= max(STALL_SECONDS, LONGER * jammed.usual) or (untimed and jammed.missing)
     if not jammed.waits or not (decisive or stalled or jammed.odd):
         return None
     if any(jammed.missing.values()) and not jammed.roots | jammed.met and not jammed.odd and _old(jammed, seen):
         return None  # they have dumped before that call: a newer dump tells
     waiting = tuple(sorted(rank for rank in jammed.waits if rank not in jammed.roots))
-    call = next(iter(jammed.waits.values()))
-    wait = f"{source}: {ranks_of(waiting)} wait in {call.words}, number {call.number} of group {call.group}" + (
-        f", for {jammed.age:.0f} s" if jammed.age > 0 and (seen.states or any(t.taken for t in traces.values())) else ""
-    )
+    wait = f"{source}: {waits_of(jammed, waiting)}" + _age(jammed, seen, traces)
     if jammed.odd and not any(kind == "stopped" for kind, _ in kinds.values()):
         ranks = tuple(sorted({rank for cause in jammed.odd for rank in cause.ranks}))
         failed = any(state.ended and state.error for state in seen.states.values())
         return _verdict("failed" if failed else "stuck", tuple(jammed.odd), seen, ranks, waiting)
-    without = {rank for rank in jammed.roots if kinds[rank][0] == "unknown" and rank not in {*seen.heard, *traces}}
-    if without and without != jammed.roots:  # some that are missing have told of themselves: those are
-        jammed.roots -= without
-        kinds = {rank: kind for rank, kind in kinds.items() if rank not in without}
-    elif not decisive and len(without) >= max(1, len(jammed.waits)):
-        return _untold(seen, wait, waiting, call)
     silent = [rank for rank in jammed.roots if kinds[rank][0] == "gone"]
     if first is None and len(silent) > 1:
         return None  # which of them was first is for their errors to tell
@@ -440,8 +474,6 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         if _gave_up(seen):
             return _too_short(sorted(kinds), seen, wait, waiting)
         return Verdict(state="fine", line=f"nothing is stuck: {innocent[0]}", innocent=innocent, waiting=waiting)
-    if not jammed.roots and timed_out and not seen.counted:
-        return _untold(seen, wait, waiting, call)
     if not jammed.roots:
         return _no_root(jammed, seen, wait, waiting)
     order = sorted(decisive or jammed.roots, key=lambda rank: (rank not in decisive, kinds[rank][0] in INNOCENT, rank))
@@ -455,15 +487,6 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         return _sizes(ranks, seen, waiting)
     failed = gone or any(outlived(rank, seen) for rank in ranks)
     return _verdict("failed" if failed else "stuck", causes, seen, ranks, waiting)
-
-
-def _untold(seen: Seen, wait: str, waiting: tuple[int, ...], call: Call) -> Verdict:
-    """Ranks that waited in vain, by logs or dumps that do not tell of all ranks: whom for, nobody knows."""
-    cause = Cause(code="call.timeout", message=f"{ranks_of(waiting)} waited in vain in {call.words}", evidence=(wait,),
-                  action="give the logs of all ranks, or their dumps: TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
-    hint = Unknown(what="for whom they waited: not every rank has told",
-                   command="topoflight why LOG... of all ranks, or --flight-recorder DIR")  # fmt: skip
-    return replace(_verdict("stuck", (cause,), seen, (), waiting), unknown=(hint,))
 
 
 def _too_short(busy: Sequence[int], seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
@@ -501,37 +524,95 @@ def _old(jammed: Jam, seen: Seen) -> bool:
     return any(rank in seen.states and seen.states[rank].phase == "collective" for rank in wanted - set(jammed.waits))
 
 
-_GPU_STUCK = (
-    "look at what that GPU runs before the call (cuda-gdb, py-spy dump --native) and for its Xids: topoflight scan"
-)
-
-
 def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
-    """Everyone has come and nothing moves: the network; or groups wait for each other in a circle."""
-    behind = [rank for rank in sorted(jammed.met) if not jammed.waits[rank].started]
-    if behind and len(behind) < len(jammed.met) / 2:
-        words = "has enqueued the call, and its GPU has not come to it"
-        causes = tuple(replace(_suspect(rank, "unknown", words, seen, wait), action=_GPU_STUCK) for rank in behind)
-        others = tuple(sorted(jammed.met - set(behind)))
-        return _verdict("stuck", causes, seen, tuple(behind), others)
+    """All of a group are in a call and nothing moves; groups wait for each other; or nobody tells who is missing."""
     if jammed.met:
-        call = jammed.waits[min(jammed.met)]
-        met = sorted(rank for rank in jammed.met if jammed.waits[rank].group == call.group)
-        inside = sorted(jammed.members.get(call.group, set(met)))
-        if call.p2p and call.peer is not None and call.peer < len(inside):
-            inside = sorted({min(jammed.met), inside[call.peer]})
-        said = (
-            f"{ranks_of(inside)} are all in {call.words}, number {call.number} of group {call.group}: it does not move"
-        )
+        first = min(jammed.met)
+        call, inside = jammed.waits[first], sorted(jammed.here[first])
+        said = f"{ranks_of(inside)} are all in {call.words}, {_place(call)}: it does not move"
         return _verdict("stuck", (network(seen, "carries nothing", wait, said, between=inside),), seen, (), waiting)
+    circle = _circle(jammed)
+    if not circle:
+        return _open(jammed, seen, wait, waiting)
     lines = tuple(
-        f"rank {rank} waits in {call.words} of group {call.group} for {ranks_of(sorted(jammed.missing[rank]))}"
-        for rank, call in sorted(jammed.waits.items()) if jammed.missing.get(rank)
-    )  # fmt: skip
-    circle = tuple(sorted(rank for rank, others in jammed.missing.items() if others))
+        f"rank {rank} waits in {jammed.waits[rank].words} of group {jammed.waits[rank].group} for "
+        f"{ranks_of(sorted(jammed.missing[rank]))}"
+        for rank in circle
+    )
     cause = Cause(code="call.circle", message=f"{ranks_of(circle)} wait for each other in different groups",
                   ranks=circle, evidence=lines, action="call groups in one order on every rank")  # fmt: skip
     return _verdict("stuck", (cause,), seen, circle, ())
+
+
+def _circle(jammed: Jam) -> tuple[int, ...]:
+    """Ranks each of which waits for another of them."""
+    inside = {rank for rank, others in jammed.missing.items() if others}
+    while any(not jammed.missing[rank] & inside for rank in inside):
+        inside = {rank for rank in inside if jammed.missing[rank] & inside}
+    return tuple(sorted(inside))
+
+
+def _open(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
+    """Calls that nobody ended, and no source that tells who has not come."""
+    unseen = sorted(set().union(*jammed.unseen.values()) - set(jammed.waits)) if jammed.unseen else []
+    rest = f"; whether {ranks_of(unseen)} came, no source tells" if unseen else "; who has not come, no source tells"
+    counts = tuple(
+        f"{len(jammed.here[rank])} of the {size} ranks of group {jammed.waits[rank].group} are seen in number "
+        f"{jammed.waits[rank].number}"
+        for rank, size in sorted(jammed.sizes.items()) if size and len(jammed.here[rank]) < size
+    )  # fmt: skip
+    cause = Cause(code="call.timeout", message=waits_of(jammed, waiting) + rest,
+                  evidence=tuple(dict.fromkeys((wait, *counts)))[:4],
+                  action="collect the logs and dumps of every rank")  # fmt: skip
+    hint = Unknown(what="which rank has not come to the call",
+                   command="topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
+                           "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
+    return replace(_verdict("stuck", (cause,), seen, (), waiting), unknown=(hint,))
+
+
+def _place(call: Call) -> str:
+    """ "number 12 of group 0"."""
+    number = f"number {call.number}" if call.number else "without a number"
+    return f"{number} of group {call.group}" if call.group else number
+
+
+def waits_of(jammed: Jam, waiting: Sequence[int]) -> str:
+    """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
+    rows: dict[str, list[int]] = {}
+    for rank in waiting:
+        call = jammed.waits[rank]
+        rows.setdefault(f"{call.words}, {_place(call)}", []).append(rank)
+    most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
+    return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
+
+
+def _age(jammed: Jam, seen: Seen, traces: Mapping[int, RankTrace]) -> str:
+    """How long, and how that is known: of dumps without a run beside them the file's time is all there is."""
+    if jammed.age <= 0:
+        return ""
+    by_file = not seen.states and any(trace.written and not trace.taken for trace in traces.values())
+    return f", for {jammed.age:.0f} s" + (" by the dumps' file times" if by_file else "")
+
+
+def _by_calls(
+    rank: int, jammed: Jam, traces: Mapping[int, RankTrace], seen: Seen
+) -> tuple[str, str] | None:  # fmt: skip
+    """(kind, words) of a rank of which its calls alone tell; None where its own file tells what it does."""
+    mine = jammed.waits.get(rank)
+    if mine is not None and rank in jammed.held:
+        words = f"has called {mine.words}, {_place(mine)}, and its GPU has not begun it: work before it still runs"
+        return "gpu", words
+    if mine is not None:
+        return "unknown", f"is still in {mine.words}, {_place(mine)}, which the others have left"
+    if rank in seen.states or rank in seen.processes:
+        return None
+    call = next(jammed.waits[one] for one, them in sorted(jammed.missing.items()) if rank in them)
+    trace = traces[rank]
+    last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
+    newest = trace.enqueued.get(call.group) or (last.number if last else 0)
+    since = f"; its last there is number {newest}" if newest else "; it has called nothing there"
+    where = f", from {last.frames[0]}" if last and last.frames else ""
+    return "unknown", f"has not come to {call.words}, {_place(call)}{since}{where}"
 
 
 def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = ()) -> Cause:
@@ -564,7 +645,7 @@ def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = ()) 
             return Cause(code="link.node", message=f"the network of {host} {what}: towards {', '.join(sorted(others))}",
                          nodes=(host,), share=touched / total, evidence=(*evidence, *told),
                          action=f"look at its NIC, cable and port: topoflight scan on {host}")  # fmt: skip
-    return Cause(code="network", message=f"the network {what}: every rank has come to the call",
+    return Cause(code="network", message=f"the network {what}: every rank of the group has come to the call",
                  evidence=(*evidence, *told), action="measure it by pairs: topoflight bench --pairs")  # fmt: skip
 
 
@@ -816,9 +897,74 @@ def judge(seen: Seen) -> Verdict:
     """The verdict of the ranks: the flight recorder first, as it is exact; then others; then where the ranks are."""
     told = {"flight recorder": seen.traces, **seen.told}
     found = {name: verdict for name, traces in told.items() if traces and (verdict := stuck(seen, traces, name))}
-    best = next(iter(found.values()), None)
-    verdict = best or _by_states(seen) or _by_torchrun(seen) or _by_errors(seen) or slow(seen) or _nothing(seen)
-    return replace(verdict, disagree=(*verdict.disagree, *_differences(found)), sources=_sources(seen))
+    known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
+    best = next(iter((known or found).values()), None)
+    verdict = _by_clash(seen) or _by_errors(seen) or best or _by_states(seen) or _by_torchrun(seen) or _by_hang(seen)
+    verdict = verdict or _by_peer(seen) or slow(seen) or _nothing(seen)
+    return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(seen))
+
+
+def is_open(verdict: Verdict) -> bool:
+    """Whether it says that ranks wait, and not for whom."""
+    return bool(verdict.causes) and verdict.causes[0].code == "call.timeout"
+
+
+def _by_clash(seen: Seen) -> Verdict | None:
+    """Calls that torch compared itself before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    rows = seen.clash
+    kinds = Counter(_signature(call) for call in rows.values()).most_common()
+    if len(kinds) < 2:
+        return None
+    tied = kinds[0][1] == kinds[1][1]
+    odd = sorted(rank for rank, call in rows.items() if tied or _signature(call) != kinds[0][0])
+    cause = _mismatch(seen.clash, odd, _signature(seen.clash[odd[0]]) if tied else kinds[0][0], {}, tied=tied)
+    return _verdict("failed", (cause,), seen, tuple(odd), ())
+
+
+def _by_errors(seen: Seen) -> Verdict | None:
+    """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
+    if seen.late:
+        causes = tuple(_suspect(rank, "unknown", words, seen, "monitored barrier") for rank, words in seen.late.items())
+        return _verdict("failed", causes, seen, tuple(sorted(seen.late)), ())
+    own = {rank: error for rank, error in seen.errors.items() if not _HEARD.search(error)}
+    if not own or seen.states or (seen.first is not None and seen.first not in seen.errors):
+        return None
+    waiting = tuple(sorted({rank for rows in seen.told.values() for rank, row in rows.items() if row.calls} - set(own)))
+    wait = (f"watchdog: {ranks_of(waiting)} waited in vain",) if waiting else ()
+    kinds = {error.partition(":")[0] for error in own.values()}
+    if len(own) > 1 and len(kinds) == 1 and seen.first not in own:  # none of them is the cause of the others'
+        message = f"{ranks_of(sorted(own))} each ended with {next(iter(own.values()))}"
+        return _verdict("failed", (Cause(code="ranks.gone", message=message, evidence=wait),), seen, (), waiting)
+    first = seen.first if seen.first in own and seen.first is not None else next(iter(own))
+    which = "torchrun saw it end first" if first == seen.first else "the first exception of the log"
+    cause = _suspect(first, "gone", f"ended with {own[first]}", seen, which)
+    return _verdict("failed", (replace(cause, evidence=(*cause.evidence, *wait)),), seen, (first,), waiting)
+
+
+def _by_hang(seen: Seen) -> Verdict | None:
+    """A rank whose own watchdog stood still: its process hangs in CUDA or in Python's lock, which is no wait."""
+    if not seen.hung:
+        return None
+    rows = sorted(seen.hung.items())
+    idle = tuple(rank for rank, _ in rows if rank in seen.idle)
+    ranks = idle or (tuple(rank for rank, _ in rows) if len(rows) == 1 else ())
+    who = ranks_of([rank for rank, _ in rows])
+    no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
+    cause = Cause(code="watchdog_hung", message=f"PyTorch's watchdog of {who} {rows[0][1]}{no_call}: a CUDA call hangs "
+                  "or a thread holds Python's lock (GIL)", ranks=ranks,
+                  action="py-spy dump --native --pid of that rank, and the kernel's log for an Xid")  # fmt: skip
+    return _verdict("failed", (cause,), seen, ranks, ())
+
+
+def _by_peer(seen: Seen) -> Verdict | None:
+    """A peer that closed its connection, where nothing tells more: it ended first, or had lost another."""
+    if not seen.lost:
+        return None
+    hosts = sorted(set(seen.lost.values()))
+    message = f"{ranks_of(sorted(seen.lost))} lost a peer: {', '.join(hosts[:4])} closed the connection"
+    cause = Cause(code="rank.lost", message=message, action=f"read the logs of the ranks on {', '.join(hosts[:4])}")
+    hint = Unknown(what="why that peer closed it", command="topoflight why with the logs of every node")
+    return replace(_verdict("failed", (cause,), seen, (), tuple(sorted(seen.lost))), unknown=(hint,))
 
 
 def _differences(found: Mapping[str, Verdict]) -> tuple[str, ...]:
@@ -883,24 +1029,6 @@ def _by_torchrun(seen: Seen) -> Verdict | None:
     return _verdict("failed", (cause,), seen, (seen.first,), ())
 
 
-def _by_errors(seen: Seen) -> Verdict | None:
-    """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
-    if seen.late:
-        causes = tuple(_suspect(rank, "unknown", words, seen, "monitored barrier") for rank, words in seen.late.items())
-        ranks = tuple(sorted(seen.late))
-        return _verdict("failed", causes, seen, ranks, tuple(sorted(set(seen.heard) - set(ranks))))
-    own = {rank: error for rank, error in seen.errors.items() if not _HEARD.search(error)}
-    if not own:
-        return None
-    kinds = {error.partition(":")[0] for error in own.values()}
-    if len(own) > 1 and len(kinds) == 1:  # the same on each: none of them is the cause of the others'
-        message = f"{ranks_of(sorted(own))} each ended with {next(iter(own.values()))}"
-        return _verdict("failed", (Cause(code="ranks.gone", message=message),), seen, (), ())
-    first = next(iter(own))
-    cause = _suspect(first, "gone", f"ended with {own[first]}", seen, "the first exception of the log")
-    return _verdict("failed", (cause,), seen, (first,), tuple(sorted(set(seen.heard) - {first})))
-
-
 def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
     """All have ended, each by the loss of another: which was first, no source tells."""
     errors = [f"rank {rank}: {seen.states[rank].error}"[:200] for rank in ranks if seen.states[rank].error]
@@ -914,7 +1042,9 @@ def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
 
 # errors of a rank that lost another, or waited for it in vain (gloo/transport/tcp, c10d/socket.cpp, ProcessGroupNCCL)
 _HEARD = re.compile(r"closed by peer|Read error|Write error|onnection reset|Timed out waiting|Broken pipe|"
-                    r"remote process exited|watchdog|DistNetworkError|onnection refused", re.IGNORECASE)  # fmt: skip
+                    r"remote process exited|watchdog|DistNetworkError|onnection refused|store->get|DistStoreError|"
+                    r"NCCL error|DistBackendError|collective operation timeout|Detected mismatch|wait timeout",
+                    re.IGNORECASE)  # fmt: skip
 # ... of these, what only those write that have waited for as long as their group allows (gloo, ProcessGroupNCCL)
 _IN_VAIN = re.compile(r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout", re.IGNORECASE)
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
@@ -949,8 +1079,8 @@ def _nothing(seen: Seen) -> Verdict:
     if not seen.states:
         unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
     line = "nothing found: no rank is missing, late or gone, no call waits for long"
-    if not (seen.traces or seen.states or seen.told):
-        line = "nothing found, by sources that tell of no rank"
+    if not seen.traces and not seen.states:
+        line = "nothing found in what was read"
     return Verdict(state="fine", line=line, unknown=tuple(unknown))
 
 

@@ -74,8 +74,8 @@ def why(
         else:
             found = gathered.answer(asked)
             emit(found, form, lambda out: show(out, found))
-    if found.state == "fine":
-        sys.exit(EXIT_PASS if found.sources else EXIT_UNKNOWN)
+    if found.state in ("fine", "unknown"):
+        sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
 
 

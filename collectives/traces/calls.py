@@ -22,6 +22,7 @@ MOST_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
 MOST_CALLS = 20_000  # kept of one rank, the newest
 MOST_RANKS = 4096
 _FRAMES = 8
+UNNAMED = "a collective"  # a call whose kind nobody tells
 
 
 class TraceError(ValueError):
@@ -66,6 +67,9 @@ class RankTrace:
     enqueued: Mapping[str, int] = field(default_factory=dict)  # by group, the newest number that was called
     taken: float | None = None  # Unix seconds, where that is known: what was called later it does not hold
     written: float | None = None  # of the file, which a copy may have made later
+    own: Mapping[str, int] = field(default_factory=dict)  # by group, its own number there, where that is told
+    partial: bool = False  # a log's few lines: what they do not name may have been called
+    sizes: Mapping[str, int] = field(default_factory=dict)  # by group, how many members, where that alone is told
 
 
 _PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -97,6 +101,10 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     for call in calls:
         if not call.p2p:
             newest[call.group] = max(call.number, newest.get(call.group, 0))
+    status = found.get("pg_status")  # what the ring has lost by now counts, too
+    for name, row in status.items() if isinstance(status, dict) else ():
+        if isinstance(row, dict) and _whole(row.get("last_enqueued_collective")):
+            newest[str(name)] = max(row["last_enqueued_collective"], newest.get(str(name), 0))
     return RankTrace(
         rank=rank, source=source, calls=calls, groups=members, names=names, version=version, enqueued=newest
     )
@@ -148,7 +156,8 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
         sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
                     if isinstance(row, list | tuple)),
         dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
-        done=over, started=entry.get("state") == "started", created=_seconds(entry.get("time_created_ns")), ended=ended,
+        done=over, started=entry.get("state") == "started",
+        created=_seconds(entry.get("time_created_ns")), ended=ended,
         frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
     )  # fmt: skip
 

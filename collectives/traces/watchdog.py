@@ -1,137 +1,198 @@
-"""What PyTorch's watchdog wrote into a log: each rank that waited in vain, and in which call.
+"""What PyTorch wrote into a log of the ranks: who waited in vain in which call, who ended with which error.
 
-Specification: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, releases 1.13 to 2.13. A rank speaks of the call that
-timed out, and in a second line of the last that it has called and the last that was over. "Rank" in both is the number
-within the process group; the number in the job is that of the prefix, "[rank12]:", which 2.2 and newer give each line.
+Specification: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and ProcessGroupWrapper.cpp, releases 1.13 to 2.13, and
+the excepthook of torch.distributed, which writes "[rankN]:" before each line. That number is the job's; "Rank N" within
+the brackets is the group's own. Before 2.3 a line names no group, so its number cannot be held against another's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 
-from collectives.traces.calls import Call, RankTrace
+from collectives.traces.calls import UNNAMED, Call, RankTrace
 
+_RANK = re.compile(r"\[rank(\d{1,7})\]:")
+_GROUP = re.compile(r"\[PG (?:ID \d{1,6} PG GUID )?([^\]( ]{1,80}?) ?(?:\(([^)\]]{0,80})\))? Rank (\d{1,7})\]")
 _WORK = re.compile(
-    r"(?:\[PG ID \d{1,6} PG GUID [^\]]{1,80}? Rank (\d{1,7})\]|\[PG [^\]]{1,80}? Rank (\d{1,7})\]|\[Rank (\d{1,7})\])"
-    r" Watchdog caught collective operation timeout: "
-    r"WorkNCCL\((?:SeqNum=(\d{1,18}), )?OpType=(\w{1,40})(?:, (?:NumelIn|TensorShape)=([\d\[\], ]{1,60}?), |, |\))"
+    r"Rank (\d{1,7})\] Watchdog caught collective operation timeout: "
+    r"WorkNCCL\((?:SeqNum=(\d{1,18}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
 )
-_LAST = re.compile(
-    r"\[(?:PG ID \d{1,6} )?PG (?:GUID )?([^\] ]{1,80}?)(?:\(([^)\]]{1,80})\)| \(([^)\]]{1,80})\))? Rank (\d{1,7})\]"
-    r".{0,200}?"
-    r"(?:work(?: sequence id)?: (\d{1,18})[ ,].{0,40}?)?"
-    r"last enqueued (?:NCCL )?work: (\d{1,18}), last completed (?:NCCL )?work: (\d{1,18})"
-)
-# ProcessGroupWrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL, and monitored_barrier of gloo, which name ranks of their group
-_CHECKED = re.compile(
-    r"Rank (\d{1,7}) is running (?:\w{1,20} )?collective: CollectiveFingerPrint\((?:SequenceNumber=(\d{1,18}), )?"
-    r"OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,80})\])?"
+_STATUS = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: -?(\d{1,18}), last completed (?:NCCL )?work: -?\d{1,18}")
+_AT = re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (\d{1,18})")
+_ERROR = re.compile(r"\[rank(\d{1,7})\]: ((?:\w{1,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception))(?:: (.{0,300})|\s*$)")
+_PRINT = re.compile(
+    r"Rank (\d{1,7}) is running (?:inconsistent )?collective: CollectiveFingerPrint\("
+    r"(?:SequenceNumber=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,200})\])?"
+    r"(?:, TensorDtypes=(\w{1,20}))?"
 )
 _BARRIER = re.compile(r"Ranks? ([\d, ]{1,2000}) failed to pass monitoredBarrier in (\d{1,12}) ms")
-_ERROR = re.compile(
-    r"\[rank(\d{1,7})\]:\s{1,8}((?:\w{1,60}\.){0,6}\w{0,60}(?:Error|Exception|Interrupt|Exit)): ?(.{0,400})"
-)
-_PREFIX = re.compile(r"\[rank(\d{1,7})\]:")
-_DEFAULT = "default_pg"
-MOST = 1 << 16  # ranks that are kept
+_HUNG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds")
+_LEFT = re.compile(r"workMetaList_\.size\(\)=(\d{1,9})")
+_PEER = re.compile(r"losed by remote peer (\S{1,253}?)<\d{1,5}>")
+_GATHERS = ("allgather", "_allgather_base")
+_SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
+_NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by remote",
+            "monitoredBarrier", "]: ")  # fmt: skip
+MOST = 1 << 16  # ranks, or calls, that are kept
 
 
 @dataclass(slots=True)
-class _Rank:
-    local: int  # within the group
-    number: int = 0
-    op: str = ""
-    numel: int | None = None
-    group: str = "0"
-    enqueued: int = 0
-    default: bool = True
+class Told:
+    """All that a log's lines say of its ranks."""
+
+    traces: dict[int, RankTrace] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # by rank: the exception that ended it
+    clash: dict[int, Call] = field(default_factory=dict)  # calls that did not match (TORCH_DISTRIBUTED_DEBUG=DETAIL)
+    hung: dict[int, str] = field(default_factory=dict)  # ranks whose watchdog thread itself stood still, and its words
+    idle: set[int] = field(default_factory=set)  # of these, the ranks without an outstanding collective
+    late: dict[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
+    lost: dict[int, str] = field(default_factory=dict)  # by rank: the host whose connection was closed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """What the watchdogs of a log say."""
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    """A call that timed out, as one line tells it."""
 
-    traces: Mapping[int, RankTrace] = field(default_factory=dict)  # the call that timed out first, by rank
-    heard: frozenset[int] = frozenset()  # ranks that wrote anything with their prefix
-    errors: Mapping[int, str] = field(default_factory=dict)  # the first exception of each, in the order of the log
-    late: Mapping[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
+    rank: int  # of the job, where the line says so, else of the group
+    own: int  # of the group
+    number: int
+    op: str
+    prefixed: bool
+    numels: tuple[int, int] | None
+    group: str
 
 
-def read(lines: Iterable[str]) -> Waits:
-    """Who waited in vain, and in what. Empty where no watchdog spoke."""
-    named: dict[int, _Rank] = {}
-    bare: dict[int, _Rank] = {}  # of lines without a prefix: of old releases; of newer ones the same once more
-    heard: set[int] = set()
-    errors: dict[int, str] = {}
-    late: dict[int, str] = {}
-    for line in lines:
-        prefix = _PREFIX.search(line[:200]) if "[rank" in line else None
-        rank = int(prefix[1]) if prefix else None
-        if rank is not None and len(heard) < MOST:
-            heard.add(rank)
-        found = bare if rank is None else named
-        if rank is not None and (error := _ERROR.search(line)) and len(errors) < MOST:
-            errors.setdefault(rank, f"{error[2].rpartition('.')[2]}: {error[3]}".strip())
-        if "Watchdog caught" in line and (work := _WORK.search(line)):
-            local = int(next(word for word in work.groups()[:3] if word))
-            key = local if rank is None else rank
-            if key not in found and len(found) < MOST:
-                numel = work[6] if work[6] and work[6].isdecimal() else None
-                found[key] = _Rank(local, int(work[4] or 0), work[5].lower(), int(numel) if numel else None)
-        elif "last enqueued" in line and (last := _LAST.search(line)):
-            one = found.get(int(last[4]) if rank is None else rank)
-            if one is None or one.enqueued or (last[5] and int(last[5]) != one.number):
-                continue
-            one.group, one.enqueued = last[1], int(last[6])
-            one.default = (last[2] or last[3] or (_DEFAULT if last[1] == "0" else "")) == _DEFAULT
-            one.group = "0" if one.default else one.group
-        elif "CollectiveFingerPrint" in line:
-            for told in _CHECKED.finditer(line[:8192]):
-                bare.setdefault(int(told[1]), _checked(told))
-        elif "monitoredBarrier" in line and (missed := _BARRIER.search(line)):
+class _Reader:
+    def __init__(self) -> None:
+        self.told = Told()
+        self.spoken: list[_Spoken] = []
+        self.at: dict[tuple[int, int], str] = {}  # (rank, number of the call) -> group
+        self.enqueued: dict[tuple[int, str], int] = {}
+        self.own: dict[tuple[int, str], int] = {}
+        self.default: set[str] = set()
+        self.before: tuple[int, str, int] | None = None  # rank, group, own rank of the line before: a line may be torn
+
+    def line(self, line: str) -> None:
+        named, group = _RANK.search(line), _GROUP.search(line)
+        if error := _ERROR.search(line):
+            self.told.errors.setdefault(int(error[1]), f"{error[2]}: {error[3]}" if error[3] else error[2])
+        here = None
+        if group:
+            rank, name = int((named or group)[1 if named else 3]), group[1]
+            here = rank, name, int(group[3])
+            self.own[rank, name] = here[2]
+            if group[2] == "default_pg" or (not group[2] and name == "0"):
+                self.default.add(name)
+        if work := _WORK.search(line):
+            self.work(work, here, named)
+        elif here and (status := _STATUS.search(line)):
+            key = here[0], here[1]
+            self.enqueued[key] = max(int(status[1]) if "work: -" not in status[0] else 0, self.enqueued.get(key, 0))
+            if at := _AT.search(line):
+                self.at.setdefault((here[0], int(at[1])), here[1])
+        elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
+            self.clash(line)
+        elif missed := _BARRIER.search(line):
             words = f"has not come to the barrier within {int(missed[2]) / 1000:g} s"
-            late.update({int(word): words for word in missed[1].split(",") if word.strip().isdecimal()})
-    kept = named or bare
-    groups: dict[str, dict[int, int]] = {}
-    for rank, one in kept.items():
-        if not one.default:
-            groups.setdefault(one.group, {})[one.local] = rank
-    members = {group: inside for group, places in groups.items() if (inside := _members(places))}
-    return Waits(traces={rank: _trace(rank, one, members) for rank, one in kept.items()}, heard=frozenset(heard),
-                 errors=errors, late=late)  # fmt: skip
+            self.told.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
+        rank_of = int(named[1]) if named else here[0] if here else None
+        if rank_of is not None:
+            self.others(line, rank_of)
+        self.before = here
+
+    def others(self, line: str, rank: int) -> None:
+        """Lines on a watchdog that hangs itself, and on a peer that is gone."""
+        if hung := _HUNG.search(line):
+            self.told.hung[rank] = f"stood still for {hung[1]} s"
+        if (left := _LEFT.search(line)) and int(left[1]) == 0:
+            self.told.idle.add(rank)
+        if peer := _PEER.search(line):
+            self.told.lost.setdefault(rank, peer[1])
+
+    def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
+        own = int(work[1])
+        before = self.before if not here and not named and self.before and self.before[2] == own else None
+        place = here or before
+        rank = int(named[1]) if named else place[0] if place else own
+        numels = (int(work[4]), int(work[5])) if work[4] else None
+        if len(self.spoken) < MOST:
+            group = place[1] if place else ""
+            self.spoken.append(
+                _Spoken(rank, own, int(work[2] or 0), work[3].lower(), bool(named or before), numels, group)
+            )
+
+    def clash(self, line: str) -> None:
+        for found in _PRINT.finditer(line):
+            sizes = tuple(int(n) for n in (found[4] or "").replace(",", " ").split())
+            self.told.clash[int(found[1])] = Call(
+                group="", number=int(found[2] or 0), op=found[3].lower(), dtypes=(found[5],) if found[5] else (),
+                sizes=(sizes,) if found[4] is not None else (),
+            )  # fmt: skip
+
+    def end(self) -> Told:
+        calls: dict[int, dict[str, Call]] = {}
+        sizes: dict[str, int] = {}
+        told = {(one.own, one.number) for one in self.spoken if one.prefixed}
+        # the exception says the same once more, without the prefix
+        self.spoken = [one for one in self.spoken if one.prefixed or (one.own, one.number) not in told]
+        for one in self.spoken:
+            group = one.group or self.at.get((one.rank, one.number), "")
+            if group:
+                self.own.setdefault((one.rank, group), one.own)
+            numels = ((one.numels[0],),) if one.numels else ()
+            calls.setdefault(one.rank, {}).setdefault(
+                group, Call(group=group, number=one.number, op=_op(one), sizes=numels, p2p=one.op in ("send", "recv"))
+            )
+            if group and (size := _members(one)):
+                sizes[group] = size
+        for (rank, number), group in self.at.items():  # the line that names the call itself is not there
+            if all(call.number != number for call in calls.get(rank, {}).values()):
+                calls.setdefault(rank, {}).setdefault(group, Call(group=group, number=number, op=UNNAMED))
+        twice = self._shared()
+        for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
+            rows = tuple(_apart(call, twice) for call in calls.get(rank, {}).values())
+            self.told.traces[rank] = RankTrace(
+                rank=rank, source="watchdog", calls=rows, partial=True,
+                enqueued={name: n for (r, name), n in self.enqueued.items() if r == rank and name not in twice},
+                names={name: "default_pg" for r, name in self.own if r == rank and name in self.default},
+                sizes={call.group: sizes[call.group] for call in rows if call.group in sizes},
+                own={name: n for (r, name), n in self.own.items() if r == rank},
+            )  # fmt: skip
+        return self.told
+
+    def _shared(self) -> set[str]:
+        """Names that more than one group bears: two ranks have the same number in them."""
+        seen: dict[tuple[str, int], int] = {}
+        return {name for (rank, name), own in self.own.items() if seen.setdefault((name, own), rank) != rank}
 
 
-def _checked(told: re.Match[str]) -> _Rank:
-    """What DETAIL says that a rank called."""
-    shape = [int(word[:18]) for word in (told[4] or "").split(",") if word.strip().isdecimal()]
-    numel = prod(shape) if told[4] is not None else None
-    return _Rank(int(told[1]), int(told[2] or 0), told[3].lower(), numel)
+def read(lines: Iterable[str]) -> Told:
+    """What the lines say, nothing where no rank spoke."""
+    reader = _Reader()
+    for line in lines:
+        if any(needle in line for needle in _NEEDLES) or "[PG " in line:
+            reader.line(line)
+    return reader.end()
 
 
-def _members(places: Mapping[int, int]) -> tuple[int, ...]:
-    """Ranks of a group, up to the last that spoke, by local number -> rank: groups are cut evenly from all ranks.
-
-    Empty where those that spoke do not lie evenly.
-    """
-    (first, at), *rest = sorted(places.items())
-    if not rest:
-        return ()
-    last, end = rest[-1]
-    step, uneven = divmod(end - at, last - first)
-    even = all(rank == at + step * (local - first) for local, rank in rest)
-    start = at - step * first
-    if uneven or not even or step < 1 or start < 0 or last > MOST:
-        return ()
-    return tuple(start + step * local for local in range(last + 1))
+def _apart(call: Call, shared: set[str]) -> Call:
+    """The call without its group where that name tells no group."""
+    return call if call.group not in shared else Call(group="", number=call.number, op=call.op, sizes=call.sizes)
 
 
-def _trace(rank: int, one: _Rank, members: Mapping[str, tuple[int, ...]]) -> RankTrace:
-    call = Call(group=one.group, number=one.number, op=one.op, sizes=((one.numel,),) if one.numel is not None else ())
-    inside = members.get(one.group)
-    return RankTrace(
-        rank=rank, source="watchdog", calls=(call,), enqueued={one.group: max(one.enqueued, one.number)},
-        names={one.group: _DEFAULT} if one.default else {}, groups={one.group: inside} if inside else {},
-    )  # fmt: skip
+def _members(one: _Spoken) -> int | None:
+    """How many ranks the group has, by what goes in and comes out of a gather or a scatter; None for other calls."""
+    if one.numels is None or 0 in one.numels:
+        return None
+    small, large = one.numels if one.op in _GATHERS else reversed(one.numels) if one.op in _SCATTERS else (0, 0)
+    return large // small if small and large % small == 0 else None
+
+
+def _op(one: _Spoken) -> str:
+    """The call's name. Gathers that were put together come as "coalesced": as many times more comes out as ranks."""
+    if one.op == "coalesced" and one.numels and 0 not in one.numels and one.numels[0] != one.numels[1]:
+        times = max(one.numels) / min(one.numels)
+        return "coalesced all_gather" if one.numels[1] > one.numels[0] and times.is_integer() else one.op
+    return one.op

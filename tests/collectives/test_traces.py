@@ -173,10 +173,11 @@ LOG = """
 
 
 def test_the_watchdogs_words_of_three_releases() -> None:
-    found = {**watchdog.read(LOG.splitlines()[:-1]).traces, **watchdog.read(LOG.splitlines()[-1:]).traces}
+    found = watchdog.read(LOG.splitlines()).traces
     assert {rank: (t.calls[0].op, t.calls[0].number) for rank, t in found.items()} == {
         7: ("broadcast", 78), 3: ("allreduce", 78), 1: ("allreduce", 469)}  # fmt: skip
-    assert (found[7].enqueued, found[3].enqueued, found[1].enqueued) == ({"0": 79}, {"0": 80}, {"0": 469})
+    assert (found[7].enqueued, found[3].enqueued, found[1].enqueued) == ({"0": 79}, {"0": 80}, {})
+    assert found[1].calls[0].group == ""  # before 2.3 a line names no group
 
 
 def test_parts_of_a_coalesced_call_end_with_it() -> None:
@@ -198,27 +199,79 @@ def test_members_of_a_group_in_any_form(ranks: object, members: tuple[int, ...])
     assert calls.read(json.dumps(document).encode(), rank=0).groups.get("7", ()) == members
 
 
-def in_group(local: int, rank: int, guid: int = 9, number: int = 610) -> str:
-    """Two lines of a rank of a group that is not everybody's, as 2.6 writes them."""
-    return (
-        f"[rank{rank}]:[E318 07:39:53.7 ProcessGroupNCCL.cpp:616] [Rank {local}] Watchdog caught collective operation "
-        f"timeout: WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, NumelIn=5, NumelOut=5, Timeout(ms)=600000) ran for "
-        f"600086 milliseconds before timing out.\n[rank{rank}]:[E318 07:39:53.7 ProcessGroupNCCL.cpp:1785] [PG ID 2 "
-        f"PG GUID {guid} Rank {local}] Exception (either an error or timeout) detected by watchdog at work: {number}, "
-        f"last enqueued NCCL work: {number + 6}, last completed NCCL work: {number - 1}."
-    )
+def caught(rank: int, own: int, number: int, op: str = "ALLREDUCE", sizes: str = "8, NumelOut=8") -> str:
+    return (f"[rank{rank}]:[E1 ProcessGroupNCCL.cpp:632] [Rank {own}] Watchdog caught collective operation timeout: "
+            f"WorkNCCL(SeqNum={number}, OpType={op}, NumelIn={sizes}, Timeout(ms)=600000) ran for 600001")  # fmt: skip
 
 
-def test_a_rank_of_a_group_is_told_from_its_number_in_the_job() -> None:
-    text = "\n".join(in_group(local, rank) for local, rank in ((0, 4), (1, 5), (3, 7)))
-    what = "terminate called: [PG ID 2 PG GUID 9 Rank 0] Process group watchdog thread terminated with exception: "
-    again = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=610, OpType=ALLREDUCE, NumelIn=5, "
-    found = watchdog.read([*text.splitlines(), what + again, "[rank6]: Traceback (most recent call last):"])
-    assert set(found.traces) == {4, 5, 7}
-    assert found.traces[4].groups == {"9": (4, 5, 6, 7)}
-    assert found.heard == {4, 5, 6, 7}
-    uneven = watchdog.read("\n".join(in_group(local, rank) for local, rank in ((0, 4), (1, 5), (3, 9))).splitlines())
-    assert uneven.traces[4].groups == {}
+def status(rank: int, group: str, own: int, number: int, newest: int) -> str:
+    where = f"[rank{rank}]:[E1 ProcessGroupNCCL.cpp:2268] [PG ID 1 PG GUID {group} Rank {own}]"
+    told = f"last enqueued work: {newest}, last completed work: 7"
+    return f"{where}  failure detected by watchdog at work sequence id: {number} PG status: {told}"
+
+
+def test_the_brackets_hold_the_groups_own_number_and_the_prefix_the_jobs() -> None:
+    found = watchdog.read([caught(4, 0, 900), status(4, "11(mesh_tp)", 0, 900, 902)]).traces
+    assert list(found) == [4]
+    assert (found[4].calls[0].group, found[4].enqueued, found[4].own) == ("11", {"11": 902}, {"11": 0})
+    assert not found[4].names
+
+
+def test_a_gather_tells_how_many_its_group_has() -> None:
+    gather = [caught(0, 0, 5, "ALLGATHER", "1024, NumelOut=8192"), status(0, "5(mesh_fsdp)", 0, 5, 5)]
+    scatter = [caught(0, 0, 5, "_REDUCE_SCATTER_BASE", "64, NumelOut=16"), status(0, "5(mesh_fsdp)", 0, 5, 5)]
+    assert [watchdog.read(lines).traces[0].sizes for lines in (gather, scatter)] == [{"5": 8}, {"5": 4}]
+
+
+def test_groups_that_share_a_name_are_not_compared() -> None:
+    lines = [caught(0, 0, 5), status(0, "2(tp)", 0, 5, 5), caught(2, 0, 6), status(2, "2(tp)", 0, 6, 6)]
+    found = watchdog.read(lines).traces
+    assert [one.calls[0].group for one in found.values()] == ["", ""]
+
+
+def test_a_rank_that_only_dumped_tells_how_far_it_came() -> None:
+    signal = "Received a dump signal due to a collective timeout from rank 0."
+    told = f"{signal} Last enqueued NCCL work: 4999, last completed NCCL work: 4999."
+    line = f"[rank5]:[E1 ProcessGroupNCCL.cpp:1484] [PG ID 0 PG GUID 0(default_pg) Rank 5] {told}"
+    found = watchdog.read([line]).traces[5]
+    assert (found.calls, found.enqueued, found.names) == ((), {"0": 4999}, {"0": "default_pg"})
+
+
+def test_a_line_torn_in_two_keeps_its_group() -> None:
+    whole = ("[rank2]:[E1 x.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 2] Process group watchdog thread terminat\n"
+             "ed with exception: [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, "
+             "OpType=BROADCAST, NumelIn=112, NumelOut=112,\n Timeout(ms)=1800000) ran for 1800010")  # fmt: skip
+    found = watchdog.read(whole.splitlines()).traces[2]
+    assert (found.calls[0].group, found.calls[0].number) == ("0", 4)
+
+
+def test_a_rank_says_how_it_ended_and_which_call_did_not_match() -> None:
+    told = watchdog.read([
+        '[rank3]:     raise ValueError("no")', "[rank3]: ValueError: Expected 4 (got 0)", "[rank1]: ZeroDivisionError",
+        "ValueError: of nobody",
+        "[rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=21, OpType=BROADCAST, TensorShape=[1], TensorDtypes=Long), but Rank 0 is "
+        "running collective: CollectiveFingerPrint(SequenceNumber=21, OpType=ALLREDUCE, TensorShape=[5, 2]).",
+        "[rank6]:[E1 x] [PG 0 (default_pg) Rank 6] Heartbeat monitor timed out! workMetaList_.size()=0",
+        "[rank6]:[F1 x] [PG 0 (default_pg) Rank 6] ProcessGroupNCCL's watchdog got stuck for 480 seconds without",
+        "[rank0]: socketProgress: Connection closed by remote peer node2.cluster.local<53472>",
+    ])  # fmt: skip
+    assert told.errors == {3: "ValueError: Expected 4 (got 0)", 1: "ZeroDivisionError"}
+    assert {rank: (call.op, call.sizes, call.number) for rank, call in told.clash.items()} == {
+        1: ("broadcast", ((1,),), 21), 0: ("allreduce", ((5, 2),), 21)}  # fmt: skip
+    assert (told.hung, told.idle, told.lost) == ({6: "stood still for 480 s"}, {6}, {0: "node2.cluster.local"})
+
+
+def test_the_exceptions_words_are_no_second_rank() -> None:
+    again = "[PG ID 2 PG GUID 11(mesh_tp) Rank 0] Process group watchdog thread terminated with exception: "
+    bare = caught(4, 0, 900).partition("] ")[2]
+    found = watchdog.read([caught(4, 0, 900), status(4, "11(mesh_tp)", 0, 900, 902), again + bare]).traces
+    assert list(found) == [4]
+
+
+def test_what_the_ring_has_lost_was_called_all_the_same() -> None:
+    status = {"pg_status": {"0": {"last_enqueued_collective": 90}}}
+    assert calls.read(FORMS["json"]({**dump(entry(1)), **status}), rank=0).enqueued == {"0": 90}
 
 
 def performed(rank: int, micro: int, number: int) -> str:
