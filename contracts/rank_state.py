@@ -32,6 +32,7 @@ class Mark:
     at: float = 0.0  # Unix seconds
     calls: int = 0
     samples: dict[str, int] = field(default_factory=dict)
+    delayed: float | None = None  # seconds that the main thread has waited for a CPU (proc(5), schedstat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import re
 import sys
 import threading
@@ -108,7 +109,8 @@ class Beside(threading.Thread):
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in (self.folder / TRACE.format(rank=self.rank), self.folder.parent / WHY):
                 old.unlink(missing_ok=True)  # of an earlier start
-        while not self.over.wait(self.look_seconds):
+        # at uneven times: looks in step with the job's own steps would see the same phase each time
+        while not self.over.wait(self.look_seconds * random.uniform(0.5, 1.5)):  # noqa: S311 - no secret
             self.look()
             now = time.monotonic()
             stalled = (
@@ -161,7 +163,7 @@ class Beside(threading.Thread):
         if not ended and time.monotonic() - self.listed >= ENDS_SECONDS:
             self.ends = _ends()
             self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
-        self.marks.append(Mark(at=time.time(), calls=self.calls, samples=dict(self.samples)))
+        self.marks.append(Mark(at=time.time(), calls=self.calls, samples=dict(self.samples), delayed=_delayed()))
         if len(self.marks) > MOST_MARKS:
             del self.marks[1::2]
         state = RankState(
@@ -274,6 +276,13 @@ def _io_bytes() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/self/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return None
+
+
+def _delayed() -> float | None:
+    """Seconds that the main thread was ready and had no CPU: throttled, or others ran (proc(5), schedstat)."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return None
 
 

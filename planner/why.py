@@ -25,6 +25,7 @@ EXPLAINS = 0.8  # of the wait: below it the shares are listed, and nobody is nam
 OUTLIER = 1.3
 STALL_SECONDS = 15.0  # as long as finetune.beside waits before it dumps
 LONGER = 2.0  # than anything that this run has had before: what was seen once is a sample of one
+MIN_LOOKS = 30  # at a rank, before it is said what it does: of a share the standard error is then below 0.1
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
 MIN_CALLS = 8  # of a collective that all ranks called, before its arrivals say anything
 MOST_RANKS = 1 << 17  # of a job that may be true
@@ -740,7 +741,9 @@ def _one_late(found: Pace, seen: Seen) -> Verdict | None:
     late = sorted(found.caused, key=lambda rank: -found.caused[rank])
     shares = {rank: found.caused[rank] / total for rank in late} if total > 0 else {}
     chronic = [rank for rank in late if found.quarters.get(rank, 0) >= 2]
-    slowest = [rank for rank in chronic if work[rank] > OUTLIER * min(usual, _rest(work, rank))]
+    slowest = [
+        rank for rank in chronic if _looked_at(rank, seen) and work[rank] > OUTLIER * min(usual, _rest(work, rank))
+    ]
     if slowest:
         causes, innocent = [], []
         for rank in slowest:
@@ -762,6 +765,12 @@ def _one_late(found: Pace, seen: Seen) -> Verdict | None:
     return None
 
 
+def _looked_at(rank: int, seen: Seen) -> bool:
+    """Whether what it does can be said by now; of a rank that is not looked at, or has ended, no more will come."""
+    state = seen.states.get(rank)
+    return state is None or state.ended or not state.samples or sum(state.samples.values()) >= MIN_LOOKS
+
+
 def _rest(work: Mapping[int, float], rank: int) -> float:
     """The median work of the other ranks."""
     return median(value for other, value in work.items() if other != rank)
@@ -780,29 +789,41 @@ def _slower_together(found: Pace) -> Verdict | None:
     return replace(_verdict("slow", (cause,), Seen(), (), ()), unknown=(hint,))
 
 
-def _pieces(state: RankState) -> list[tuple[int, dict[str, float]]]:
-    """Calls, and seconds by phase, between a rank's marks; the first, which connects and compiles, is left out."""
-    found: list[tuple[int, dict[str, float]]] = []
+def _pieces(state: RankState) -> list[tuple[int, dict[str, float], float]]:
+    """Calls, seconds by phase, and seconds of waiting for a CPU, between a rank's marks.
+
+    The first, which connects and compiles, is left out.
+    """
+    found: list[tuple[int, dict[str, float], float]] = []
     marks = state.marks[1:]
     for old, new in pairwise(marks):
         looks = {kind: new.samples.get(kind, 0) - old.samples.get(kind, 0) for kind in new.samples}
         total = sum(looks.values())
         if new.calls > old.calls and total > 0 and new.at > old.at:
-            found.append((new.calls - old.calls, {k: n / total * (new.at - old.at) for k, n in looks.items()}))
+            spent = {kind: n / total * (new.at - old.at) for kind, n in looks.items()}
+            found.append((new.calls - old.calls, spent, max(0.0, (new.delayed or 0.0) - (old.delayed or 0.0))))
     return found
+
+
+_NOT_RUN = "look at its cgroup's cpu.max and cpu.stat, and at what else runs on its CPUs"
 
 
 def _grown(seen: Seen) -> Verdict | None:
     """The ranks take longer from call to call than earlier in this run: by what each does more of since then."""
     more: dict[int, dict[str, float]] = {}
+    delays: dict[int, float] = {}  # share of what calls take longer that a rank waits for a CPU
     changes: list[Change] = []
     for rank, state in seen.states.items():
         pieces = _pieces(state)
-        changed = change([(sum(s for kind, s in spent.items() if kind not in INNOCENT), n) for n, spent in pieces])
+        changed = change([(sum(s for kind, s in spent.items() if kind not in INNOCENT), n) for n, spent, _ in pieces])
         if changed is None:
             return None
         changes.append(changed)
-        each = {kind: [spent.get(kind, 0.0) / calls for calls, spent in pieces] for kind in DOING}
+        late = [delayed / calls for calls, _, delayed in pieces]
+        delays[rank] = (median(late[changed.at :]) - median(late[: changed.at])) / max(
+            changed.since - changed.before, 1e-9
+        )
+        each = {kind: [spent.get(kind, 0.0) / calls for calls, spent, _ in pieces] for kind in DOING}
         more[rank] = {
             kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
             for kind, rows in each.items() if kind not in INNOCENT
@@ -813,6 +834,14 @@ def _grown(seen: Seen) -> Verdict | None:
     if since <= LONGER * before or before <= 0:
         return None
     told = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
+    held = [rank for rank, share in sorted(delays.items()) if share > 0.5]
+    if 0 < len(held) < len(delays) / 2:
+        causes = [
+            replace(_suspect(rank, "compute", "is not let run: it waits for a CPU", seen, told, min(1.0, delays[rank])),
+                    **_cost(before, since), action=_NOT_RUN)
+            for rank in held
+        ]  # fmt: skip
+        return _verdict("slow", tuple(causes), seen, tuple(held), tuple(sorted(set(delays) - set(held))))
     work = {rank: _most(row) for rank, row in sorted(more.items())}
     busy = [rank for rank, (kind, share) in work.items() if kind != "collective" and share >= EXPLAINS]
     if 0 < len(busy) < len(work) / 2:  # the others wait for these

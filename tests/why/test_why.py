@@ -360,6 +360,16 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert judge(Seen(states=rows, world=4, now=NOW)).causes[0].code == "link.node"
 
 
+def test_a_rank_that_waits_for_a_cpu_is_named_and_not_the_network() -> None:
+    throttled = tuple(replace(mark, delayed=9.0 * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
+    states = {
+        r: RankState(rank=r, host="a", written=NOW, marks=throttled if r == 2 else marks(*WAITED)) for r in range(4)
+    }
+    found = judge(Seen(states=states, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("slow", (2,), "rank.compute")
+    assert "waits for a CPU" in found.line
+
+
 def test_an_evaluation_is_no_slower_pace() -> None:
     evaluates = ({"compute": 6, "collective": 4}, {"evaluate": 8, "compute": 1, "collective": 1})
     states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*evaluates)) for r in range(4)}
