@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from planner.forecast import machines
 from planner.recommend import forecast_named, plan
 from planner.why import Cause, Seen, Unknown, Verdict
 from probes.api import Snapshot
+from probes.gpu import health
 from probes.interfaces.facts import InterfacesFacts
 
 _MOST_FILES = 8192
@@ -187,30 +189,38 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
         if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, RAS_SILENT).missing
     }  # fmt: skip
-    most = [words for comm, ranks, words in rows if words and len(ranks) > comm.size / 2]
+    counts = next((words for _, _, words in rows if words), "")
     dead = [one for one in report.dead if one.missing == "dead"]
-    sources = (*verdict.sources, f"RAS: {report.total} communicators")
+    sources = (*verdict.sources, f"RAS: {report.total} communicators of up to {report.most} ranks")
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
-    if not late and not dead:
-        if most and not verdict.causes:
-            hint = Unknown(what=f"who of the most is behind: {most[0]}", command="topoflight why --flight-recorder DIR")
-            verdict = replace(verdict, unknown=(*verdict.unknown, hint))
-        elif verdict.ranks and report.total:
-            text = (f"RAS sees no rank behind, the verdict names {why.ranks_of(verdict.ranks)}: RAS "
-                    f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
-            verdict = replace(verdict, disagree=(*verdict.disagree, text))
-        return replace(verdict, sources=sources)
-    if verdict.causes:
+    alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
+    if not alone and not late and not dead:
+        names = why.ranks_of(verdict.ranks) if verdict.ranks else "nobody"
+        text = f"RAS sees no rank behind, the verdict names {names}: RAS {why.TRUST['RAS']}"
+        return replace(verdict, sources=sources, disagree=(*verdict.disagree, *((text,) if report.total else ())))
+    if not alone:
         same = set(verdict.ranks) == set(late)
         text = (f"RAS names {why.ranks_of(sorted(late))}, the verdict {why.ranks_of(verdict.ranks) or 'nobody'}: RAS "
                 f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
         return replace(verdict, sources=sources, disagree=verdict.disagree if same else (*verdict.disagree, text))
-    if (moved or earlier is None) and not gone and not dead:
-        what = "the counts moved between two answers" if moved else "one answer does not tell slow from stuck"
-        hint = Unknown(what=f"{what}: {next(words for _, _, words in rows if words)}",
-                       command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
-        return replace(verdict, sources=sources, unknown=(*verdict.unknown, *(() if moved else (hint,))))
+    if not gone and not dead and not verdict.causes:
+        if moved or not counts:
+            line = f"fine: the counts moved between two answers of RAS, at last {counts}" if moved and counts else (
+                verdict.line)  # fmt: skip
+            return replace(verdict, line=line, sources=sources)
+        if earlier is None:
+            hint = Unknown(what=f"one answer of RAS does not tell slow from stuck: {counts}",
+                           command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+            state = "unknown" if verdict.state == "fine" else verdict.state
+            return replace(verdict, state=state, line=f"unknown: {counts}, by one answer of RAS", sources=sources,
+                           unknown=(*verdict.unknown, hint))  # fmt: skip
+        if not late:  # the most are behind: they are not accused
+            hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
+            cause = Cause(code="call.timeout", message=f"{counts}, and no count moved between two answers of RAS",
+                          action="collect the logs and dumps of every rank")  # fmt: skip
+            return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,), sources=sources,
+                           unknown=(*verdict.unknown, hint))  # fmt: skip
     causes = []
     for rank, (comm, words) in sorted(late.items()):
         if gone and rank not in gone:
@@ -228,8 +238,16 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     gpus = tuple(f"{one.host} GPU {one.gpu}" for rank in ranks if (one := late[rank][0].ranks.get(rank)) and one.host)
-    return replace(verdict, state=state, line=f"{state}: {causes[0].message}", causes=tuple(causes), ranks=ranks,
-                   gpus=gpus, nodes=tuple(sorted({n for c in causes for n in c.nodes})), sources=sources)  # fmt: skip
+    return replace(
+        verdict,
+        state=state,
+        line=f"{state}: {causes[0].message}",
+        causes=(*causes, *verdict.causes),
+        ranks=ranks,
+        gpus=gpus,
+        sources=sources,
+        nodes=tuple(sorted({n for c in causes for n in c.nodes})),
+    )
 
 
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
@@ -263,15 +281,31 @@ def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback")  # that the job ended, not why
 
 
+_XID = re.compile(r"Xid \(([^)]{1,60})\): (\d{1,4})\b")
+
+
+def _xid(cause: Cause) -> Cause:
+    """An Xid by its number and the GPU's address; one of the GPU itself takes its node out of the pool."""
+    rows = [found for line in cause.evidence for found in _XID.finditer(line)]
+    if cause.code != "gpu_xid" or not rows:
+        return cause
+    numbers = [int(found[2]) for found in rows]
+    of = next(kind for kind in health.XID_CAUSES if any(health.xid_cause(xid) == kind for xid in numbers))
+    drain = "drain the node, reset or reseat the GPU, and look at it with topoflight scan"
+    action = drain if of == "gpu" else cause.action
+    message = f"GPU {rows[0][1].removeprefix('PCI:')}: {health.named_xids(numbers, of)}"
+    return replace(cause, message=message, action=action)
+
+
 def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in _ENDS]
     rows.sort(key=lambda p: p.severity != "fail")
     causes = tuple(
-        Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action)
+        _xid(Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action))
         for p in rows[:8] if p.severity == "fail" or not verdict.causes
     )  # fmt: skip
-    if evidence.exit_code(found) == 5:  # nothing of NCCL, and no end
+    if evidence.exit_code(found) == 5 and found.outcome == "unknown":  # nothing of NCCL, and no end
         return verdict
     sources = (*verdict.sources, f"NCCL log: {found.lines_read} lines")
     ended = [p for p in found.problems if p.code in _ENDS]
@@ -285,6 +319,8 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     slow = [c for c in causes if next(p for p in rows if p.code == c.code).severity == "fail"]
     if verdict.state == "fine" and slow:
         return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
+    if verdict.state == "fine" and found.outcome == "finished":
+        verdict = replace(verdict, line="fine: the log says that the job came to its end")
     return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
 
 
@@ -331,7 +367,7 @@ def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
 
 
 def with_manifest(verdict: Verdict, path: Path) -> Verdict:
-    """Wrong settings of the job's environment, and what to write instead."""
+    """Settings of the job's environment that `lint-env` warns of, and what to write instead."""
     from agent.gate.lint import lint_text
 
     try:
@@ -339,12 +375,19 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
     except (OSError, bounded.TooLargeError) as error:
         raise WhyError(f"--manifest {path}: {error}") from None
     linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
-    wrong = [check for check in linted.checks if check.status == "fail"]
+    wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
+    wrong.sort(key=lambda check: check.status != "fail")
     causes = tuple(
-        Cause(code=one.id, message=one.message, evidence=one.evidence[:2], action=one.remedy) for one in wrong[:8]
-    )
+        Cause(code=one.id, message=f"{one.subject}: {one.message}" if one.subject else one.message,
+              evidence=one.evidence[:2], action=one.remedy)
+        for one in wrong[:8]
+    )  # fmt: skip
     change = tuple(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy)
     sources = (*verdict.sources, f"manifest: {linted.read}")
+    if verdict.state == "fine" and any(c.status == "fail" or c.id == "env.debug.leftover" for c in wrong):
+        verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
+    elif verdict.state == "fine" and causes:
+        verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources)
 
 

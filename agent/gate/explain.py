@@ -1,4 +1,4 @@
-"""Explanations of finding codes and of alerts: sections of docs/findings.md and docs/runbook.md, packaged with it."""
+"""Explanations of finding codes and of alerts: docs/findings.md, docs/runbook.md and the codes of docs/why.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ class UnknownCodeError(KeyError):
 @cache
 def sections() -> dict[str, str]:
     """Every code and every alert with its text: the name, then what it Means, its Severity, how to See and Mend it."""
-    return {**_findings(_page("findings.md")), **_alerts(_page("runbook.md"))}
+    return {**_causes(_page("why.md")), **_findings(_page("findings.md")), **_alerts(_page("runbook.md"))}
+
+
+def _causes(page: str) -> dict[str, str]:
+    """Causes that `why` names: a line of docs/why.md, under Codes, tells of several."""
+    rows = re.findall(r"^- ((?:`[a-z._]+`(?:, )?)+): (.+)$", page.partition("\n## Codes\n")[2], flags=re.MULTILINE)
+    return {
+        code: f"{code}\n\n- **Means:** {codes}: {text}"
+        for codes, text in rows
+        for code in re.findall(r"[a-z._]+", codes)
+    }
 
 
 def _findings(page: str) -> dict[str, str]:

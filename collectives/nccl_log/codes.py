@@ -331,6 +331,10 @@ CODES: dict[str, Meaning] = {
     "watchdog_timeout": _end(
         "PyTorch's watchdog ended a collective that did not finish", "find the rank that did not enter it"
     ),
+    "watchdog_hung": _end(
+        "PyTorch's watchdog itself stood still: a CUDA call hangs, or a thread holds Python's lock (GIL)",
+        "py-spy dump --native --pid of that rank, and the kernel's log for an Xid",
+    ),
     # --- how the job ended
     "process_crashed": _end(
         "a process crashed: segmentation fault, bus error, abort",

@@ -243,7 +243,7 @@ _BROKEN = frozenset(
     if meaning.severity == "fail" and not meaning.gdr
     and code.startswith(("ib_", "efa_", "slingshot_", "libfabric_"))
 ) | {
-    *("memlock_too_small", "gid_index_invalid", "gid_unreadable", "shm_too_small", "shm_attach_failed"),
+    *("memlock_too_small", "gid_index_invalid", "gid_unreadable", "shm_too_small", "shm_attach_failed", "gpu_xid"),
     "duplicate_gpu",
     *("nccl_version_mismatch", "bootstrap_mismatch", "rendezvous_timeout", "collective_mismatch", "net_plugin_failed"),
     *("bootstrap_no_interface", "no_interface_in_subnet", "socket_connect_failed", "mnnvl_not_working"),

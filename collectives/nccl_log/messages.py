@@ -62,7 +62,7 @@ _SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
 END = "the end of the job"
 # What a test, a trainer or a launcher prints at its end, and only there.
 _FINISHED = re.compile(
-    rb"# Avg bus bandwidth|'train_runtime':|exits successfully|Trainer\.fit` stopped|"
+    rb"# Avg bus bandwidth|'train_runtime':|^Training completed\b|exits successfully|Trainer\.fit` stopped|"
     rb"Job 'raysubmit_\w+' succeeded|^Successfully completed\.$|"
     rb"(?:[Ee]xit code: |exited with code )0\b"
 )

@@ -146,8 +146,9 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
             _demote(found, code, notes)
     _demote(found, "pxn_disabled_plugin", notes)
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
-    if ledger.outlived("python_traceback"):
-        _demote(found, "python_traceback", notes)  # caught: the job came to its end
+    for code in ("python_traceback", "gpu_out_of_memory"):
+        if ledger.outlived(code):
+            _demote(found, code, notes)  # caught: the job came to its end
     for code in _OF_A_STEP:
         if ledger.outlived(code, before_nccl=True):
             _demote(found, code, notes)  # of an earlier step of the job

@@ -411,8 +411,8 @@ SIGNS: tuple[Sign, ...] = (
     # (NVIDIA, "XID Errors").
     _sign(b"NVRM: Xid", "gpu_xid", pattern=rb"NVRM: Xid \([^)]{1,60}\): (?!(?:13|31|43|45|63)\b)\d"),
     _sign(b"Watchdog caught collective", "watchdog_timeout", pattern=rb"Watchdog caught collective operation timeout"),
-    _sign(b"Heartbeat monitor timed out", "watchdog_timeout"),
-    _sign(b"watchdog got stuck for", "watchdog_timeout"),
+    _sign(b"Heartbeat monitor timed out", "watchdog_hung"),
+    _sign(b"watchdog got stuck for", "watchdog_hung"),
     _sign(b"timed out in blocking wait", "watchdog_timeout"),
     _sign(b"NCCL operations have failed or timed out", "watchdog_timeout"),
     _sign(

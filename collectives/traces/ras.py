@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts import plain
@@ -55,6 +55,7 @@ class RasReport:
     dead: tuple[RasRank, ...] = ()  # processes, whose rank the text does not give: rank -1
     timeouts: int = 0
     version: str | None = None
+    most: int = 0  # ranks of the largest
     total: int = 0  # communicators that RAS knows; the text lists those without a fault in a table only
 
 
@@ -87,7 +88,8 @@ def _json(text: str) -> RasReport:
         comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
     ras = found.get("ras")
     late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
-    return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms),
+    most = max((one.size for one in comms), default=0)
+    return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most,
                      version=str(found.get("nccl_version"))[:40])  # fmt: skip
 
 
@@ -204,11 +206,25 @@ def _text(text: str) -> RasReport:
         RasComm(id=name, size=comm.size, ranks=reader.ranks.get(name, {}), spread=reader.spread.get(name, {}))
         for name, comm in reader.comms.items()
     )
+    comms = _placed(comms, reader.dead)
     version = re.search(r"NCCL version (\S{1,40})", text)
     timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
     return RasReport(comms=comms, dead=tuple(reader.dead), timeouts=int(timeouts[1]) if timeouts else 0,
-                     total=max(reader.total, len(comms)),
+                     total=max(reader.total, len(comms)), most=max(reader.sizes.values(), default=0),
                      version=version[1] if version else None)  # fmt: skip
+
+
+def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
+    """A missing rank with the process that RAS calls missing or dead, where there is one of each."""
+    unique = {(one.host, one.pid): one for one in sorted(processes, key=lambda one: one.missing == "dead")}
+    missing = {rank for comm in comms for rank, one in comm.ranks.items() if one.missing}
+    if len(unique) != 1 or len(missing) != 1:
+        return comms
+    (process,) = unique.values()
+    return tuple(
+        replace(comm, ranks={**comm.ranks, **{rank: replace(process, rank=rank) for rank in missing & set(comm.ranks)}})
+        for comm in comms
+    )
 
 
 def behind(comm: RasComm) -> tuple[dict[int, str], str]:

@@ -53,7 +53,7 @@ FAILURES = [
     ("[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", "gpu_xid"),
     (f"{HEAD}transport.cc:30 NCCL WARN No transport found !", "no_transport_found"),
     # PyTorch
-    ("[rank0]:[F1 18:44:12.7 ProcessGroupNCCL.cpp:1306] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be terminated", "watchdog_timeout"),
+    ("[rank0]:[F1 18:44:12.7 ProcessGroupNCCL.cpp:1306] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be terminated", "watchdog_hung"),
     ("[E ProcessGroupNCCL.cpp:325] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels", "watchdog_timeout"),
     ("[rank1]: DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout", "rendezvous_timeout"),
     (f"{HEAD}include/socket.h:318 NCCL WARN Net : Socket creation failed : Address family not supported by protocol", "socket_connect_failed"),

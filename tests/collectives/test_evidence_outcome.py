@@ -42,7 +42,7 @@ ENDS = [
     ("the task exited with status code 137", "process_killed"),
     ("=>> PBS: job killed: mem 12582912kb exceeded limit 8388608kb", "host_out_of_memory"),
     ("(raylet) A worker died or was killed while executing a task by an unexpected system error.", "job_failed"),
-    ("[rank3]:[F102 03:04:05 ProcessGroupNCCL.cpp:1387] [PG 0 Rank 3] ProcessGroupNCCL's watchdog got stuck for 480 seconds", "watchdog_timeout"),
+    ("[rank3]:[F102 03:04:05 ProcessGroupNCCL.cpp:1387] [PG 0 Rank 3] ProcessGroupNCCL's watchdog got stuck for 480 seconds", "watchdog_hung"),
     ("NCCL operation ncclCommInitRank(&comm, nranks, id, rank) failed: unhandled system error", "call_failed"),
     ("srun: error: node-1: tasks 0-7: Killed", "process_killed"),
     ('    "exitCode": 137,', "process_killed"),

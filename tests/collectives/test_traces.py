@@ -157,6 +157,17 @@ def test_ras_in_json_has_dead_and_late_ranks() -> None:
     assert late == {1: "has launched 8 AllReduce where others have 9", 3: "is dead for RAS"}
 
 
+def test_ras_gives_a_dead_rank_its_process_and_counts_what_it_lists_in_a_table_only() -> None:
+    head, _, _ = TEXT.partition("Errors\n======\n")
+    process = "  Process 3487 on node 10.1.1.2 managing GPU 5\n"
+    dead = "\nDEAD\n  1 job process is considered dead\n" + process + "\nINCOMPLETE\n  Missing\n" + process
+    missing = "\n#0-0 (27a079b828ff1a75) INCOMPLETE\n  Missing communicator data from 1 rank\n  The missing rank: 7\n"
+    rank = ras.read((head + "Errors\n======\n" + dead + missing).encode()).comms[0].ranks[7]
+    assert (rank.host, rank.pid, rank.gpu, rank.missing) == ("10.1.1.2", 3487, 5, "dead")
+    alone = ras.read(head.encode())
+    assert (alone.comms, alone.total, alone.most) == ((), 1, 8)
+
+
 def test_ras_refuses_what_is_none() -> None:
     for raw in (b"", b"hello", b'{"communicators": 3}', b'{"communicators": ['):
         with pytest.raises(ras.RasError):

@@ -496,12 +496,81 @@ def test_a_cause_costs_its_share_of_all_steps() -> None:
 
 
 def test_ras_accuses_no_majority() -> None:
-    ranks = {r: ras.RasRank(rank=r, counts={"AllGather": 641}) for r in (12, 13)}
-    comm = ras.RasComm(id="1", size=32, ranks=ranks, spread={"AllGather": {640: 30, 641: 2}})
-    report = ras.RasReport(comms=(comm,))
-    found = gathered.with_ras(Verdict(state="fine", line=""), report, report)
-    assert (found.ranks, found.causes) == ((), ())
-    assert "30 of 32" in found.unknown[0].what
+    def report(count: int) -> ras.RasReport:
+        ranks = {r: ras.RasRank(rank=r, counts={"AllGather": count + 1}) for r in (12, 13)}
+        return ras.RasReport(comms=(ras.RasComm(id="1", size=32, ranks=ranks,
+                                                spread={"AllGather": {count: 30, count + 1: 2}}),))  # fmt: skip
+
+    nothing = Verdict(state="fine", line="nothing found")
+    still, once = (gathered.with_ras(nothing, report(640), earlier) for earlier in (report(640), None))
+    assert (still.state, still.ranks, still.causes[0].code) == ("stuck", (), "call.timeout")
+    assert "30 of 32" in still.line
+    assert (once.state, once.causes) == ("unknown", ())
+    moved = gathered.with_ras(nothing, report(700), report(640))
+    assert (moved.state, moved.causes) == ("fine", ())
+    assert "moved" in moved.line
+
+
+def test_ras_names_who_is_missing_where_the_log_cannot() -> None:
+    comm = ras.RasComm(id="1", size=4, ranks={2: ras.RasRank(rank=2, counts={"AllReduce": 9})},
+                       spread={"AllReduce": {9: 1, 10: 3}})  # fmt: skip
+    waits = judge(logged((0, "0", 10, 12)))
+    found = gathered.with_ras(waits, ras.RasReport(comms=(comm,), total=1), None)
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (2,), "rank.behind")
+    fine = gathered.with_ras(waits, ras.RasReport(total=1, most=256), None)
+    assert (fine.ranks, fine.causes[0].code) == ((), "call.timeout")
+    assert "RAS sees no rank behind" in fine.disagree[0]
+
+
+OVER = "\n".join([
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "step 20 loss 1.9",
+    "{'train_runtime': 1234.5, 'train_loss': 1.2, 'epoch': 3.0}",
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "words"),
+    [
+        ("", "unknown", "nothing was read"),
+        ("epoch 1 loss 2.3", "unknown", "nothing was read"),
+        (OVER, "fine", "came to its end"),
+        (
+            "[1.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=1, GPU has fallen off the bus",
+            "failed",
+            "GPU 0000:4e:00: Xid",
+        ),
+        ("[rank0]: socketProgress: Connection closed by remote peer n2<53>", "failed", "rank 0 lost a peer: n2"),
+    ],
+)
+def test_a_log_alone(tmp_path: Path, text: str, state: str, words: str) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(text)
+    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    assert (found.state, words in found.line) == (state, True), found.line
+
+
+SOCKETS = """pod-0:1:2 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
+pod-0:1:2 [0] NCCL INFO comm 0x5 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0
+pod-0:1:2 [0] NCCL INFO Using network Socket
+pod-0:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/Socket/0
+"""
+
+
+def test_sockets_are_priced_by_the_best_layout_where_none_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(SOCKETS)
+    request = Request.of(machine="dgx-h100", nodes=2, network="25G", model="Llama-3.1-8B")
+    found = gathered.answer(gathered.Asked(logs=(str(log),), request=request))
+    assert found.state == "slow"
+    assert "instead of RDMA" in found.causes[0].price
+
+
+def test_a_manifest_is_judged_as_lint_env_does(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("export NCCL_IB_DISABLE=1\ntorchrun train.py\n")
+    found = gathered.answer(gathered.Asked(manifest=script))
+    assert (found.state, found.causes[0].code) == ("slow", "env.debug.leftover")
+    assert "NCCL_IB_DISABLE" in found.line
 
 
 def test_counts_that_move_are_no_stall() -> None:
