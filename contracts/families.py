@@ -9,4 +9,6 @@ FAMILIES: tuple[str, ...] = (
 )  # fmt: skip
 # The job cuts and shards these: one stack of layers, rotary positions, q/k/v/o and gate/up/down projections.
 MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of them those with experts
+ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # of these, whose angles follow from the sequence's length
 TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)

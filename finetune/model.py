@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from contracts import bounded
-from contracts.families import TRAINED
+from contracts.families import ROPE_TYPES, TRAINED
 from contracts.job_config import ConfigError, JobConfig
 from finetune import attention, hub
 from finetune.plan import experts_of
@@ -63,6 +63,9 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         shape = _ours(name, AutoConfig.from_pretrained, folder)
     else:
         shape = _ours(name, AutoConfig.from_pretrained, name, revision=config.model_revision)
+    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
     if experts_of(shape):
         _check_mixture(config, shape)
     if getattr(shape, "quantization_config", None) is not None:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from contracts import trl
+from contracts.families import WHOLE_ROPE
 from contracts.job_config import ConfigError, layout_asked
 from contracts.job_plan import JobPlan, parse_layout
 from contracts.layout import Layout, most_ranks
@@ -105,7 +106,7 @@ def _context_parallel(layout: Layout, shape: Any) -> list[str]:
     if getattr(shape, "quantization_config", None) is not None:
         why.append(f"cp={layout.cp} with load_in_4bit: runs with LoRA and in full")
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):
+    if rope in WHOLE_ROPE:
         why.append(f"cp={layout.cp} with rope_type={rope!r}: its angles follow from the whole sequence's length")
     return why
 

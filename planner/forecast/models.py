@@ -354,6 +354,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
         max_positions=_positions(config),
+        rope_types=_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
         **_latent(config, family),
@@ -443,6 +444,15 @@ def _positions(config: Mapping[str, Any]) -> int | None:
     names = ("max_position_embeddings", "n_positions")
     given = any(config.get(name) is not None for name in names)
     return _whole(config, names, default=1 << 20) if given else None
+
+
+def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of rope_parameters, before transformers 5 rope_scaling; a model with two kinds of layers has one for each."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json: rope_parameters={given!r}: must be an object")
+    each = [one for one in given.values() if isinstance(one, Mapping)] or [given]
+    return tuple(sorted({str(one.get("rope_type") or one.get("type") or "default") for one in each}))
 
 
 def _experts(config: Mapping[str, Any], family: str) -> int:

@@ -306,6 +306,7 @@ class ModelSpec:
     shared_expert_ffn: int = 0  # of the expert that every token passes through beside the routed ones; 0: none
     dense_layers: int = 0  # of a mixture's layers, how many have one MLP of `ffn` in place of experts
     max_positions: int | None = None
+    rope_types: tuple[str, ...] = ("default",)  # of rotary positions, as config.json names them
     sliding_window: int | None = None
     sliding_layers: int | None = None  # how many of the layers slide; None: all, of Gemma 2's every other
 

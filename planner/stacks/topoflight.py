@@ -9,7 +9,7 @@ import dataclasses
 import shlex
 from typing import Any
 
-from contracts.families import TRAINED
+from contracts.families import ROPE_TYPES, TRAINED, WHOLE_ROPE
 from contracts.layout import Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
@@ -30,6 +30,8 @@ class Topoflight(Fsdp):
         """Models that it does not train, and what its plans and schedules do not split."""
         if model.family not in TRAINED:
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
+        if unknown := set(model.rope_types) - set(ROPE_TYPES):
+            return f"topoflight runs no rope_type={min(unknown)!r}, but {', '.join(ROPE_TYPES)}"
         if model.experts and (train.method == "qlora" or layout.tp > 1):
             what = "4-bit weights of" if train.method == "qlora" else "TP over"
             return f"topoflight has no {what} experts, which are stacked in one tensor"
@@ -53,6 +55,8 @@ class Topoflight(Fsdp):
                 f"{model.heads} heads and {model.kv_heads} key/value heads do not divide by CP={layout.cp}; "
                 f"CP={most} is the nearest that runs"
             )
+        if whole := set(model.rope_types) & set(WHOLE_ROPE):
+            return f"topoflight has no CP with rope_type={min(whole)!r}, whose angles follow from the whole length"
         if train.attention != "sdpa" or layout.compile:
             return "topoflight has CP with attn_implementation sdpa, and not compiled"
         return None

@@ -16,6 +16,8 @@ from click.testing import CliRunner
 
 from agent.cli.launch import launch
 from agent.cli.wrap import wrap
+from contracts.job_config import JobConfig
+from finetune.rows import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
@@ -142,16 +144,12 @@ def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Pat
     assert "restartPolicy is Never:" not in plain.stderr and "env." not in plain.stderr
 
 
-@pytest.mark.ranks
-@pytest.mark.timeout(300)
-def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
+def run_pods(folder: Path, wrapped_job: Path, binaries: Path) -> None:
     """Both pods' own command with the environment of the wrapped manifest, and what the operator sets beside it."""
-    done, path = wrapped(tmp_path, "--apply")
-    assert done.exit_code == 0, done.output
-    config, job = yaml.safe_load_all(path.read_text())
-    (tmp_path / "config").mkdir()
+    config, job = yaml.safe_load_all(wrapped_job.read_text())
+    (folder / "config").mkdir()
     for name, text in config["data"].items():
-        (tmp_path / "config" / name).write_text(text)
+        (folder / "config" / name).write_text(text)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pods = []
@@ -160,14 +158,83 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
         environment = {each["name"]: each["value"] for each in container["env"]}
         operator = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1",
                     "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+                    "PATH": f"{binaries}:{os.environ['PATH']}"}  # fmt: skip
         pods.append(subprocess.Popen(container["command"], env={**os.environ, **environment, **operator},
                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
     outputs = [pod.communicate(timeout=200)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
+    """Over gloo, the command unchanged; NCCL's log would go where the claim is."""
+    done, path = wrapped(tmp_path, "--apply")
+    assert done.exit_code == 0, done.output
+    run_pods(tmp_path, path, Path(sys.executable).parent)
     seen = json.loads((tmp_path / "shared" / "out" / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["env"]["NCCL_DEBUG_FILE"] == f"{tmp_path}/shared/nccl-sft.%h.%p.log"
+
+
+TRL = """
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+
+script, training, model = TrlParser((ScriptArguments, SFTConfig, ModelConfig)).parse_args_and_config()
+training.model_init_kwargs = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
+trainer = SFTTrainer(
+    model=model.model_name_or_path, args=training, peft_config=get_peft_config(model),
+    train_dataset=load_dataset("json", data_files=script.dataset_name, split=script.dataset_train_split),
+    processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path),
+)
+trainer.train()
+trainer.save_state()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
+    """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them.
+
+    TRL lives in the environment that bench/finetune_vs_trl.py makes for itself.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from bench.finetune_vs_trl import compare_python
+
+    try:
+        python = compare_python()
+    except (subprocess.CalledProcessError, OSError) as error:
+        pytest.skip(f"TRL cannot be installed: {error}")
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )).save_pretrained(tmp_path / "model")  # fmt: skip
+    load_tokenizer(JobConfig(tokenizer_name="builtin:bytes")).save_pretrained(tmp_path / "model")
+    rows = [json.dumps({"text": f"{n} + {n} = {2 * n}"}) for n in range(64)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    settings = {
+        "model_name_or_path": f"{tmp_path}/model", "dataset_name": f"{tmp_path}/rows.jsonl", "dtype": "float32",
+        "attn_implementation": "sdpa", "use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"],
+        "max_length": 64, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-3, "bf16": False,
+        "use_cpu": True, "report_to": "none", "save_strategy": "no", "output_dir": f"{tmp_path}/shared/out",
+    }  # fmt: skip
+    config, job = yaml.safe_load_all(manifest(tmp_path))
+    config["data"] = {"sft.py": TRL, "config.yaml": yaml.safe_dump(settings)}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump_all([config, job], sort_keys=False))
+    done = CliRunner().invoke(wrap, [f"{tmp_path}/job.yaml", "--host", H100, "-o", f"{tmp_path}/new.yaml"])
+    assert done.exit_code == 0, done.output
+    after, made = yaml.safe_load_all((tmp_path / "new.yaml").read_text())
+    assert after == config and made != job
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "torchrun").write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
+    (tmp_path / "bin" / "torchrun").chmod(0o755)
+    run_pods(tmp_path, tmp_path / "new.yaml", tmp_path / "bin")
+    state = json.loads((tmp_path / "shared" / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
 
 
 @pytest.mark.ranks

@@ -1,6 +1,7 @@
 """The model's pieces: chunks put together are the model; schedules are transformers'; refusals have reasons."""
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from filled import filled_model
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
+from contracts.families import ROPE_TYPES
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import Bounds, NamedValue, RunForecast
 from contracts.layout import Layout
@@ -24,6 +26,7 @@ from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.memory import checkpoint_bytes
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec
+from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 SMALL = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -287,3 +290,25 @@ def test_the_planner_knows_the_bytes_of_a_checkpoint(tmp_path, family, lora):
                       lora_targets=config.lora_target_modules, saved_modules=config.lora_modules_to_save)  # fmt: skip
     spec = model_from_config(FAMILIES[family].to_dict())
     assert checkpoint_bytes(spec, train, in_fp32=False) == stored
+
+
+def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):
+    """By the job, and before it by the plan; those that are named are transformers' own."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
+    shape = {
+        **FAMILIES["qwen3"].to_dict(),
+        "rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(ConfigError, match="rope_type='spiral': this job runs default, dynamic"):
+        build_model(JobConfig(model_name_or_path=f"random:{tmp_path}", tokenizer_name="builtin:bytes"), "fp32")
+    older = {**shape, "rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}}
+    for said in (shape, older):
+        assert TOPOFLIGHT.refuses(model_from_config(said), TrainSpec(), Layout(world_size=1)) == (
+            f"topoflight runs no rope_type='spiral', but {', '.join(ROPE_TYPES)}"
+        )
+    long = model_from_config({**shape, "rope_parameters": {"rope_type": "longrope"}})
+    assert TOPOFLIGHT.refuses(long, TrainSpec(), Layout(world_size=2, dp_shard=2)) is None
+    assert "rope_type='longrope'" in (TOPOFLIGHT.refuses(long, TrainSpec(), Layout(world_size=2, cp=2)) or "")

@@ -149,7 +149,7 @@ def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
     theirs = AutoConfig.for_model(**{**text, "model_type": text["model_type"].replace("kimi_k2", "deepseek_v3")})
     spec = model_from_config({**theirs.to_dict(), **({"head_dim": None} if hasattr(theirs, "kv_lora_rank") else {})})
     known = model_named(name)
-    assert replace(spec, name=name, max_positions=known.max_positions) == known
+    assert replace(spec, name=name, max_positions=known.max_positions, rope_types=known.rope_types) == known
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(theirs)
     assert weights(known).total == sum(p.numel() for p in built.parameters())
