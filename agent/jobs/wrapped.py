@@ -21,7 +21,7 @@ from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit
-from planner.kubernetes.wrap import Additions, Job, WrapError, jobs_in, wrap
+from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, wrap
 from planner.stacks.arguments import Said, as_run, read_command
 from probes.api import Snapshot
 
@@ -34,6 +34,11 @@ def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> t
         notes: list[str] = []
         additions = {}
         for job in jobs_in(documents(text)):
+            if job.without_gpus and not asks_for_gpus(resources):
+                notes.append(
+                    f"{job.kind}/{job.name}: its pods ask for no GPU: left alone; --resource NAME=COUNT adds one"
+                )
+                continue
             advice, said = advised(job, found, given)
             advice, left_out = in_pods(advice, found, here=not given["hosts"] and not given["machine"])
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]

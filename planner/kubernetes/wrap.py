@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ GATE = "preflight"
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _MAIN = {"PyTorchJob": "pytorch", "TrainingRuntime": "node", "ClusterTrainingRuntime": "node"}
 _GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
+_LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # others' names for a GPU or a share of one too
 _REASON_LIMIT = 1000  # characters of an annotation; all of an object's have 256 KiB
 
 
@@ -50,14 +51,29 @@ class Part:
     @property
     def limits(self) -> dict[str, Any]:
         """What the container is limited to, and may devices of."""
-        name = "resourcesPerNode" if self.kind == "TrainJob" else "resources"
-        return dict((self.container.get(name) or {}).get("limits") or {})
+        return dict(self.resources.get("limits") or {})
+
+    @property
+    def resources(self) -> Document:
+        """Limits and requests, and what else stands beside them."""
+        return dict(self.container.get("resourcesPerNode" if self.kind == "TrainJob" else "resources") or {})
+
+    @property
+    def without_gpus(self) -> bool:
+        """Whether it asks for no device that may be a GPU: by a resource, whatever its vendor calls it, or a claim."""
+        asked = {**(self.resources.get("requests") or {}), **self.limits}
+        return not asks_for_gpus(asked) and not self.resources.get("claims")
 
     @property
     def gpus(self) -> int | None:
         """GPUs of a pod, where it asks for any."""
         found = [str(count) for name, count in self.limits.items() if _GPU.fullmatch(name)]
         return sum(map(int, found)) if found and all(count.isdecimal() for count in found) else None
+
+
+def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
+    """Whether any of these resources may be a GPU."""
+    return any(_LIKE_GPU.search(name) and str(count) != "0" for name, count in resources.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +87,15 @@ class Job:
     nodes: int | None
     ranks_per_node: int | None
     files: dict[str, str] = field(default_factory=dict)  # by their paths in the container
+
+    @property
+    def without_gpus(self) -> bool:
+        """Whether it is known that no pod gets a GPU; what a runtime of elsewhere gives is not."""
+        if self.kind.endswith("Runtime"):
+            return False
+        if self.kind == "TrainJob" and len(self.parts) == 1 and not self.parts[0].resources:
+            return False
+        return all(part.without_gpus for part in self.parts)
 
     @property
     def command(self) -> list[str]:
@@ -230,27 +255,61 @@ class _Wrapper:
                 name, _, count = need.value.partition(": ")
                 if not _GPU.fullmatch(name) and not family(name, list(wanted)):
                     wanted[name] = count
-        has = self._part.limits
-        if (self._part.container.get("resources") or {}).get("claims"):
+        resources = self._part.resources
+        if resources.get("claims"):
             self._say(f"devices come by its resource claims; not added: {', '.join(wanted) or 'none'}")
             return
+        has = {**(resources.get("requests") or {}), **self._part.limits}
         for name, count in wanted.items():
             there = family(name, list(has)) if name.endswith("/*") else [n for n in has if n == name]
             if there:
-                if str(has[there[0]]) != count:
-                    self._say(f"{there[0]}: {has[there[0]]} is the manifest's and stays; recommended is {count}")
+                stands = str(has[there[0]])
+                if stands != count and quantity(stands) != quantity(count):
+                    self._say(f"{there[0]}: {stands} is the manifest's and stays; recommended is {count}")
             elif name.endswith("/*"):
                 self._say(f"needs {name}: {count}, by what name the nodes offer it is unknown: --resource NAME=COUNT")
             else:
-                key = "resourcesPerNode" if self._part.kind == "TrainJob" else "resources"
-                _inside(_inside(self._part.container, key, {}), "limits", {})[name] = count
+                self._limit(name, count, has)
+        self._rdma({*has, *wanted})
+
+    def _limit(self, name: str, count: str, has: Document) -> None:
+        """One limit more; the request follows it by the API's own default."""
+        key = "resourcesPerNode" if self._part.kind == "TrainJob" else "resources"
+        resources = _inside(self._part.container, key, {})
+        limits = _inside(resources, "limits", {})
+        if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
+            # ValidateResourceRequirements of Kubernetes: "HugePages require cpu or memory"
+            if resources.get("requests") is limits:
+                self._say(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
+                return
+            cores = str(self._job.ranks_per_node or 1)
+            _inside(resources, "requests", {})["cpu"] = cores
+            self._say(f"requests cpu: {cores}, a core for each rank: Kubernetes refuses {name} without cpu or memory")
+        limits[name] = count
+
+    def _rdma(self, names: set[str]) -> None:
+        """Says so where the nodes have RDMA and the pod asks for none of it."""
+        needs = {need.value.partition(":")[0] for need in self._wanted.needs}
+        security = self._part.container.get("securityContext") or {}
+        marks = ((self._part.pod or {}).get("metadata") or {}).get("annotations") or {}
+        if (
+            (self._job.nodes or 0) < 2
+            or not any(need.name == "memlock" for need in self._wanted.needs)
+            or {"rdma/*", "vpc.amazonaws.com/efa"} & needs
+            or family("rdma/*", sorted(names))
+            or security.get("privileged")
+            or "networking.gke.io/interfaces" in marks  # there the network brings its device
+        ):
+            return
+        self._say("asks for no RDMA device, and without one NCCL goes over TCP: --resource NAME=COUNT adds it, by the "
+                  "name that the nodes' device plugin offers (rdma/..., openshift.io/..., nvidia.com/...)")  # fmt: skip
 
     def _shared_memory(self, wanted_bytes: int, reason: str) -> None:
         pod, container = self._part.pod, self._part.container
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
         body = _inside(pod, "spec", {})
         size = f"{-(-wanted_bytes // 2**20)}Mi"
-        mount = next((m for m in container.get("volumeMounts") or () if m.get("mountPath") == "/dev/shm"), None)  # noqa: S108
+        mount = next(iter(_shm_mounts(container)), None)
         if mount is not None:
             volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
             limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
@@ -259,6 +318,12 @@ class _Wrapper:
                     f"shared memory of {limit // 2**20} MiB is the manifest's and stays; needed: {size} ({reason})"
                 )
             return
+        memory = quantity(str(self._part.limits.get("memory", "")))
+        if memory is not None and wanted_bytes > memory / 2:
+            # what is written there counts as the container's memory; half of it is tmpfs(5)'s own default
+            size = f"{max(1, int(memory / 2) >> 20)}Mi"
+            self._say(f"shared memory has {size}, half of the memory limit, in which it counts; needed: "
+                      f"{-(-wanted_bytes // 2**20)}Mi ({reason})")  # fmt: skip
         taken = {volume.get("name") for volume in body.get("volumes") or ()}
         name = "shm" if "shm" not in taken else "topoflight-shm"
         _inside(body, "volumes", []).append({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
@@ -295,6 +360,7 @@ class _Wrapper:
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
         body = _inside(pod, "spec", {})
         there = next((c for c in body.get("initContainers") or () if c.get("name") == GATE), None)
+        taken = {each.get("name") for each in body.get("containers") or ()}
         if there is not None:
             if there.get("image") != image:
                 self._say(f"an init container {GATE!r} is the manifest's and stays")
@@ -302,7 +368,7 @@ class _Wrapper:
         command = ["topoflight", "preflight", "-o", "table"]
         for check in self._wanted.require:
             command += ["--require", check]
-        gate: Document = {"name": GATE, "image": image, "command": command}
+        gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
         trainer = next((part.container for part in self._job.parts if part.kind == "TrainJob"), container)
         resources = copy.deepcopy(trainer.get("resourcesPerNode") or container.get("resources") or {})
         if env := _plain_variables(trainer):
@@ -311,12 +377,16 @@ class _Wrapper:
             gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
         if container.get("securityContext"):
             gate["securityContext"] = copy.deepcopy(container["securityContext"])
-        shm = [m for m in container.get("volumeMounts") or () if m.get("mountPath") == "/dev/shm"]  # noqa: S108
-        if shm:
+        if shm := _shm_mounts(container):
             gate["volumeMounts"] = copy.deepcopy(shm)
         _inside(body, "initContainers", []).append(gate)
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._say("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
+
+
+def _shm_mounts(container: Document) -> list[Document]:
+    mounts = container.get("volumeMounts") or ()
+    return [m for m in mounts if str(m.get("mountPath")).rstrip("/") == "/dev/shm"]  # noqa: S108
 
 
 def _plain_variables(container: Document) -> list[Document]:

@@ -247,3 +247,59 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     assert read_command(["bash", "-c", "./start.sh"], FILES.get).unknown
     made = as_run(said)
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
+
+
+MIB = 2**20
+
+
+def gpu_job(**resources: Any) -> str:
+    container = {"name": "preflight", "command": ["torchrun", "t.py"], "resources": resources}
+    pod = {"metadata": {}, "spec": {"containers": [container]}}
+    return yaml.safe_dump({"kind": "Job", "metadata": {"name": "j"}, "spec": {"parallelism": 2, "template": pod}})
+
+
+@pytest.mark.parametrize("kind", ["limits", "requests"])
+@pytest.mark.parametrize("asked", [{}, {"cpu": "4"}, {"memory": "64Gi"}])
+def test_huge_pages_come_with_cpu_or_memory_in_every_container(asked: dict[str, str], kind: str) -> None:
+    """Kubernetes validation: "HugePages require cpu or memory"; names of containers are unique with init containers."""
+    resources = {"limits": {"nvidia.com/gpu": 8}, "requests": {"nvidia.com/gpu": 8}}
+    resources[kind] = {**resources[kind], **asked}
+    text = gpu_job(**resources)
+    pages = PodNeed(name="resource", value="hugepages-2Mi: 5120Mi", reason=WHY)
+    made, notes = wrap(text, of_all(text, Additions(needs=(pages,), gate_image="x")))
+    body = yaml.safe_load(made)["spec"]["template"]["spec"]
+    containers = [*body["containers"], *body["initContainers"]]
+    assert len({each["name"] for each in containers}) == 2
+    for each in containers:
+        limits, requests = each["resources"]["limits"], each["resources"].get("requests", {})
+        assert limits["hugepages-2Mi"] == "5120Mi" and {"cpu", "memory"} & {*limits, *requests}
+    assert any("requests cpu: 8" in note for note in notes) == (not asked)
+
+
+def test_shared_memory_stays_within_half_of_the_memory_limit() -> None:
+    text = gpu_job(limits={"nvidia.com/gpu": 1, "memory": "8Gi"})
+    shm = PodNeed(name="shm_bytes", value=str(8192 * MIB), reason=WHY)
+    made, notes = wrap(text, of_all(text, Additions(needs=(shm,))))
+    (volume,) = yaml.safe_load(made)["spec"]["template"]["spec"]["volumes"]
+    assert volume["emptyDir"]["sizeLimit"] == "4096Mi" and any("half of the memory limit" in note for note in notes)
+
+
+def test_a_pod_without_an_rdma_device_is_told_of() -> None:
+    text = gpu_job(limits={"nvidia.com/gpu": 8})
+    memlock = PodNeed(name="memlock", value="unlimited", reason=WHY)
+    _, notes = wrap(text, of_all(text, Additions(needs=(memlock,))))
+    assert any("no RDMA device" in note for note in notes)
+    _, notes = wrap(text, of_all(text, Additions(needs=(memlock,), resources={"rdma/hca": "1"})))
+    assert not any("no RDMA device" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("resources", "alone"),
+    [({}, True), ({"limits": {"google.com/tpu": 4}}, True), ({"limits": {"cpu": "4", "nvidia.com/gpu": 0}}, True),
+     ({"limits": {"nvidia.com/gpu": 1}}, False), ({"limits": {"amd.com/gpu": 1}}, False),
+     ({"limits": {"nvidia.com/mig-1g.5gb": 1}}, False), ({"limits": {"volcano.sh/vgpu-number": 1}}, False),
+     ({"claims": [{"name": "gpu"}]}, False)],
+)  # fmt: skip
+def test_which_jobs_have_no_gpu(resources: dict[str, Any], alone: bool) -> None:
+    (job,) = jobs_in(documents(gpu_job(**resources)))
+    assert job.without_gpus is alone
