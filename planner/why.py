@@ -943,18 +943,32 @@ def _by_clash(seen: Seen) -> Verdict | None:
     rows = seen.clash
     kinds = Counter(_signature(call) for call in rows.values()).most_common()
     if len(kinds) < 2:
-        return None
+        return _by_number(seen)
     tied = kinds[0][1] == kinds[1][1]
     odd = sorted(rank for rank, call in rows.items() if tied or _signature(call) != kinds[0][0])
     cause = _mismatch(seen.clash, odd, _signature(seen.clash[odd[0]]) if tied else kinds[0][0], {}, tied=tied)
     return _verdict("failed", (cause,), seen, tuple(odd), ())
 
 
+def _by_number(seen: Seen) -> Verdict | None:
+    """The same call under different numbers: a rank has called one that the others have not."""
+    rows = sorted(seen.clash.items())
+    if len({call.number for _, call in rows}) < 2:
+        return None
+    ranks = tuple(rank for rank, _ in rows)
+    each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in rows)
+    cause = Cause(code="call.order", message=f"{ranks_of(ranks)} disagree: {'; '.join(each[:4])}", ranks=ranks,
+                  evidence=each[:8], action="make every rank of the group call the same, as often")  # fmt: skip
+    return _verdict("failed", (cause,), seen, ranks, ())
+
+
 def _by_errors(seen: Seen) -> Verdict | None:
     """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
     if seen.late:
-        causes = tuple(_suspect(rank, "unknown", words, seen, "monitored barrier") for rank, words in seen.late.items())
-        return _verdict("failed", causes, seen, tuple(sorted(seen.late)), ())
+        ranks = tuple(sorted(seen.late))
+        cause = _suspect(ranks[0], "unknown", seen.late[ranks[0]], seen, "monitored barrier")
+        message = f"{ranks_of(ranks)} {seen.late[ranks[0]]}"
+        return _verdict("failed", (replace(cause, message=message, ranks=ranks),), seen, ranks, ())
     own = {rank: error for rank, error in seen.errors.items() if not _HEARD.search(error)}
     if not own or seen.states or (seen.first is not None and seen.first not in seen.errors):
         return None
@@ -971,18 +985,17 @@ def _by_errors(seen: Seen) -> Verdict | None:
 
 
 def _by_hang(seen: Seen) -> Verdict | None:
-    """A rank whose own watchdog stood still: its process hangs in CUDA or in Python's lock, which is no wait."""
+    """A rank whose own watchdog stood still; named where it waited for nobody: no collective was outstanding."""
     if not seen.hung:
         return None
     rows = sorted(seen.hung.items())
     idle = tuple(rank for rank, _ in rows if rank in seen.idle)
-    ranks = idle or (tuple(rank for rank, _ in rows) if len(rows) == 1 else ())
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
     cause = Cause(code="watchdog_hung", message=f"PyTorch's watchdog of {who} {rows[0][1]}{no_call}: a CUDA call hangs "
-                  "or a thread holds Python's lock (GIL)", ranks=ranks,
+                  "or a thread holds Python's lock (GIL)", ranks=idle,
                   action="py-spy dump --native --pid of that rank, and the kernel's log for an Xid")  # fmt: skip
-    return _verdict("failed", (cause,), seen, ranks, ())
+    return _verdict("failed", (cause,), seen, idle, ())
 
 
 def _by_peer(seen: Seen) -> Verdict | None:

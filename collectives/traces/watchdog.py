@@ -19,12 +19,12 @@ _WORK = re.compile(
     r"Rank (\d{1,7})\] Watchdog caught collective operation timeout: "
     r"WorkNCCL\((?:SeqNum=(\d{1,18}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
 )
-_STATUS = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: -?(\d{1,18}), last completed (?:NCCL )?work: -?\d{1,18}")
+_STATUS = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18})\b")
 _AT = re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (\d{1,18})")
 _ERROR = re.compile(r"\[rank(\d{1,7})\]: ((?:\w{1,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception))(?:: (.{0,300})|\s*$)")
 _PRINT = re.compile(
     r"Rank (\d{1,7}) is running (?:inconsistent )?collective: CollectiveFingerPrint\("
-    r"(?:SequenceNumber=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,200})\])?"
+    r"(?:SequenceNumber=(\d{1,18}),? ?)?OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,200})\])?"
     r"(?:, TensorDtypes=(\w{1,20}))?"
 )
 _BARRIER = re.compile(r"Ranks? ([\d, ]{1,2000}) failed to pass monitoredBarrier in (\d{1,12}) ms")
@@ -89,15 +89,16 @@ class _Reader:
             self.work(work, here, named)
         elif here and (status := _STATUS.search(line)):
             key = here[0], here[1]
-            self.enqueued[key] = max(int(status[1]) if "work: -" not in status[0] else 0, self.enqueued.get(key, 0))
+            self.enqueued[key] = max(int(status[1]), self.enqueued.get(key, 0))  # -1: none yet
             if at := _AT.search(line):
                 self.at.setdefault((here[0], int(at[1])), here[1])
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
             self.clash(line)
         elif missed := _BARRIER.search(line):
-            words = f"has not come to the barrier within {int(missed[2]) / 1000:g} s"
+            words = f"did not come to the barrier within {int(missed[2]) / 1000:g} s"
             self.told.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
-        rank_of = int(named[1]) if named else here[0] if here else None
+        place = here or self.before
+        rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:
             self.others(line, rank_of)
         self.before = here
@@ -174,6 +175,8 @@ def read(lines: Iterable[str]) -> Told:
     for line in lines:
         if any(needle in line for needle in _NEEDLES) or "[PG " in line:
             reader.line(line)
+        else:
+            reader.before = None
     return reader.end()
 
 
