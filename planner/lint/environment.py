@@ -12,9 +12,20 @@ import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from planner.lint.machine import MACHINE_CODES, check_machine
+from planner.lint.machine import MACHINE_CODES, check_machine, other_net
 from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
-from planner.lint.values import LEVEL_NAMES, LEVELS, VALUE_CODES, check_kind, check_value, finding, fits, strtoll
+from planner.lint.values import (
+    LEVEL_NAMES,
+    LEVELS,
+    VALUE_CODES,
+    check_kind,
+    check_quotes,
+    check_value,
+    finding,
+    fits,
+    is_quoted,
+    strtoll,
+)
 from planner.nccl_env.names import (
     RESERVED,
     NcclName,
@@ -59,7 +70,7 @@ _EFFECTS: Mapping[str, str] = MappingProxyType(
         "NCCL_P2P_DISABLE": "GPUs of one node no longer reach each other directly: data goes through host memory",
         "NCCL_P2P_LEVEL": "it overrides NCCL's own limit for direct access between GPUs",
         "NCCL_SHM_DISABLE": "GPUs without peer access talk through the network even inside one node",
-        "NCCL_IB_DISABLE": "NCCL leaves RDMA and sends everything over TCP",
+        "NCCL_IB_DISABLE": "NCCL's own RDMA transport is off: where no network plugin carries it, all goes over TCP",
         "NCCL_NET_GDR_LEVEL": "it overrides how near GPU and NIC must be for GPUDirect RDMA; LOC turns it off",
         "NCCL_NET_GDR_READ": "it overrides whether the NIC reads GPU memory when sending; on since Ampere by itself",
         "NCCL_ALGO": "the tuner no longer chooses by size; every size and every later version is held to this choice",
@@ -287,8 +298,21 @@ def lint(
         topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
+    quoted: list[Finding] = []
+    if source == "env file" or source.endswith(".env"):  # who reads it is not known: judged as most read it
+        for name, value in environment.items():
+            quoted += check_quotes(name, value)
+        environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, node, source)
+    carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
     for name, value in environment.items():
+        if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
+            found.append(finding(
+                "env.debug.leftover", Severity.INFO, name, value,
+                f"it turns off only NCCL's own RDMA transport, and {carried} carries the traffic.",
+                f"Unset {name}: it hides RDMA where the plugin is missing.",
+            ))  # fmt: skip
+            continue
         found += _judge_name(name, value, version, source, node, plugin=plugin, own=own)
     for name, raw in (unresolved or {}).items():
         found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
@@ -301,7 +325,7 @@ def lint(
         found += check_efa(environment)
     if snapshot is not None:
         found += check_machine(environment, node, version)
-    return tuple(sorted(_without_doubles(found), key=lambda finding: _ORDER.index(finding.severity)))
+    return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.severity)))
 
 
 def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) -> bool:

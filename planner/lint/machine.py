@@ -8,6 +8,7 @@ default priority = DSCP >> 3), or from the VLAN tag, where the service level sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -52,6 +53,21 @@ class NameList:
         if not self.entries:
             return not self.negated
         return any(self.hits(entry, name, port) for entry in self.entries) != self.negated
+
+
+TCP_PROVIDERS = ("tcp", "sockets", "udp", "net")
+
+
+def other_net(environment: Mapping[str, str]) -> str:
+    """The setting that says that a network plugin carries the traffic, and not NCCL's own RDMA or sockets; or ""."""
+    net, plugin = environment.get("NCCL_NET", ""), environment.get("NCCL_NET_PLUGIN", "")
+    if net:
+        return "" if net.lower() in ("ib", "socket", "ibext") else f"NCCL_NET={net}"
+    if re.search(r"ofi|fabric|efa|gib|fastrak|gpudirecttcpx|aws", plugin, re.IGNORECASE):
+        return f"NCCL_NET_PLUGIN={plugin}"
+    provider = environment.get("FI_PROVIDER", "")
+    first = re.split(r"[;,]", provider)[0].strip().lower()
+    return f"FI_PROVIDER={provider}" if first and first not in TCP_PROVIDERS and first[0] != "^" else ""
 
 
 ROCE_CODES = ("env.class.unprotected", "env.gid.absent")
@@ -311,7 +327,7 @@ def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]
         return
     ports = node.taken_ports()
     value = environment.get("NCCL_IB_DISABLE", "")
-    if strtoll(value)[0] != 0 and ports:
+    if strtoll(value)[0] != 0 and ports and not other_net(environment):
         yield _finding(
             "env.rdma.disabled", Severity.FAIL, "NCCL_IB_DISABLE", value,
             f"this host has {len(ports)} ACTIVE RDMA ports, and NCCL will send everything between nodes over TCP.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from planner.lint.machine import NameList
+from planner.lint.machine import TCP_PROVIDERS, NameList
 from planner.lint.values import finding, strtoll
 from planner.nccl_env.situation import NodeView
 from probes.api import Finding, Severity
@@ -31,14 +31,29 @@ _NEEDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("NCCL_TOPO_DUMP_FILE_RANK", ("NCCL_TOPO_DUMP_FILE",), "it names the rank that writes NCCL_TOPO_DUMP_FILE"),
     ("NCCL_GRAPH_DUMP_FILE_RANK", ("NCCL_GRAPH_DUMP_FILE",), "it names the rank that writes NCCL_GRAPH_DUMP_FILE"),
 )
-_TCP_PROVIDERS = ("tcp", "sockets", "udp", "net")
 
 
 def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
     """Settings that cancel each other, or that do nothing alone; `named` are all names set, values known or not."""
     yield from _shadowed(environment)
+    yield from _bounds(environment)
     yield from _sockets(environment)
     yield from _missing(environment, named)
+
+
+def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """A least above its most; src/graph/connect.cc and src/init.cc."""
+    for low, high, effect in (
+        ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "channels up to the most are built and then repeated up to the "
+         "least: the most does not hold"),
+        ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL takes the most for both"),
+    ):  # fmt: skip
+        (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
+        if known and whole and least > most > 0:
+            yield finding(
+                "env.pair.shadowed", Severity.WARN, low, environment[low],
+                f"it is above {high}={most}: {effect}.", f"Unset {low} or {high}.",
+            )  # fmt: skip
 
 
 def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -120,7 +135,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
         )  # fmt: skip
     provider = environment.get("FI_PROVIDER", "")
     first = re.split(r"[;,]", provider)[0].strip().lower()
-    if first in _TCP_PROVIDERS:
+    if first in TCP_PROVIDERS:
         yield finding(
             "env.rdma.tcp", Severity.WARN, "FI_PROVIDER", provider,
             f"libfabric is told to use {first}: a libfabric plugin of NCCL (EFA, Slingshot) goes over TCP.",

@@ -59,7 +59,7 @@ _TOKENS: Mapping[str, tuple[tuple[str, ...], bool, str]] = MappingProxyType(
         "NCCL_DEBUG": (_DEBUG, False, "NCCL ignores it and prints nothing"),
         "NCCL_SOCKET_FAMILY": (("AF_INET", "AF_INET6"), True, "NCCL ignores it and takes the first address it finds"),
         "NCCL_IB_ADDR_FAMILY": (("AF_INET", "AF_INET6"), True, "NCCL ignores it and looks for an IPv4 GID"),
-        "NCCL_LAUNCH_MODE": (("PARALLEL", "GROUP"), True, "NCCL ignores it and launches in PARALLEL mode"),
+        "NCCL_LAUNCH_MODE": (("PARALLEL", "GROUP"), False, "NCCL ignores it and launches in PARALLEL mode"),
         "NCCL_CHECK_MODE": (("DEFAULT", "DEBUG_LOCAL", "DEBUG_GLOBAL"), False, "NCCL ignores it and checks nothing"),
         "NCCL_NET_MERGE_POLICY": (("ALL", "RAIL"), False, "NCCL ignores it and merges all"),
         "NCCL_IB_RAIL_POLICY": (("CX9", "CX9:FLIP", "CX9:ALT", "CX9:BLOCK"), False, "NCCL warns and ignores it"),
@@ -121,6 +121,12 @@ _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "NCCL_P2P_NET_CHUNKSIZE": (1, 1 << 40),
     }
 )
+_BYTES = frozenset(
+    f"NCCL_{name}"
+    for name in ("BUFFSIZE", "LL_BUFFSIZE", "LL128_BUFFSIZE", "P2P_NET_CHUNKSIZE", "P2P_PCI_CHUNKSIZE",
+                 "P2P_NVL_CHUNKSIZE", "NVLS_CHUNKSIZE", "NVLSTREE_MAX_CHUNKSIZE")
+)  # fmt: skip
+_UNIT = re.compile(r"\s*([1-9]\d*)\s*([KMGT])i?B?", re.IGNORECASE)
 _CHOICES: Mapping[str, tuple[int, ...]] = MappingProxyType({"NCCL_NTHREADS": (64, 128, 256, 512)})
 # "0 or 1" in env.rst: any other number counts as 1.
 _FLAGS = frozenset(
@@ -173,16 +179,33 @@ def strtoll(text: str) -> tuple[int, bool]:
     return sign * int(bare), whole
 
 
+def is_quoted(value: str) -> bool:
+    """Whether quotes stand around it."""
+    return len(value) > 1 and value[0] in "\"'" and value[0] == value[-1]
+
+
+def check_quotes(name: str, value: str) -> Iterator[Finding]:
+    """Of an env file, whose reader is not known: some keep the quotes."""
+    entry = names().get(name)
+    if entry is not None and is_quoted(value):
+        yield finding(
+            "env.value.quotes", Severity.WARN, name, value,
+            f"docker run --env-file and nccl.conf keep the quotes: {_effect_of_garbage(name, entry)}. Compose, "
+            "systemd, dotenv and a shell strip them.",
+            f"Write {name}={value.strip(value[0])} without quotes, which every reader takes alike.",
+        )  # fmt: skip
+
+
 def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
     """Findings about the text of one value."""
-    if value[:1] in "\"'" and value[:1] and value[:1] == value[-1:]:
+    if is_quoted(value):
         yield finding(
             "env.value.quotes",
             Severity.WARN,
             name,
             value,
             f"The quotes are part of the value: {_effect_of_garbage(name, entry)}.",
-            f"Write {name}={value.strip(value[0])} without quotes: env files and nccl.conf do not strip them.",
+            f"Write {name}={value.strip(value[0])} without quotes.",
         )
         return
     if name in LEVELS:
@@ -269,6 +292,13 @@ def _effect_of_garbage(name: str, entry: NcclName) -> str:
     return "NCCL reads the number 0"
 
 
+def _default(name: str, entry: NcclName) -> str:
+    """What holds where it is not set; a negative number stands for NCCL's own choice."""
+    if name == "NCCL_BUFFSIZE":
+        return "its default 4194304 (4 MiB)"  # src/init.cc DEFAULT_BUFFSIZE
+    return "what NCCL chooses by itself" if entry.default.startswith("-") else f"its default {entry.default}"
+
+
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if not value:
         yield finding(
@@ -278,8 +308,16 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     number, whole = strtoll(value)
     if not whole:
+        if name in _BYTES and (unit := _UNIT.fullmatch(value)):
+            meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
+            yield finding(
+                "env.value.ignored", Severity.FAIL, name, value,
+                f"NCCL reads bytes and no unit: {number} bytes, in place of {_default(name, entry)}.",
+                f"Write {name}={meant}, or unset it.",
+            )  # fmt: skip
+            return
         same = entry.default == str(number)
-        effect = "which is the default: it does nothing" if same else f"instead of its default {entry.default}"
+        effect = "which is the default: it does nothing" if same else f"instead of {_default(name, entry)}"
         if name == "NCCL_P2P_DISABLE":
             effect = (
                 "and disables peer access"
@@ -326,7 +364,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
             name,
             value,
             f"Allowed is {low} to {high}: {_out_of_range(name)}.",
-            f"Set {name} within {low} to {high}, or unset it for the default {entry.default}.",
+            f"Set {name} within {low} to {high}, or unset it for {_default(name, entry)}.",
         )
 
 

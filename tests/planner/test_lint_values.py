@@ -399,3 +399,46 @@ def test_what_scripts_and_builds_keep_for_themselves(name: str) -> None:
 def test_names_of_others_with_nccl_in_them(name: str) -> None:
     """They are not NCCL's to read."""
     assert codes({name: "1"}, None) == []
+
+
+@pytest.mark.parametrize(
+    "carried",
+    [{"NCCL_NET": "AWS Libfabric"}, {"FI_PROVIDER": "efa"}, {"NCCL_NET": "gIB"}, {"NCCL_NET": "FasTrak"},
+     {"NCCL_NET_PLUGIN": "libnccl-net-ofi.so"}],
+)  # fmt: skip
+def test_ib_disable_beside_a_network_plugin_sends_nothing_over_tcp(carried: dict[str, str]) -> None:
+    found = [f for f in lint({"NCCL_IB_DISABLE": "1", **carried}) if f.subject == "NCCL_IB_DISABLE"]
+    assert [(f.code, f.severity) for f in found] == [("env.debug.leftover", Severity.INFO)] and "TCP" not in found[
+        0
+    ].message
+
+
+@pytest.mark.parametrize("other", [{}, {"NCCL_NET": "IB"}, {"FI_PROVIDER": "tcp"}, {"NCCL_NET_PLUGIN": "none"}])
+def test_ib_disable_without_a_plugin_warns_of_tcp(other: dict[str, str]) -> None:
+    (found,) = [f for f in lint({"NCCL_IB_DISABLE": "1", **other}) if f.subject == "NCCL_IB_DISABLE"]
+    assert found.severity is Severity.WARN and "TCP" in found.message
+
+
+@pytest.mark.parametrize("value", ["GROUP", "group", "Parallel"])
+def test_launch_mode_is_read_in_any_case(value: str) -> None:
+    """NCCL src/init.cc compares by strcasecmp."""
+    assert not [f for f in lint({"NCCL_LAUNCH_MODE": value}) if f.code == "env.value.token"]
+
+
+def test_bytes_with_a_unit_are_a_failure_that_names_the_default() -> None:
+    (found,) = [f for f in lint({"NCCL_BUFFSIZE": "8M"}) if f.code == "env.value.ignored"]
+    assert found.severity is Severity.FAIL and "4 MiB" in found.message and "8388608" in found.remedy
+
+
+@pytest.mark.parametrize("kind", ["NCHANNELS", "CTAS"])
+def test_a_least_above_its_most(kind: str) -> None:
+    least, most = f"NCCL_MIN_{kind}", f"NCCL_MAX_{kind}"
+    assert "env.pair.shadowed" in [f.code for f in lint({least: "64", most: "4"})]
+    assert "env.pair.shadowed" not in [f.code for f in lint({least: "4", most: "4"})]
+
+
+def test_quotes_of_an_env_file_are_judged_by_who_reads_it() -> None:
+    """Compose, systemd and a shell strip them: then it disables peer access."""
+    found = lint({"NCCL_P2P_DISABLE": '"1"'}, source="env file")
+    assert {f.code for f in found} >= {"env.value.quotes", "env.debug.leftover"}
+    assert [f.code for f in lint({"NCCL_P2P_DISABLE": '"1"'}, source="nccl.conf")] == ["env.value.quotes"]
