@@ -177,6 +177,8 @@ def price_of(request: Request) -> float | None:
     if isinstance(prices, float):
         return prices
     name = machines.machine(request.machine).name if request.machine else ""
+    if name and name not in prices:
+        raise RequestError(f"--price {request.price}: no price of {name}; it has {', '.join(prices) or 'none'}")
     return prices.get(name)
 
 

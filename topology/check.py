@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from hardware.links import most_links
 from probes.api import Finding, Severity, by_loss
 from topology.expect import gigabytes
-from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks
+from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks
 from topology.reference import departures, reference_of
 
 MISSING = "topology.nvlink.missing"
@@ -87,8 +87,13 @@ def _gpu_labels(node: NodeTopology) -> list[tuple[str, str, str]]:
 def _switched(node: NodeTopology) -> int:
     """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
     most = max((nvlinks(label) for _, _, label in _gpu_labels(node)), default=0)
+    most = max((most, *(_to_switches(gpu) for gpu in node.gpus)))  # a pair shows the fewer of its two GPUs
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
+
+
+def _to_switches(gpu: GpuNode) -> int:
+    return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
 
 
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
@@ -119,7 +124,7 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
     for gpu in node.gpus:
         mine = [pair for pair in node.pairs if gpu.name in (pair.a, pair.b) and pair.nvlinks]
         counts = {pair.nvlinks for pair in mine}
-        if counts and max(pair.nvlinks + pair.nvlinks_unread for pair in mine) < full:
+        if counts and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in mine)) < full:
             yield Finding(
                 code=ASYMMETRIC,
                 severity=Severity.FAIL,

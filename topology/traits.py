@@ -135,6 +135,8 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
     yield from _trait(name, "MIG", gpu.mig_enabled, FAIL)
     yield from _trait(name, "compute mode", gpu.compute_mode, WARN)
     yield from _trait(name, "persistence mode", gpu.persistence_mode, INFO)
+    yield from _trait(name, "ECC", gpu.ecc_enabled, WARN)
+    yield from _trait(name, "C2C", gpu.c2c_enabled, FAIL)
     bad = bool(gpu.ecc_uncorrected) if gpu.ecc_uncorrected is not None else None
     yield from _trait(name, "uncorrected ECC errors", bad, FAIL)
     yield from _trait(name, "row remapping failed", gpu.remapping_failed, FAIL)

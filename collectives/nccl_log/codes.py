@@ -47,6 +47,10 @@ CODES: dict[str, Meaning] = {
         "several nodes, but no channel line between nodes",
         "collect the logs of all ranks after the first collective that crosses nodes",
     ),
+    "one_direction_seen": _warn(
+        "channels between nodes were seen in one direction only: GPUDirect RDMA of the other is unknown",
+        "collect the logs of all ranks: every channel is printed by its sender and by its receiver",
+    ),
     "torn_channel_lines": _warn(
         "channel lines were cut before their tag: GPUDirect RDMA cannot be read from them",
         "write one file per process with NCCL_DEBUG_FILE=/path/%h.%p",

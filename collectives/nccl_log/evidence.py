@@ -368,11 +368,11 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
 
 
 def proven(evidence: Evidence) -> bool:
-    """Whether the log shows the channels it should: between nodes where there are several, else within the node."""
+    """Whether the log shows the channels it should: between nodes, both ways, where there are several, else within."""
     if evidence.runs:
         return all(run.proven for run in evidence.runs)
     if evidence.gdrdma != "none":
-        return True
+        return not evidence_problems.one_direction(evidence)
     return bool(evidence.transports) and evidence.inter_node_transport in (None, "NVLink (MNNVL)")
 
 

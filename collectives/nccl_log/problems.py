@@ -200,6 +200,8 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
         return
     if state == "partial":
         _gdr_partial(found, evidence, facts)
+    if one_direction(evidence):
+        found.add("one_direction_seen", detail=_part(evidence, []), lines=found.proof("NET/"))
     if state == "off" and "Socket" not in carried and not within:
         _gdr_off(found, evidence, facts, carried)
     _distance(found, evidence, carried, state)
@@ -212,8 +214,26 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
         )
 
 
+def one_direction(evidence: Evidence) -> bool:
+    """Whether GPUDirect RDMA was seen on sends alone or on receives alone.
+
+    Every channel is printed by its sender and by its receiver: where one half is missing, so are logs, and NCCL
+    decides on GPUDirect RDMA for each direction apart (NCCL_NET_GDR_READ is of sends).
+    """
+    return (
+        evidence.gdrdma == "on"
+        and evidence.inter_node_transport is not None
+        and not evidence.undirected.total
+        and bool(evidence.send.total) != bool(evidence.receive.total)
+    )
+
+
 def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
-    code = _partial(evidence, facts)
+    sockets = found.ledger.networks.get("Socket", [0])[0]
+    missing = sum(seen.total - seen.gdrdma for seen in (evidence.send, evidence.receive, evidence.undirected))
+    if sockets and missing <= sockets:  # never had by sockets: that ranks took them is told as mixed networks
+        return
+    code = "gdr_partial" if sockets else _partial(evidence, facts)
     lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
     far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
     detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")

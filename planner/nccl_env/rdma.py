@@ -20,7 +20,7 @@ from planner.nccl_env.hcas import (
 )
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.platforms import recognise
-from planner.nccl_env.situation import NodeView, PortView, Situation, by_host, port_subnet, together
+from planner.nccl_env.situation import RDMA_KINDS, NodeView, PortView, Situation, by_host, port_subnet, together
 from topology.graph import NicNode
 from topology.reference import reference_of
 
@@ -187,6 +187,12 @@ def _no_hca(topic: str, case: Situation) -> Note:
     if nics:
         text = "Unknown: the topology names NICs, but nobody read their ports on the host."
         return Note(topic=topic, text=text, evidence=by_host(together(nics)))
+    if case.sockets:
+        return Note(topic=topic, text="Set nothing: the job goes over TCP, whatever RDMA ports there are.")
+    if case.cluster.inter_node_transport in ("rdma", "efa"):
+        return Note(
+            topic=topic, text="Unknown: RDMA between the nodes is assumed, and no RDMA device of theirs is known."
+        )
     if all(node.rdma() is None for node in case.nodes):
         return Note(topic=topic, text="Set nothing: no RDMA device was found, so between nodes NCCL uses TCP sockets.")
     down = [(node.hostname, view.name) for node in case.nodes for view in missing_ports(node)]
@@ -310,6 +316,19 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
     if case.backend != "nccl" or case.one_node:
         return None
+    if case.sockets:
+        rule = (
+            "The job goes over TCP, and nodes have RDMA devices that NCCL, or its plugin, would take unasked: naming "
+            "the network keeps every rank on sockets, as the forecast has it"
+        )
+        reason = Reason(rule=rule, evidence="network between the nodes: TCP", source=_ENV_RST)
+        return Setting(name=topic, value="Socket", reason=reason)
+    if case.cluster.inter_node_transport in ("rdma", "efa") and not (case.rdma_ports or _any_rdma_nic(case)):
+        text = (
+            "Unknown: the network between the nodes is taken for RDMA, and no RDMA device of theirs is known, so none "
+            "can be named. Without one NCCL goes over TCP in silence; NCCL_NET=IB makes that an error at start."
+        )
+        return Note(topic=topic, text=text)
     if (unseen := _efa_unseen(topic, case)) is not None:
         return unseen
     if not (case.efa or case.cxi or (fell_back and case.rdma_ports)):
@@ -338,6 +357,10 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     evidence = _efa_devices(case) + ("; the log shows channels over Socket" if fell_back else "")
     source = f"{_ENV_RST}; aws-ofi-nccl (accepts the name 'AWS Libfabric' in every version)"
     return Setting(name=topic, value="AWS Libfabric", reason=Reason(rule=rule, evidence=evidence, source=source))
+
+
+def _any_rdma_nic(case: Situation) -> bool:
+    return case.efa or case.cxi or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in _nics(node))
 
 
 def _efa_unseen(topic: str, case: Situation) -> Note | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collectives.nccl_log.transport import Evidence
 from hardware.gpus import gpu_named
@@ -25,6 +25,7 @@ from topology.graph import ClusterTopology, NodeTopology
 # Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
 # ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.
 VERBS_KINDS = ("hca", "rxe", "siw", "other")
+RDMA_KINDS = ("hca", "efa")  # of a topology's NICs
 _HSN = re.compile(r"hsn\d+")  # how HPE's host software names Slingshot's interfaces
 
 
@@ -48,14 +49,16 @@ class NodeView:
     hostname: str
     snapshot: Snapshot | None
     topology: NodeTopology | None
+    sockets: bool = False  # the job goes over TCP: RDMA devices, where there are any, are none of its
 
     def gpu(self) -> GpuFacts | None:
         """NVML's facts."""
         return self.snapshot.facts(GpuFacts) if self.snapshot else None
 
     def rdma(self) -> RdmaFacts | None:
-        """RDMA devices."""
-        return self.snapshot.facts(RdmaFacts) if self.snapshot else None
+        """RDMA devices that the job may use."""
+        facts = self.snapshot.facts(RdmaFacts) if self.snapshot else None
+        return replace(facts, devices=()) if facts and self.sockets else facts
 
     def interfaces(self) -> InterfacesFacts | None:
         """Network interfaces."""
@@ -99,6 +102,8 @@ class NodeView:
 
     def cxi(self) -> tuple[str, ...]:
         """HPE Slingshot's Cassini NICs by interface or bus id: no verbs device, reached through libfabric's cxi."""
+        if self.sockets:
+            return ()
         facts, links = self.pci(), self.interfaces()
         known = links.interfaces if links else ()
         on_bus = {device.bus_id for device in facts.devices if is_cassini(device)} if facts else set()
@@ -195,6 +200,11 @@ class Situation:
         return any(node.efa_count() for node in self.nodes)
 
     @property
+    def sockets(self) -> bool:
+        """Whether the job is to go over TCP though nodes have RDMA."""
+        return any(node.sockets for node in self.nodes)
+
+    @property
     def rdma_ports(self) -> bool:
         """Whether any node has a port that NCCL's IB transport would take."""
         return any(node.taken_ports() for node in self.nodes)
@@ -227,8 +237,21 @@ def situation(
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
     version = _version(nccl_version, evidence)
+    if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
+        nodes = tuple(replace(node, sockets=True, topology=_without_rdma(node.topology)) for node in nodes)
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence,
                      ranks_per_node=ranks_per_node)  # fmt: skip
+
+
+def _offers_rdma(node: NodeView) -> bool:
+    """Whether NCCL, or its plugin for EFA, would take RDMA here without being asked."""
+    if node.snapshot:
+        return bool(node.efa_count() or node.taken_ports())
+    return node.topology is not None and any(nic.kind in RDMA_KINDS for nic in node.topology.nics)
+
+
+def _without_rdma(node: NodeTopology | None) -> NodeTopology | None:
+    return node and replace(node, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=())
 
 
 def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:

@@ -325,6 +325,7 @@ FIRST = [
 SECOND = [
     "node-1:900:900 [0] NCCL INFO Using network IB",
     "node-1:900:920 [0] NCCL INFO comm 0x2 rank 0 nranks 2 cudaDev 0 busId 1b000 commId 0xbb - Init START",
+    "node-1:900:920 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
     "node-1:900:920 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA",
 ]
 
@@ -384,7 +385,7 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
     (tmp_path / "sub" / "rank1.log.gz").write_bytes(gzip.compress(lines.encode() + b"\n"))
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04\0\0\0")
     verdict = evidence.read_files([tmp_path])
-    assert (verdict.gdrdma, verdict.hosts, verdict.lines_read) == ("partial", 2, 6)
+    assert (verdict.gdrdma, verdict.hosts, verdict.lines_read) == ("partial", 2, 8)
     shown = {row.file: row.line for problem in verdict.problems for row in problem.lines}
     assert shown == {str(tmp_path / "sub" / "rank1.log.gz"): 3}
     apart = evidence.read_files([tmp_path / "rank0.log", tmp_path / "sub" / "rank1.log.gz"])
@@ -414,10 +415,10 @@ def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
     path = tmp_path / "nccl.log"
     path.write_bytes(packed)
     whole = evidence.read_file(path)
-    assert (whole.gdrdma, whole.lines_read) == ("on", 36_000)
-    assert evidence.read_file(io.BytesIO(packed + packed)).lines_read == 72_000
+    assert (whole.gdrdma, whole.lines_read) == ("on", 45_000)
+    assert evidence.read_file(io.BytesIO(packed + packed)).lines_read == 90_000
     cut = evidence.read_file(io.BytesIO(packed[: len(packed) * 2 // 3]))
-    assert cut.lines_read < 36_000
+    assert cut.lines_read < 45_000
     done = CliRunner().invoke(verb, [], input=pack("\n".join([*SECOND, ""]).encode()))
     assert done.exit_code == 0, done.output
 

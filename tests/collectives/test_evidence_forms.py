@@ -192,7 +192,9 @@ def test_without_a_version_distances_stay_numbers() -> None:
 
 def test_json_is_plain() -> None:
     """The verdict survives JSON and states the least a reader needs."""
-    data = json.loads(json.dumps(evidence.to_json(evidence.read([f"{HEAD}{NETWORK_FORMS[4][0]}"]))))
+    sent = f"{HEAD}{NETWORK_FORMS[4][0]}"
+    lines = [sent, sent.replace("[send]", "[receive]").replace("(3)", "")]
+    data = json.loads(json.dumps(evidence.to_json(evidence.read(lines))))
     assert data["gdrdma"] == "on"
     assert data["send"] == {"total": 1, "gdrdma": 1}
     assert data["pxn"] is True

@@ -117,7 +117,10 @@ def net(name: str = "IB/0", tag: str = "/GDRDMA", direction: str = "send") -> st
 
 SCENES = {
     "healthy": ([IB, TWO_NODES, net(), net(direction="receive"), P2P], "on", [], 0),
-    "efa healthy": ([TWO_NODES, net("Libfabric/0"), P2P], "on", [], 0),
+    "efa healthy": ([TWO_NODES, net("Libfabric/0"), net("Libfabric/0", direction="receive"), P2P], "on", [], 0),
+    "no receive seen": ([TWO_NODES, net(), P2P], "on", ["one_direction_seen"], 5),
+    "no send seen": ([net(direction="receive"), P2P], "on", ["one_direction_seen"], 5),
+    "sends over sockets": ([net("Socket/0", ""), net(direction="receive")], "partial", ["mixed_networks"], 3),
     "efa off": ([net("AWS Libfabric/0", "")], "off", ["efa_without_gdrdma"], 3),
     "gib off": ([net("gIB/0", "")], "off", ["ib_without_gdrdma"], 3),
     "fastsocket": ([net("FastSocket/0", "")], "off", ["net_without_gdrdma"], 3),
@@ -205,7 +208,7 @@ SCENES = {
     "ranks differ": (
         [f"{INFO}Using network IB", f"{INFO}Using network Socket", net(), net("Socket/0", "")],
         "partial",
-        ["gdr_partial", "mixed_networks"],
+        ["mixed_networks"],
         3,
     ),
     "P2P off by hand": ([f"{INFO}NCCL_P2P_DISABLE set by environment to 1", SHM], "none", ["p2p_disabled_by_env"], 0),
@@ -230,7 +233,11 @@ SCENES = {
         0,
     ),
     "both kinds in use": (
-        [f"{INFO}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:1<0>", net(), net("IB/1")],
+        [
+            f"{INFO}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:1<0>",
+            net(),
+            net("IB/1", direction="receive"),
+        ],
         "on",
         ["mixed_link_layers"],
         0,
@@ -272,7 +279,7 @@ def test_dead_port_by_absence() -> None:
 def test_a_host_that_lists_fewer_ports_than_its_peers() -> None:
     """Without a list, hosts are compared with each other."""
     other = IB.replace("node-1", "node-2").replace(" [1]mlx5_1:1/IB", "")
-    (problem,) = evidence.read([IB, other, net()]).problems
+    (problem,) = evidence.read([IB, other, net(), net(direction="receive")]).problems
     assert (problem.code, problem.message.endswith("node-2: mlx5_1:1")) == ("dead_port", True)
 
 
@@ -304,7 +311,11 @@ def test_gate_without_gdrdma() -> None:
 
 def test_what_the_plugin_sets_is_not_the_users() -> None:
     """aws-ofi-nccl sets variables itself, which NCCL prints as set by the environment."""
-    lines = [f"{INFO}NCCL_BUFFSIZE set by environment to 8388608.", net("Libfabric/0")]
+    lines = [
+        f"{INFO}NCCL_BUFFSIZE set by environment to 8388608.",
+        net("Libfabric/0"),
+        net("Libfabric/0", direction="receive"),
+    ]
     verdict = evidence.read(lines)
     assert (verdict.problems, verdict.notes) == ((), ())
     assert [note.code for note in evidence.read([lines[0], net()]).notes] == ["hand_tuned_env"]

@@ -8,6 +8,7 @@ import pytest
 from nccl_env_hosts import cluster, host, interface, port, v2_gid
 
 from collectives.nccl_log.transport import Evidence
+from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice, settings
 from planner.nccl_env.names import names
 from probes.api import Failed, Snapshot
@@ -391,3 +392,16 @@ def test_a_rank_alone_on_its_node_is_told_its_threads(
     assert {s.name: s.value for s in advice.settings}.get("OMP_NUM_THREADS") == threads
     said = " ".join(note.text for note in advice.notes if note.topic == "OMP_NUM_THREADS")
     assert ranks > 1 or "torchrun gives each rank 1 thread" not in said
+
+
+def test_the_environment_is_of_the_network_that_the_forecast_is_of() -> None:
+    """TCP on machines with RDMA keeps NCCL on sockets; RDMA on machines without a known device is no TCP."""
+    for name in ("p5.48xlarge", "dgx-h100"):
+        own = settings((), machines.cluster(name, 2), multi_node=True)
+        tcp = settings((), machines.over_network(machines.cluster(name, 2), "10G", "tcp"), multi_node=True)
+        assert {s.name: s.value for s in tcp.settings}["NCCL_NET"] == "Socket"
+        assert not [need for need in tcp.needs if "efa" in need.value or need.name in ("memlock", "capability")]
+        assert [need for need in own.needs if need.name == "memlock"]
+    found = settings((), machines.over_network(machines.cluster("p3.16xlarge", 2), "100G", "rdma"), multi_node=True)
+    assert "NCCL_NET" not in {s.name for s in found.settings}
+    assert next(note for note in found.notes if note.topic == "NCCL_NET").text.startswith("Unknown")
