@@ -89,6 +89,9 @@ def _switched(node: NodeTopology) -> int:
     most = max((nvlinks(label) for _, _, label in _gpu_labels(node)), default=0)
     most = max((most, *(_to_switches(gpu) for gpu in node.gpus)))  # a pair shows the fewer of its two GPUs
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
+    joined = [name for a, b, label in _gpu_labels(node) if nvlinks(label) for name in (a, b)]
+    if not ends and len(joined) > 2 and len(set(joined)) == len(joined):  # several pairs, none joined to another:
+        return 0  # bridges between PCIe cards, which a card may well be without
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
 
 
@@ -259,6 +262,17 @@ def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
 def _undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
+    told = {near.gpu for near in node.nearest_nic}
+    cut = [gpu.name for gpu in node.gpus if gpu.name not in told | lost]
+    if told and cut:
+        yield Finding(
+            code=UNDECIDABLE,
+            severity=Severity.UNKNOWN,
+            subject=", ".join(cut),
+            message=f"the nearest NIC of {', '.join(cut)} is not told: nothing joins them to a NIC in what was read",
+            evidence=tuple(warning for warning in node.warnings if set(cut) & set(warning.split()))[:4],
+            remedy="Give the whole matrix, with a row for each GPU.",
+        )
     if undecided and len(node.nics) > 1:
         yield Finding(
             code=UNDECIDABLE,
