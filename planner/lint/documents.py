@@ -16,6 +16,8 @@ from typing import Any
 
 from contracts.yaml_text import YamlTextError, load_all
 from planner.lint.shell import Assigned, Inner, Script, expand, lines_of, read_shell, read_words
+from planner.lint.values import finding
+from probes.api import Finding, Severity
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -299,3 +301,75 @@ def _step(key: Any) -> str:
 def _item(item: Any) -> str:
     name = item.get("name") if isinstance(item, dict) else None
     return f" {name}" if isinstance(name, str) else ""
+
+
+def refused(text: str, form_of: str) -> Iterator[Finding]:
+    """What the API server or Compose refuses in variables, and what Kubernetes takes otherwise than it reads.
+
+    EnvVar's value is a string; the last of two of a name counts; $(NAME) is put in only where NAME stands before it.
+    Compose refuses truths; its reader takes only true and false for such, as YAML 1.2 does.
+    """
+    try:
+        typed = load_all(text, most_aliases=_LIMIT_ALIASES)
+        texts = load_all(text, most_aliases=_LIMIT_ALIASES, texts=True)
+    except YamlTextError:
+        return  # a template
+    if form_of == "Compose file":
+        for name, value in _compose(typed, texts):
+            yield finding("env.value.kind", Severity.FAIL, name, value, "Compose refuses a boolean here.",
+                          f'Write {name}: "{value}".')  # fmt: skip
+        return
+    for entries in (each for document in typed for each in _env_lists(document, 0)):
+        names = [str(each.get("name")) for each in entries]
+        for place, each in enumerate(entries):
+            name, given = names[place], each.get("value")
+            shown = scalar(given) if _OWN.match(name) else "..."  # another's may be a secret
+            if isinstance(given, bool | int | float):
+                yield finding(
+                    "env.value.kind",
+                    Severity.FAIL,
+                    name,
+                    shown,
+                    "Kubernetes refuses the manifest: the value of a variable must be a string.",
+                    "Write it in quotes.",
+                )
+            if name in names[place + 1 :] and _OWN.match(name):
+                yield finding("env.pair.shadowed", Severity.WARN, name, scalar(given), "it is set again in the same "
+                              "container, and the last counts.", "Keep one of them.")  # fmt: skip
+            for other in re.findall(r"(?<!\$)\$\(([A-Za-z_]\w*)\)", given) if isinstance(given, str) else ():
+                if other in names[place:] and other not in names[:place]:
+                    yield finding(
+                        "env.value.kind",
+                        Severity.WARN,
+                        name,
+                        shown,
+                        f"$({other}) stays as it is written: {other} is set only after it.",
+                        f"Set {other} before {name}.",
+                    )
+
+
+def _compose(typed: list[Any], texts: list[Any]) -> Iterator[tuple[str, str]]:
+    for document, written in zip(typed, texts, strict=True):
+        services = document.get("services") if isinstance(document, dict) else None
+        for service, body in services.items() if isinstance(services, dict) else ():
+            variables = body.get("environment") if isinstance(body, dict) else None
+            for name, value in variables.items() if isinstance(variables, dict) else ():
+                if isinstance(value, bool):
+                    raw = str(written["services"][str(service)]["environment"].get(str(name)))
+                    if raw.lower() in ("true", "false"):
+                        yield str(name), raw
+
+
+def _env_lists(node: Any, depth: int) -> Iterator[list[dict[str, Any]]]:
+    """Every container's list of variables."""
+    if depth > _LIMIT_DEPTH:
+        return
+    if isinstance(node, list):
+        for each in node:
+            yield from _env_lists(each, depth + 1)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if key == "env" and isinstance(value, list):
+                yield [each for each in value if isinstance(each, dict)]
+            else:
+                yield from _env_lists(value, depth + 1)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nccl_env_hosts import host
 
+from planner.lint.documents import refused
 from planner.lint.environment import lint
 from planner.lint.sources import (
     KINDS,
@@ -212,3 +213,29 @@ def test_environments_of_real_logs(corpus: Path) -> None:
                 plugin = ("NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE")
                 assert not [f for f in findings if f.subject in plugin], path.name
     assert seen >= 5
+
+
+@pytest.mark.parametrize(
+    ("value", "severity"),
+    [("3", "fail"), ("true", "fail"), ("yes", "fail"), ('"3"', None), ("eth0", None)],
+)
+def test_kubernetes_refuses_a_variable_that_is_no_string(value: str, severity: str | None) -> None:
+    text = f"kind: Pod\nspec:\n  containers:\n  - env:\n    - {{name: NCCL_DEBUG, value: {value}}}\n"
+    found = [each.severity.value for each in refused(text, "Kubernetes manifest")]
+    assert found == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(("value", "count"), [("true", 1), ("yes", 0), ("1", 0), ('"true"', 0)])
+def test_compose_refuses_a_boolean(value: str, count: int) -> None:
+    text = f"services:\n  a:\n    environment:\n      NCCL_DEBUG: {value}\n"
+    assert len([*refused(text, "Compose file")]) == count
+
+
+def test_a_variable_set_twice_and_one_that_stands_before_what_it_names() -> None:
+    rows = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG", "WARN"), ("NCCL_IB_HCA", "$(HCA)"), ("HCA", "mlx5_0"),
+            ("NCCL_NET", "$(HCA)"), ("NCCL_TOPO_FILE", "$$(LATER)"), ("LATER", "x")]  # fmt: skip
+    text = "kind: Pod\nspec:\n  containers:\n  - env:\n" + "".join(
+        f"    - {{name: {name}, value: '{value}'}}\n" for name, value in rows
+    )
+    found = [(each.subject, each.code) for each in refused(text, "Kubernetes manifest")]
+    assert found == [("NCCL_DEBUG", "env.pair.shadowed"), ("NCCL_IB_HCA", "env.value.kind")]
