@@ -262,17 +262,6 @@ def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
 def _undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
-    told = {near.gpu for near in node.nearest_nic}
-    cut = [gpu.name for gpu in node.gpus if gpu.name not in told | lost]
-    if told and cut:
-        yield Finding(
-            code=UNDECIDABLE,
-            severity=Severity.UNKNOWN,
-            subject=", ".join(cut),
-            message=f"the nearest NIC of {', '.join(cut)} is not told: nothing joins them to a NIC in what was read",
-            evidence=tuple(warning for warning in node.warnings if set(cut) & set(warning.split()))[:4],
-            remedy="Give the whole matrix, with a row for each GPU.",
-        )
     if undecided and len(node.nics) > 1:
         yield Finding(
             code=UNDECIDABLE,

@@ -119,9 +119,9 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
 
 
 def told(out: Console, found: Sequence[Finding]) -> None:
-    """What a topology alone shows: failures and warnings, with what proves them and what mends them."""
+    """What a topology alone shows: failures, warnings and unknowns, with what proves them and what mends them."""
     for finding in found:
-        if finding.severity.value in ("fail", "warn"):
+        if finding.severity.value in ("fail", "warn", "unknown"):
             colour = COLOURS[finding.severity.value]
             out.print(
                 f"[{colour}]{escape(GLYPHS[finding.severity.value])}[/{colour}] [bold]{escape(finding.code)}[/bold]"

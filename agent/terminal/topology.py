@@ -96,9 +96,13 @@ def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
 def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
     """The verdict on a node's links, and how they are in a few rows; the matrix is `-v`."""
     bad = [*departures(topology), *(f.code for f in found if f.severity.value in ("fail", "warn"))]
-    worst = "fail" if any(f.severity.value == "fail" for f in found) else "warn" if bad else "pass"
+    open_ = any(f.severity.value == "unknown" for f in found)
+    worst = "fail" if any(f.severity.value == "fail" for f in found) else "warn" if bad else "unknown"
+    worst = worst if bad or open_ else "pass"
     judged = topology.gpus or topology.nics
-    word, todo = (worst, "See below." if bad else "Nothing to do.") if judged else ("unknown", "Scan where GPUs are.")
+    word, todo = (
+        (worst, "See below." if bad or open_ else "Nothing to do.") if judged else ("unknown", "Scan where GPUs are.")
+    )
     what = topology.sku or ("no machine of the reference table" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
     mark = f"[{COLOURS[word]}]{GLYPHS[word]}[/{COLOURS[word]}]"
