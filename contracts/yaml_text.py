@@ -42,8 +42,26 @@ class _Loader(yaml.SafeLoader):
             raise YamlTextError(f"a mapping of more than {MOST_PAIRS} members")
 
 
+class Plain(str):
+    """A scalar that stands without quotes and tag: another reader may take it for a number or a truth."""
+
+    __slots__ = ()
+
+
 class _Texts(_Loader):
     """The same with every scalar as the text that stands there: 022 is no 18, and `on` no True."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """A tag says what it is as quotes do."""
+        tagged = self.peek_event().tag is not None  # type: ignore[no-untyped-call]
+        node = super().compose_scalar_node(anchor)
+        node.style = node.style or ("'" if tagged else None)
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """The text, and whether anything says that it is one."""
+        found = super().construct_scalar(node)
+        return Plain(found) if getattr(node, "style", "") is None and isinstance(found, str) else found
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
         "<": [("tag:yaml.org,2002:merge", re.compile(r"<<\Z"))]

@@ -12,7 +12,6 @@ from agent.cli.exits import EXIT_FAILED, EXIT_PASS
 from agent.cli.inputs import InputError
 from agent.gate.verdict import Check
 from collectives.nccl_log.evidence import read
-from planner.lint.documents import refused
 from planner.lint.environment import lint
 from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, guess_kind, read_text, why_nothing
 from probes.api import Finding, Snapshot
@@ -67,12 +66,6 @@ def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snaps
     checks = tuple(
         check for named in reading.environments for check in _checks(named, found_version, snapshot, reading.nodes)
     )
-    if reading.form in ("Kubernetes manifest", "Compose file"):
-        checks += tuple(
-            Check(id=each.code, status=each.severity.value, node=reading.form, subject=each.subject,
-                  message=each.message, evidence=each.evidence, remedy=each.remedy)
-            for each in dict.fromkeys(refused(text, reading.form))
-        )  # fmt: skip
     return Linted(read=_read_in_words(reading), checks=checks)
 
 
@@ -89,7 +82,7 @@ def _checks(
         )  # fmt: skip
 
     known = set(judged(named.base)) if named.base else set()
-    for finding in judged(named):
+    for finding in (*named.findings, *judged(named)):
         if finding in known:
             continue
         line = named.lines.get(finding.subject, 0)

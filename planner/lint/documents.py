@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.yaml_text import YamlTextError, load_all
+from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.shell import Assigned, Inner, Script, expand, lines_of, read_shell, read_words
 from planner.lint.values import finding
-from probes.api import Finding, Severity
+from probes.api import Severity
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -39,6 +39,20 @@ _SCRIPT = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+(?:=|:\s|\s+\S)|os\.environ")
 _DOCUMENT_INSIDE = re.compile(
     r"^[ \t]*(?:-\s+)?(?:name:\s*)?[\"']?(?:TORCH_)?NCCL_[A-Z0-9_]+[\"']?(?::\s|\s*$)", re.MULTILINE
 )
+
+
+_CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
+# YAML 1.1 as Kubernetes' reader has it (sigs.k8s.io/yaml), Compose's (yaml.v3) knows but two truths
+_TRUTH = re.compile(r"true|false|yes|no|on|off|y|n", re.IGNORECASE)
+_COMPOSE_TRUTH = re.compile(r"true|false|True|False|TRUE|FALSE")
+_NUMBER = re.compile(
+    r"[-+]?(?:0[xX][0-9a-fA-F_]+|0b[01_]+|0o[0-7_]+|[0-9][0-9_]*|(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
+)
+# Of others the value is not told: it may be a secret
+_TOLD = re.compile(r"(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_")
+# Set by the kubelet besides a container's own: of services, enableServiceLinks
+_SERVICE = re.compile(r"\w+_(?:SERVICE_(?:HOST|PORT)|PORT)\w*\Z")
+_REFERENCE = re.compile(r"(?<!\$)\$\(([A-Za-z_][\w.-]*)\)")
 
 
 class DocumentError(ValueError):
@@ -118,6 +132,8 @@ class _Walk:
         self._configs = dict(_configs(documents))
         self._seen: set[int] = set()  # anchors make a node appear twice, and a bomb appear without end
         self._left = _LIMIT_NODES
+        self._compose = form(documents, "") == "Compose file"
+        self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
 
     def visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
         """Walks one node; `source` names the way to it."""
@@ -143,8 +159,14 @@ class _Walk:
             text = "".join(str(row) for row in cell) if isinstance(cell, list) else str(cell)
             self._at(source).inner.append(Inner(text=text, target="x.py", line=0))
             return
+        if self._kubernetes and key in _CONTAINERS and isinstance(node.get("env"), list):
+            self._container(node, source)
         here = bool(_PLACES.fullmatch(key))
         for name, value in node.items():
+            if key == "environment" and self._compose and _is(value, _COMPOSE_TRUTH):
+                self._untyped(source, str(name), value, "Compose refuses the file: it takes a string or a number")
+            elif key == "data" and source in self.config_of:
+                self._text_wanted(source, str(name), value)
             if isinstance(name, str) and not isinstance(value, dict | list):
                 if _OWN.match(name) or (here and _NAME.match(name)):
                     self._add(source, name, value)
@@ -172,6 +194,46 @@ class _Walk:
                     continue
             if not isinstance(item, str):
                 self.visit(item, f"{source}{_item(item)}", depth + 1, key)
+
+    def _container(self, node: dict[Any, Any], source: str) -> None:
+        """A container of Kubernetes: what the API refuses, and what the kubelet makes of the list's order."""
+        entries = [each for each in node["env"] if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        before: dict[str, str] = {}
+        for entry in entries:
+            name, value = entry["name"], entry.get("value")
+            self._text_wanted(source, name, value)
+            text = "valueFrom" if "valueFrom" in entry else scalar(value)
+            if not _TOLD.match(name):
+                before[name] = text
+                continue
+            named = {each["name"] for each in entries}
+            gone = [each for each in _REFERENCE.findall(text) if each not in before and not _SERVICE.match(each)]
+            if gone and not node.get("envFrom"):  # which may set it, and comes first
+                later = "is set after it" if gone[0] in named else "is not set"
+                self._at(source).findings.append(finding(
+                    "env.value.kind", Severity.WARN, name, text,
+                    f"{gone[0]} {later}, and Kubernetes puts in only what stands before: the text $({gone[0]}) stays.",
+                    f"Set {gone[0]} before {name} in the container's env.",
+                ))  # fmt: skip
+            if name in before:
+                self._at(source).findings.append(finding(
+                    "env.pair.shadowed", Severity.WARN if before[name] != text else Severity.INFO, name, before[name],
+                    f"set more than once: the last counts, {name}={text}.", f"Keep one {name}.",
+                ))  # fmt: skip
+            before[name] = text
+
+    def _text_wanted(self, source: str, name: str, value: Any) -> None:
+        if _is(value, _TRUTH) or _is(value, _NUMBER):
+            self._untyped(source, name, value, "Kubernetes refuses the object: the value must be a string")
+
+    def _untyped(self, source: str, name: str, value: Any, refusal: str) -> None:
+        text = scalar(value)
+        what = "a truth value" if _TRUTH.fullmatch(text) else "a number"
+        text = text if _TOLD.match(name) else "..."
+        self._at(source).findings.append(finding(
+            "env.value.kind", Severity.FAIL, name, text, f"without quotes {text} is {what}, and {refusal}.",
+            f'Write "{text}" in quotes.',
+        ))  # fmt: skip
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """One entry of a container's `env:`."""
@@ -202,6 +264,7 @@ class _Walk:
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
                 if _NAME.match(str(key)):
+                    self._text_wanted(source, str(key), value)
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
@@ -253,6 +316,11 @@ class _Walk:
         return self.found.setdefault(source, Place(source)).script
 
 
+def _is(value: Any, pattern: re.Pattern[str]) -> bool:
+    """Whether a reader of YAML or JSON takes it for what the pattern describes: in quotes it is a text."""
+    return isinstance(value, Plain | bool | int | float) and bool(pattern.fullmatch(scalar(value)))
+
+
 def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for document in documents:
         if (
@@ -301,75 +369,3 @@ def _step(key: Any) -> str:
 def _item(item: Any) -> str:
     name = item.get("name") if isinstance(item, dict) else None
     return f" {name}" if isinstance(name, str) else ""
-
-
-def refused(text: str, form_of: str) -> Iterator[Finding]:
-    """What the API server or Compose refuses in variables, and what Kubernetes takes otherwise than it reads.
-
-    EnvVar's value is a string; the last of two of a name counts; $(NAME) is put in only where NAME stands before it.
-    Compose refuses truths; its reader takes only true and false for such, as YAML 1.2 does.
-    """
-    try:
-        typed = load_all(text, most_aliases=_LIMIT_ALIASES)
-        texts = load_all(text, most_aliases=_LIMIT_ALIASES, texts=True)
-    except YamlTextError:
-        return  # a template
-    if form_of == "Compose file":
-        for name, value in _compose(typed, texts):
-            yield finding("env.value.kind", Severity.FAIL, name, value, "Compose refuses a boolean here.",
-                          f'Write {name}: "{value}".')  # fmt: skip
-        return
-    for entries in (each for document in typed for each in _env_lists(document, 0)):
-        names = [str(each.get("name")) for each in entries]
-        for place, each in enumerate(entries):
-            name, given = names[place], each.get("value")
-            shown = scalar(given) if _OWN.match(name) else "..."  # another's may be a secret
-            if isinstance(given, bool | int | float):
-                yield finding(
-                    "env.value.kind",
-                    Severity.FAIL,
-                    name,
-                    shown,
-                    "Kubernetes refuses the manifest: the value of a variable must be a string.",
-                    "Write it in quotes.",
-                )
-            if name in names[place + 1 :] and _OWN.match(name):
-                yield finding("env.pair.shadowed", Severity.WARN, name, scalar(given), "it is set again in the same "
-                              "container, and the last counts.", "Keep one of them.")  # fmt: skip
-            for other in re.findall(r"(?<!\$)\$\(([A-Za-z_]\w*)\)", given) if isinstance(given, str) else ():
-                if other in names[place:] and other not in names[:place]:
-                    yield finding(
-                        "env.value.kind",
-                        Severity.WARN,
-                        name,
-                        shown,
-                        f"$({other}) stays as it is written: {other} is set only after it.",
-                        f"Set {other} before {name}.",
-                    )
-
-
-def _compose(typed: list[Any], texts: list[Any]) -> Iterator[tuple[str, str]]:
-    for document, written in zip(typed, texts, strict=True):
-        services = document.get("services") if isinstance(document, dict) else None
-        for service, body in services.items() if isinstance(services, dict) else ():
-            variables = body.get("environment") if isinstance(body, dict) else None
-            for name, value in variables.items() if isinstance(variables, dict) else ():
-                if isinstance(value, bool):
-                    raw = str(written["services"][str(service)]["environment"].get(str(name)))
-                    if raw.lower() in ("true", "false"):
-                        yield str(name), raw
-
-
-def _env_lists(node: Any, depth: int) -> Iterator[list[dict[str, Any]]]:
-    """Every container's list of variables."""
-    if depth > _LIMIT_DEPTH:
-        return
-    if isinstance(node, list):
-        for each in node:
-            yield from _env_lists(each, depth + 1)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            if key == "env" and isinstance(value, list):
-                yield [each for each in value if isinstance(each, dict)]
-            else:
-                yield from _env_lists(value, depth + 1)

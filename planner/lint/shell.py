@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from planner.lint.shell_words import Command, Piece, Word, commands_of, raw_text
+from probes.api import Finding
 
 _LIMIT_BLOCKS = 50  # conditions inside conditions
 _LIMIT_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
@@ -60,6 +61,7 @@ class Script:
     inner: list[Inner] = field(default_factory=list)
     used: set[str] = field(default_factory=set)  # variables that are expanded somewhere
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
+    findings: list[Finding] = field(default_factory=list)  # about the text itself
     commands: int = 0  # programs that it starts or settings of the shell; 0: nothing but assignments
 
 

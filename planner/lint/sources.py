@@ -15,7 +15,7 @@ from planner.lint.code import read_dockerfile, read_python, read_systemd
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.pairs import JOB_SIZE
 from planner.lint.shell import Assigned, Script, is_csh, lines_of, read_shell, sbatch_directives
-from probes.api import Snapshot
+from probes.api import Finding, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 
 KINDS = (
@@ -84,6 +84,7 @@ class NamedEnvironment:
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
     base: NamedEnvironment | None = None  # what holds where this environment's condition does not
     names: tuple[str, ...] = ()  # those that this one sets itself
+    findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +353,7 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
     always = NamedEnvironment(
         source=source, form=title, environment=base.environment, unresolved=base.unresolved,
         unexported={} if title == "Markdown" else loose,
-        lines=base.lines, names=tuple(base.lines), used=own,
+        lines=base.lines, names=tuple(base.lines), used=own, findings=tuple(script.findings),
     )  # fmt: skip
     live = [(name, scope) for name, scope in scopes.items() if scope.lines or scope.gone][:_LIMIT_SCOPES]
     if base.lines or always.unexported:

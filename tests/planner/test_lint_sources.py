@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nccl_env_hosts import host
 
-from planner.lint.documents import refused
 from planner.lint.environment import lint
 from planner.lint.sources import (
     KINDS,
@@ -215,27 +215,54 @@ def test_environments_of_real_logs(corpus: Path) -> None:
     assert seen >= 5
 
 
-@pytest.mark.parametrize(
-    ("value", "severity"),
-    [("3", "fail"), ("true", "fail"), ("yes", "fail"), ('"3"', None), ("eth0", None)],
-)
-def test_kubernetes_refuses_a_variable_that_is_no_string(value: str, severity: str | None) -> None:
-    text = f"kind: Pod\nspec:\n  containers:\n  - env:\n    - {{name: NCCL_DEBUG, value: {value}}}\n"
-    found = [each.severity.value for each in refused(text, "Kubernetes manifest")]
-    assert found == ([severity] if severity else [])
+def of_the_text(text: str) -> list[tuple[str, str, str]]:
+    """What is said of the text itself: subject, code, severity."""
+    found = dict.fromkeys(each for named in read_environment(text, "yaml") for each in named.findings)
+    return [(each.subject, each.code, each.severity.value) for each in found]
 
 
-@pytest.mark.parametrize(("value", "count"), [("true", 1), ("yes", 0), ("1", 0), ('"true"', 0)])
+POD = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_NET, value: IB}\n"
+
+
+@pytest.mark.parametrize("value", ["3", "-1", "0x10", "1.5", "1e3", "true", "yes", "off", "n"])
+def test_kubernetes_refuses_a_variable_that_is_no_string(value: str) -> None:
+    """As sigs.k8s.io/yaml reads it; in a template, too."""
+    for more in ("", "    - {name: NCCL_DEBUG, value: '{{ .Values.debug }}'}\n"):
+        for name in ("NCCL_IB_TIMEOUT", "OF_THE_PROGRAM"):
+            found = of_the_text(f"{POD}{more}    - {{name: {name}, value: {value}}}\n")
+            assert found == [(name, "env.value.kind", "fail")]
+    config = f"kind: ConfigMap\nmetadata: {{name: a}}\ndata: {{NCCL_IB_TIMEOUT: {value}}}\n"
+    assert of_the_text(config) == [("NCCL_IB_TIMEOUT", "env.value.kind", "fail")]
+
+
+@pytest.mark.parametrize("value", ['"3"', "'true'", "!!str 3", "eth0", "1:30", "~", "2.21.5", "", '"0,1"'])
+def test_kubernetes_takes_what_is_a_string(value: str) -> None:
+    assert of_the_text(f"{POD}    - {{name: NCCL_IB_TIMEOUT, value: {value}}}\n") == []
+
+
+def test_a_value_of_another_program_is_not_told() -> None:
+    (named,) = read_environment(f"{POD}    - {{name: PASSWORD, value: 987654}}\n", "yaml")
+    assert named.findings and "987654" not in str(named.findings)
+
+
+@pytest.mark.parametrize(("value", "count"), [("true", 1), ("False", 1), ("yes", 0), ("1", 0), ('"true"', 0)])
 def test_compose_refuses_a_boolean(value: str, count: int) -> None:
-    text = f"services:\n  a:\n    environment:\n      NCCL_DEBUG: {value}\n"
-    assert len([*refused(text, "Compose file")]) == count
+    assert len(of_the_text(f"services:\n  a:\n    environment:\n      NCCL_DEBUG: {value}\n")) == count
 
 
 def test_a_variable_set_twice_and_one_that_stands_before_what_it_names() -> None:
     rows = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG", "WARN"), ("NCCL_IB_HCA", "$(HCA)"), ("HCA", "mlx5_0"),
-            ("NCCL_NET", "$(HCA)"), ("NCCL_TOPO_FILE", "$$(LATER)"), ("LATER", "x")]  # fmt: skip
-    text = "kind: Pod\nspec:\n  containers:\n  - env:\n" + "".join(
-        f"    - {{name: {name}, value: '{value}'}}\n" for name, value in rows
-    )
-    found = [(each.subject, each.code) for each in refused(text, "Kubernetes manifest")]
-    assert found == [("NCCL_DEBUG", "env.pair.shadowed"), ("NCCL_IB_HCA", "env.value.kind")]
+            ("NCCL_SOCKET_IFNAME", "$(HCA)"), ("NCCL_TOPO_FILE", "$$(LATER)"), ("LATER", "x"), ("NCCL_ALGO", "$(NONE)"),
+            ("NCCL_COMM_ID", "$(SHOP_SERVICE_HOST):1")]  # fmt: skip
+    text = POD + "".join(f"    - {{name: {name}, value: '{value}'}}\n" for name, value in rows)
+    wanted = [("NCCL_DEBUG", "env.pair.shadowed", "warn"), ("NCCL_IB_HCA", "env.value.kind", "warn"),
+              ("NCCL_ALGO", "env.value.kind", "warn")]  # fmt: skip
+    assert of_the_text(text) == wanted
+    elsewhere = text + "    envFrom: [{configMapRef: {name: other}}]\n"
+    assert of_the_text(elsewhere) == wanted[:1]
+
+
+def test_a_manifest_of_aliases_of_aliases_is_read_once() -> None:
+    """Ten levels of eight are a thousand million nodes to who follows each."""
+    levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in itertools.pairwise("abcdefghij"))
+    assert of_the_text(f"{POD}a: &a [{{x: [1]}}]\n{levels}") == []
