@@ -158,27 +158,31 @@ def _stem(subject: str) -> str:
     return "".join(letter for letter in subject if not letter.isdigit())
 
 
-def fleet(snapshots: Iterable[Snapshot]) -> Fleet:
+def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None = None) -> Fleet:
     """Group the nodes by what they have in common, and say how each other group departs from the common values.
+
+    `names` are the nodes that each snapshot stands for, where one stands for several that are equal.
 
     Nodes with different GPU models are families of their own. A node that shows no GPU is compared with the largest
     family: on a GPU fleet that is a fault, not another kind of machine.
     """
     listed = list(snapshots)
     whole = max(listed, key=_gpu_count, default=None)
-    known = [(snapshot.hostname, traits(snapshot, like=whole)) for snapshot in listed]
+    known = [traits(snapshot, like=whole) for snapshot in listed]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
-    names = _distinct([name for name, _ in known])
-    nodes = [(name, mine) for name, (_, mine) in zip(names, known, strict=True)]
+    stands_for = names or [(name,) for name in _distinct([snapshot.hostname for snapshot in listed])]
+    nodes = list(zip(stands_for, known, strict=True))
     kinds = [_kind(mine) for _, mine in nodes]
-    sizes = Counter(kind for kind in kinds if kind is not None)
+    sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
-    families: dict[str, list[tuple[str, Traits]]] = defaultdict(list)
+    families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
     for node, kind in zip(nodes, kinds, strict=True):
         families[kind or largest].append(node)
     made = [_family(kind, members) for kind, members in families.items()]
-    return Fleet(total=len(nodes), families=tuple(sorted(made, key=lambda family: -family.total)))
+    return Fleet(
+        total=sum(len(mine) for mine, _ in nodes), families=tuple(sorted(made, key=lambda family: -family.total))
+    )
 
 
 def _gpu_count(snapshot: Snapshot) -> int:
@@ -191,14 +195,15 @@ def _kind(mine: Traits) -> str | None:
     return models.most_common(1)[0][0] if models else None
 
 
-def _family(kind: str, nodes: Sequence[tuple[str, Traits]]) -> FleetFamily:
+def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
+    total = sum(len(names) for names, _ in nodes)
     groups: dict[frozenset[tuple[tuple[str, str], str]], list[int]] = defaultdict(list)
     for index, (_, mine) in enumerate(nodes):
         groups[frozenset((key, trait.value) for key, trait in mine.items())].append(index)
-    usual = _usual([mine for _, mine in nodes])
+    usual = _usual([(len(names), mine) for names, mine in nodes])
     made = [
         FleetGroup(
-            nodes=tuple(nodes[index][0] for index in members),
+            nodes=tuple(name for index in members for name in nodes[index][0]),
             differences=compare(usual, nodes[members[0]][1], same_host=True),
         )
         for members in groups.values()
@@ -208,12 +213,12 @@ def _family(kind: str, nodes: Sequence[tuple[str, Traits]]) -> FleetFamily:
     common, *odd = made
     odd.sort(key=lambda group: (*_worst(group), len(group.nodes)))
     warnings = []
-    if len(common.nodes) * 2 <= len(nodes) and odd:
+    if len(common.nodes) * 2 <= total and odd:
         warnings.append(
-            f"no common configuration: the largest group holds {len(common.nodes)} of {len(nodes)} nodes; departures "
+            f"no common configuration: the largest group holds {len(common.nodes)} of {total} nodes; departures "
             "are told against each value's majority"
         )
-    return FleetFamily(kind=kind, total=len(nodes), common=common, odd=tuple(odd), warnings=tuple(warnings))
+    return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 
 def _worst(group: FleetGroup) -> tuple[int, int]:
@@ -231,18 +236,18 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return distinct
 
 
-def _usual(all_traits: Sequence[Traits]) -> Traits:
-    """For every key that most nodes have, its most common trait."""
+def _usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
+    """From each set of traits and how many nodes have it: for every key that most nodes have, its most common trait."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
-    for mine in all_traits:
+    for nodes, mine in all_traits:
         for key, trait in mine.items():
-            by_key[key][trait.value] += 1
+            by_key[key][trait.value] += nodes
             example[key, trait.value] = trait
     return {
         key: example[key, counts.most_common(1)[0][0]]
         for key, counts in by_key.items()
-        if counts.total() * 2 > len(all_traits)
+        if counts.total() * 2 > sum(nodes for nodes, _ in all_traits)
     }
 
 

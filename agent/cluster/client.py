@@ -167,6 +167,7 @@ class Client:
         self._timeout, self._tries = timeout_seconds, tries
         self._stop = threading.Event()
         self._loads: Callable[[bytes], Any] = json.loads
+        self._accept = "application/json"
         self._api = ApiClient(configuration)
         self._api.user_agent = f"topoflight/{VERSION}"
 
@@ -188,6 +189,13 @@ class Client:
     def brief(self) -> Client:
         """Asked twice and soon given up: for calls that someone waits for, who can come again."""
         return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
+
+    def metadata(self) -> Client:
+        """The same, but objects come without spec and status where the server can leave them out."""
+        other = copy.copy(self)
+        form = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+        other._accept = f"application/json;{form},application/json"
+        return other
 
     def token(self) -> str:
         """The bearer token of the next request; empty where there is none. Raises ApiError."""
@@ -324,7 +332,7 @@ class Client:
         from urllib3 import HTTPHeaderDict
         from urllib3.exceptions import HTTPError
 
-        headers = {"Accept": "application/json", "User-Agent": self._api.user_agent}
+        headers = {"Accept": self._accept, "User-Agent": self._api.user_agent}
         if body is not None:
             headers["Content-Type"] = content_type
         self._authorize(headers)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from agent import units
+from agent.cluster import acknowledged
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from agent.gate.bars import BASELINE_LEAST
@@ -16,6 +19,7 @@ from agent.gate.judged import BUSBW, bar_words, status_of
 from agent.gate.verdict import Check, GateError, Status
 from collectives.bench.results import Bar
 
+Json = dict[str, Any]
 CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 _SILENT, _VERDICT = CLUSTER_CODES
 
@@ -50,6 +54,7 @@ def checks_of(
     """What the agents found on these nodes; a node that says nothing is a failure, for nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Check] = []
+    peers = _peers(held.records())
     for name in names:
         record = held.record(name)
         if record is None or record.silent(now):
@@ -58,36 +63,43 @@ def checks_of(
                                 remedy="topoflight explain cluster.node.silent"))  # fmt: skip
             continue
         checks.append(Check(id=_SILENT, status="pass", node=name))
-        found = published(name, record)
+        found = published(name, record, now)
         if expected is not None:
             found = [*settled((*found, *expectations(expected, _seen(record, held), name)))]
-        checks += [*found, *_against_equals(record, held.records())]
+        checks += [*found, *_against_equals(record, peers)]
     return tuple(checks)
 
 
 LEAST_EQUALS = 5  # nodes: the best of fewer may be as sick as the rest
 
 
-def _against_equals(record: NodeRecord, others: Iterable[NodeRecord]) -> list[Check]:
+def _peers(records: Iterable[NodeRecord]) -> Mapping[tuple[Any, ...], list[float]]:
+    """Bus bandwidths of equal nodes that measured the same, best first."""
+    found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for record in records:
+        for one in record.measured if record.product else ():
+            found[_measured_as(record, one)].append(float(one["busbw"]))
+    return {key: sorted(values, reverse=True) for key, values in found.items()}
+
+
+def _measured_as(record: NodeRecord, one: Json) -> tuple[Any, ...]:
+    return record.product, record.gpus, one.get("op"), one.get("bytes"), one.get("job")
+
+
+def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Check]:
     """A node's own benchmark against the best tenth of equal nodes: same GPUs, op, size and ranks.
 
     Nothing where it published no benchmark; unknown where fewer than five equal nodes did.
     """
-    equals = [o for o in others if (o.product, o.gpus) == (record.product, record.gpus) and o.product]
     made = []
     for mine in record.measured:
-        same = [
-            float(one["busbw"])
-            for other in equals
-            for one in other.measured
-            if all(one.get(key) == mine.get(key) for key in ("op", "bytes", "job"))
-        ]
+        same = peers.get(_measured_as(record, mine), [])
         value, subject = float(mine["busbw"]), str(mine["op"])
         if len(same) < LEAST_EQUALS:
             why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
             made.append(Check(id=BUSBW, status="unknown", node=record.name, subject=subject, message=why))
             continue
-        best = sorted(same, reverse=True)[max(0, -(-len(same) // 10) - 1)]
+        best = same[max(0, -(-len(same) // 10) - 1)]
         bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
         status = status_of(value, bar)
         made.append(
@@ -119,13 +131,18 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     return f"silent for {units.ago(record.age_seconds(now))}"
 
 
-def published(name: str, record: NodeRecord) -> list[Check]:
-    """The findings of a record, and its verdict where that is worse than they are: no word of an agent gets lost."""
+def published(name: str, record: NodeRecord, now: float | None = None) -> list[Check]:
+    """The findings of a record, and its verdict where that is worse than they are: no word of an agent gets lost.
+
+    A finding that someone has acknowledged says so in its evidence, and counts as before.
+    """
+    words = acknowledged.words(record.acknowledged, time.time() if now is None else now)
     statuses: dict[str, Status] = {"fail": "fail", "unknown": "unknown"}
     found = [
         Check(id=str(found.get("code", "")), status=statuses.get(str(found.get("severity")), "warn"), node=name,
               subject=str(found.get("subject", "")), message=str(found.get("message", "")),
               remedy=str(found.get("remedy", "")),
+              evidence=words.get((str(found.get("code", "")), str(found.get("subject", ""))), ()),
               required=found.get("severity") == "unknown")
         for found in record.findings
     ]  # fmt: skip

@@ -101,6 +101,7 @@ _DROPPED: dict[type[Any], frozenset[str]] = {
         )
     ),
 }
+MEMORY_USED = "gpuMemoryUsedBytes"  # the part of a machine that a job changes all the time
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -125,7 +126,7 @@ def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
             outcomes[name] = replace(outcome, facts=_readdressed(outcome.facts, numbers))
     machine = {name: _part(outcome) for name, outcome in outcomes.items()}
     if used := _used(outcomes.get("gpu")):
-        machine["gpuMemoryUsedBytes"] = used
+        machine[MEMORY_USED] = used
     bounded = _bounded(machine)
     if bounded is None or len(numbers.own) > MOST_ADDRESSES:
         return None, ()
@@ -136,7 +137,7 @@ def unpack(machine: Json) -> Snapshot:
     """The snapshot without host name, addresses numbered. Raises ValueError where it is none of this release."""
     try:
         outcomes = {name: _outcome(name, machine[name]) for name in _FACTS if name in machine}
-        gpus, used = outcomes.get("gpu"), machine.get("gpuMemoryUsedBytes") or {}
+        gpus, used = outcomes.get("gpu"), machine.get(MEMORY_USED) or {}
         if isinstance(gpus, Ok) and used:
             each = (replace(gpu, memory_used_bytes=used.get(str(gpu.index))) for gpu in gpus.facts.gpus)
             outcomes["gpu"] = Ok(facts=replace(gpus.facts, gpus=tuple(each)))

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent import units
-from agent.cluster import node_facts, old_records
+from agent.cluster import acknowledged, node_facts, old_records
 from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
 from agent.gate.coverage import no_gpu_read
@@ -43,6 +43,8 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
+MOST_CHANGES = 16
+DAY_SECONDS = 86400.0
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
 
@@ -69,6 +71,8 @@ class NodeRecord:
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
+    changes: tuple[Json, ...] = ()  # what came, went and changed within a day, oldest first: at, kind, text, code
+    acknowledged: tuple[Json, ...] = ()  # by people, in annotations; the agent itself writes none
     agent_version: str = VERSION
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
 
@@ -92,7 +96,19 @@ def records_of(view: View, *, name: str | None = None, interval_seconds: float =
                 name if only and name else snapshot.hostname, view.made_at_seconds, interval_seconds)
         for snapshot, node in pairs
     )  # fmt: skip
-    return (replace(made[0], measured=_measured(view.bench)),) if only and view.bench is not None else made
+    if not only:
+        return made
+    measured = _measured(view.bench) if view.bench is not None else ()
+    return (replace(made[0], measured=measured, changes=_changes(view)),)
+
+
+def _changes(view: View) -> tuple[Json, ...]:
+    recent = [event for event in view.events if event.at_seconds > view.made_at_seconds - DAY_SECONDS]
+    return tuple(
+        {"at": _time(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
+         "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
+        for event in recent[-MOST_CHANGES:]
+    )  # fmt: skip
 
 
 def _measured(result: BenchResult) -> tuple[Json, ...]:
@@ -264,7 +280,7 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
         "product": record.product, "gpus": record.gpus, "links": record.links, "hcas": record.hcas,
         "rdma": record.rdma, "memlock": record.memlock, "findings": list(record.findings),
         "graph": record.drawn, "machine": record.machine, "addresses": list(record.addresses) or None,
-        "measured": list(record.measured) or None,
+        "measured": list(record.measured) or None, "changes": list(record.changes) or None,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # nothing watches the node now: what was said last is no verdict any more
         status |= {
@@ -280,8 +296,8 @@ def from_resource(item: Json) -> NodeRecord:
     """A record from the API server's object. An agent that has not written yet is an unknown node, never scanned."""
     status = item.get("status") or {}
     name = str(item["metadata"]["name"])
-    ended = _seconds(status["stoppedAt"]) if status.get("stoppedAt") else None
-    if ended is not None and ended < _seconds(status.get("scannedAt")):
+    ended = seconds_of(status["stoppedAt"]) if status.get("stoppedAt") else None
+    if ended is not None and ended < seconds_of(status.get("scannedAt")):
         ended = None  # an agent has scanned since
     last = status.get("lastVerdict") if ended is not None else None
     machine = status.get("machine") if isinstance(status.get("machine"), dict) else None
@@ -289,12 +305,13 @@ def from_resource(item: Json) -> NodeRecord:
     return NodeRecord(
         name=name, host=str(status.get("node") or name),
         verdict=str(last or status.get("verdict") or "unknown"), stopped_at_seconds=ended,
-        scanned_at_seconds=_seconds(status.get("scannedAt")), interval_seconds=float(status.get("interval") or 300),
+        scanned_at_seconds=seconds_of(status.get("scannedAt")), interval_seconds=float(status.get("interval") or 300),
         gpus=status.get("gpus"), product=status.get("product"), links=status.get("links"), hcas=status.get("hcas"),
         rdma=status.get("rdma"), memlock=status.get("memlock"), findings=tuple(status.get("findings") or ()),
         graph=graph, facts=facts, machine=machine,
         agent_version=str(status.get("agentVersion") or ""), addresses=tuple(status.get("addresses") or ()),
-        measured=tuple(status.get("measured") or ()),
+        measured=tuple(status.get("measured") or ()), changes=tuple(status.get("changes") or ()),
+        acknowledged=acknowledged.read(item["metadata"].get("annotations")),
     )  # fmt: skip
 
 
@@ -309,6 +326,7 @@ class Fleet:
         self._kinds: dict[NodeTopology, str] = {}  # equal graphs, whatever else of their facts differs
         self._kind_of: dict[str, str] = {}  # hashing a graph takes longer than all the rest of an answer
         self._facts: dict[str, Snapshot | None] = {}
+        self._alike: dict[str, str] = {}  # by facts
         self._lock = threading.Lock()
 
     def replace(self, items: Iterable[Json]) -> None:
@@ -327,6 +345,7 @@ class Fleet:
             self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
             self._kind_of = {key: kind for key, kind in self._kind_of.items() if {key, kind} <= held}
             self._facts = {key: facts for key, facts in self._facts.items() if key in held}
+            self._alike = {key: alike for key, alike in self._alike.items() if key in held}
 
     def put(self, item: Json) -> None:
         """One resource that is new or has changed."""
@@ -362,6 +381,15 @@ class Fleet:
         if record.graph not in self._kind_of:
             self._kind_of[record.graph] = self._kinds.setdefault(graph, record.graph)
         return self._kind_of[record.graph]
+
+    def machine_key(self, record: NodeRecord) -> str | None:
+        """A key that records share whose facts are equal, but for GPU memory in use; None without readable facts."""
+        if record.machine is None or record.facts is None or self._machine(record) is None:
+            return None
+        if record.facts not in self._alike:
+            parts = (part for part in sorted(record.machine) if part != node_facts.MEMORY_USED)
+            self._alike[record.facts] = _key([(part, _part_key(record.machine[part])) for part in parts])
+        return self._alike[record.facts]
 
     def _graph(self, record: NodeRecord) -> NodeTopology | None:
         if record.graph is None:
@@ -447,7 +475,8 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _seconds(text: Any) -> float:
+def seconds_of(text: Any) -> float:
+    """Unix time of a time in a record; 0 where it is none."""
     try:
         return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     except ValueError:

@@ -16,10 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
+
 from agent import advise, units
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import published
 from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
+from agent.cluster.places import Places
+from agent.cluster.places import read as read_places
 from agent.cluster.watch import Watcher
 from agent.http.problem import ProblemError
 from agent.http.state import State
@@ -38,6 +42,7 @@ Json = dict[str, Any]
 LOOK_SECONDS = 0.05
 LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
 IDLE_SECONDS = 600.0
+PLACES_SECONDS = 600.0  # Nodes are labelled when they come
 MORE = "what this agent itself scans; in Kubernetes, agents started with --publish show every node"
 MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
 
@@ -58,6 +63,7 @@ class Cluster:
         self._first_seen = FirstSeen()
         self._timer: threading.Timer | None = None
         self._requested = 0.0
+        self._places, self._places_at = Places(why="one agent knows of no place"), -PLACES_SECONDS
 
     @property
     def source(self) -> str:
@@ -96,6 +102,18 @@ class Cluster:
             await self._listed(self._follow(self._client))
             return {record.name: record for record in self._fleet.records()}
         return None
+
+    async def places(self) -> Places:
+        """Where the nodes stand, by the labels of the Nodes; read again after ten minutes."""
+        if self._client is not None and time.monotonic() - self._places_at > PLACES_SECONDS:
+            self._places_at = time.monotonic()
+            self._places = await run_in_threadpool(read_places, self._client.brief())
+        return self._places
+
+    @property
+    def client(self) -> Client | None:
+        """To the API server that holds the records; None where they are this agent's own scans."""
+        return self._client
 
     def ready(self) -> None:
         """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""

@@ -66,14 +66,31 @@ def install(
         return respond(await rendered.answer(view, ("/", node, trouble), drawn))
 
     @app.get(
-        "/cluster", tags=["page"], operation_id="cluster_page", response_class=HTMLResponse, responses=problems(500)
+        "/cluster",
+        tags=["page"],
+        operation_id="cluster_page",
+        response_class=HTMLResponse,
+        responses=problems(404, 500),
     )
-    async def whole(request: Request) -> Response:
-        """Every node that publishes: verdict, first thing to read, age, and which nodes are alike."""
+    async def whole(
+        request: Request,
+        node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
+        search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
+        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass|acknowledged)$")] = "",
+        fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
+        kind: Field = "", version: Field = "", place: Field = "",
+        group: Annotated[str, Query(pattern="^(|fault|kind|version|place)$")] = "",
+        sort: Annotated[str, Query(pattern="^(|name|since|age)$")] = "",
+        page: Annotated[int, Query(ge=1, le=100_000)] = 1,
+    ) -> Response:  # fmt: skip
+        """Every node that publishes: map, faults, what changed in a day, which nodes are odd, and the table."""
+        asked = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
+                 "place": place, "group": group, "sort": sort, "page": page}  # fmt: skip
         records = await cluster.records()
         return respond(await worker.ask(
-            request, "cluster_page", view=current(state), records=records, source=cluster.source,
-            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned,
+            request, "cluster_page", view=current(state), records=records, source=cluster.source, node=node,
+            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned, asked=tuple(asked.items()),
+            places=await cluster.places(),
         ))  # fmt: skip
 
     @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse, responses=_FORM)

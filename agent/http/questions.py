@@ -19,6 +19,7 @@ from typing import Any
 
 from agent import advise, whatif
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
+from agent.cluster.places import Places
 from agent.documents import render
 from agent.http import cluster
 from agent.http.worker import Answer, Refusal, send
@@ -122,13 +123,22 @@ def topology(known: Known, *, form: str, own: tuple[str | None, float] | None = 
 
 
 def cluster_page(
-    known: Known, *, source: str, behind: str | None, more: str,
-    own: tuple[str | None, float] | None = None,
-) -> Answer:  # fmt: skip
-    """Every node that publishes, for people."""
+    known: Known, *, source: str, behind: str | None, more: str, places: Places, asked: tuple[tuple[str, Any], ...],
+    node: str | None = None, own: tuple[str | None, float] | None = None,
+) -> Answer | Refusal:  # fmt: skip
+    """Every node that publishes, for people, or one of them by name."""
     from agent.pages import render as pages
+    from agent.pages.console import Asked
 
-    return _page(pages.fleet_page(known.nodes(own), source=source, behind=behind, more=more))
+    fleet = known.nodes(own)
+    if node is not None:
+        record = fleet.record(node)
+        if record is None:
+            return Refusal(status=404, detail=f"node={node}: no agent publishes a node of that name")
+        return _page(pages.published_page(fleet, record, source=source))
+    return _page(
+        pages.fleet_page(fleet, source=source, behind=behind, more=more, places=places, asked=Asked(**dict(asked)))
+    )
 
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
@@ -143,7 +153,7 @@ def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what w
     return _document(json.loads(text), "yaml")
 
 
-QUESTIONS: dict[str, Callable[..., Answer]] = {
+QUESTIONS: dict[str, Callable[..., Answer | Refusal]] = {
     one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, why, as_yaml)
 }
 

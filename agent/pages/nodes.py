@@ -21,8 +21,7 @@ from probes.limits.probe import LimitsFacts
 from topology.graph import NodeTopology
 from topology.reference import departures
 
-SHOWN_ROWS = 1000  # of a larger cluster the sick ones first; /nodes has all
-_ORDER = ("fail", "unknown", "warn", "pass")
+ORDER = ("fail", "unknown", "warn", "pass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +40,13 @@ class Row:
     link: str | None  # of its own page
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Nodes whose graphs are equal to the last link."""
-
-    names: tuple[str, ...]
-    record: NodeRecord  # one of them
-
-
 def rows(view: View) -> tuple[Row, ...]:
     """Every scanned node once, sick ones first."""
     made = []
     for name in dict.fromkeys(snapshot.hostname for snapshot in view.snapshots):
         mine = only(view, name)
         node, scanned = mine.topologies[0], mine.snapshots[0]
-        worst, more = _first(mine.checks)
+        worst, more = first_of(mine.checks)
         made.append(
             Row(
                 name=name, word=mine.verdict.word, worst=worst, more=more, gpus=gpus(node, scanned),
@@ -73,12 +64,12 @@ def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now:
         mine.setdefault(check.node, []).append(check)
     made = []
     for record in records:
-        worst, more = _first(mine.get(record.name, ()))
+        worst, more = first_of(mine.get(record.name, ()))
         heard = record.scanned_at_seconds > 0
         made.append(
             Row(
                 name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
-                gpus=_said_gpus(record),
+                gpus=said_gpus(record),
                 nvlink=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
                 age=units.ago(record.age_seconds(now)) if heard else "never", link=None,
             )
@@ -86,31 +77,23 @@ def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now:
     return _sorted(made)
 
 
-def _said_gpus(record: NodeRecord) -> str:
+def said_gpus(record: NodeRecord) -> str:
+    """As a record has them."""
     if not record.gpus:
         return "unknown" if record.gpus is None else "none"
     return f"{record.gpus} × {record.product or 'unknown model'}"
 
 
-def checks_of_records(fleet: Fleet, now: float) -> tuple[Check, ...]:
-    """What the nodes' agents found; where a record of an older agent has no remedy, the page of findings gives one."""
-    found = checks_of([record.name for record in fleet.records()], fleet, now=now)
+def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Check, ...]:
+    """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one."""
+    found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
     return tuple(
         check if check.status == "pass" else replace(check, remedy=check.remedy or mend(check.id)) for check in found
     )
 
 
-def kinds(fleet: Fleet) -> tuple[Kind, ...]:
-    """Nodes grouped by their graph, the largest group first: the odd one stands alone."""
-    groups: dict[str, list[NodeRecord]] = {}
-    for record in fleet.records():
-        if (kind := fleet.kind(record)) is not None:
-            groups.setdefault(kind, []).append(record)
-    ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].name))
-    return tuple(Kind(names=tuple(record.name for record in group), record=group[0]) for group in ordered)
-
-
-def _first(checks: Sequence[Check]) -> tuple[Group | None, int]:
+def first_of(checks: Sequence[Check]) -> tuple[Group | None, int]:
+    """The first thing to read, and how many more there are."""
     found = [
         group
         for group in grouped(checks)
@@ -120,7 +103,7 @@ def _first(checks: Sequence[Check]) -> tuple[Group | None, int]:
 
 
 def _sorted(made: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(sorted(made, key=lambda row: (_ORDER.index(row.word) if row.word in _ORDER else 1, row.name)))
+    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, row.name)))
 
 
 def _memlock(snapshot: Snapshot) -> str:

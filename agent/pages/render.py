@@ -21,17 +21,19 @@ from markupsafe import Markup, escape
 
 from agent import history, units
 from agent.advise import EXPORTS
+from agent.cluster import acknowledged
+from agent.cluster.places import Places
 from agent.gate.explain import UnknownCodeError, section
 from agent.gate.judged import expected_words
 from agent.gate.verdict import Check, judge, unjudged, worst_first
 from agent.jobs import bench_history
-from agent.pages import charts
+from agent.pages import charts, console
 from agent.pages import nodes as page_nodes
 from agent.pages.runs import by_network, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
 from agent.terminal.tables import GLYPHS
-from agent.view import Group, grouped, passed_ids, reasons, unknown_ids
+from agent.view import Group, View, grouped, passed_ids, reasons, unknown_ids
 from collectives.bench.results import BenchResult
 from contracts.plain import printable
 from planner.advice import RankedLayout, Recommendation
@@ -41,13 +43,13 @@ from planner.sweep import FrontierPoint, frontier_svg
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
+from topology.cluster import join
 from topology.formats.matrix import columns
 from topology.graph import NodeTopology, level, nvlinks
 
 if TYPE_CHECKING:
-    from agent.cluster.nodes import Fleet
+    from agent.cluster.nodes import Fleet, NodeRecord
     from agent.gate.report import Report
-    from agent.view import View
 
 _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
@@ -117,7 +119,7 @@ def _environment(*, html: bool) -> Environment:
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
         headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
-        shell_lines=render_shell, k8s_lines=render_k8s,
+        sum_of=lambda counts: sum(counts.values()) or 1, shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     made.globals.update(
         picture=picture,
@@ -165,15 +167,36 @@ def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, dig
     )
 
 
-def fleet_page(fleet: Fleet, *, source: str, behind: str | None, more: str = "") -> str:
+def fleet_page(
+    fleet: Fleet, *, source: str, behind: str | None, more: str = "", places: Places | None = None,
+    asked: console.Asked | None = None,
+) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
-    now, records = time.time(), fleet.records()
-    checks = page_nodes.checks_of_records(fleet, now)
+    now = time.time()
     template = _environment(html=True).get_template("fleet.html.j2")
     return template.render(
-        rows=page_nodes.rows_of_records(records, checks, now), checks=checks, verdict=judge(checks),
-        source=source, behind=behind, more=more, kinds=page_nodes.kinds(fleet),
-        shown=page_nodes.SHOWN_ROWS, made_at=now, style=_file("style.css"), script=_file("page.js"),
+        c=console.console(fleet, places or Places(), asked or console.Asked(), now), groups=console.GROUPS,
+        sorts=console.SORTS, source=source, most_odd=console.MOST_ODD,
+        behind=behind, more=more, made_at=now, style=_file("style.css"), script=_file("page.js"),
+    )  # fmt: skip
+
+
+def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
+    """The page of one node of the cluster, by what its agent publishes."""
+    now = time.time()
+    snapshot, node = fleet.snapshot(record), fleet.topology(record)
+    topologies = () if node is None else (node,)
+    checks = tuple(check for check in page_nodes.checks_of_records(fleet, now, (record.name,)))
+    view = View(
+        snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
+        made_at_seconds=record.scanned_at_seconds,
+    )  # fmt: skip
+    words = acknowledged.words(record.acknowledged, now)
+    template = _environment(html=True).get_template("published.html.j2")
+    return template.render(
+        view=view, record=record, source=source, acknowledged=[text for told in words.values() for text in told],
+        silent=record.silent(now), age=units.ago(record.age_seconds(now)), style=_file("style.css"),
+        script=_file("page.js"),
     )  # fmt: skip
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent import units
 from agent.cli.hosts import snapshots
+from agent.cluster import acknowledged
+from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, records_of, to_resource
+from agent.cluster.places import Places, chosen
+from agent.gate.verdict import judge
+from agent.pages import console
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.view import look
@@ -34,13 +41,17 @@ def published(*records: NodeRecord) -> Fleet:
     return held
 
 
-def page(held: Fleet) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None)
+def page(held: Fleet, *, places: Places | None = None, **asked: Any) -> str:
+    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=console.Asked(**asked))
+
+
+def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> console.Console:
+    return console.console(held, places or Places(), console.Asked(**asked), time.time())
 
 
 def names_in(html: str) -> list[str]:
-    table = html.split('<table class="nodes">')[1].split("</table>")[0]
-    return re.findall(r'<th scope="row">(?:<a href="[^"]*">)?([^<]+)', table)
+    table = html.split('<table class="nodes fleet">')[1].split("</table>")[0]
+    return re.findall(r'<th scope="row"><a href="[^"]*">([^<]+)', table)
 
 
 def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
@@ -89,24 +100,30 @@ def test_classes_of_gpu_pairs_are_counted_in_words() -> None:
 
 def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
     """Graphs are compared to the last link: memlock and heat do not make another kind."""
-    found = page_nodes.kinds(published(*map(record, NAMES)))
-    assert [kind.names for kind in found] == [
-        ("hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"), ("hgx-h100-sick-nvlink",),
-    ]  # fmt: skip
+    made = shown(published(*map(record, NAMES)))
+    kinds = {line.name: line.kind for line in made.lines}
+    alike = {"hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"}
+    assert len({kinds[name] for name in alike}) == 1
+    assert kinds["hgx-h100-sick-nvlink"] not in {kinds[name] for name in alike}
+    (family,) = made.families
+    odd = {group.nodes: [one.message for one in group.differences] for group in family.odd}
+    assert any("NVLinks 18 -> 16" in text for text in odd["hgx-h100-sick-nvlink",])
+    assert any("memlock unlimited -> 64 KiB" in text for text in odd["hgx-h100-sick-memlock",])
 
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record(NAMES[0])] * page_nodes.SHOWN_ROWS
+    many = [record(NAMES[0])] * console.ROWS
     held = published(
         *(replace(one, name=f"node-{n:04}") for n, one in enumerate(many)), record(NAMES[2], name="zz-sick")
     )
     html = page(held)
     rows = names_in(html)
     assert rows[0] == "zz-sick"
-    assert len(rows) == page_nodes.SHOWN_ROWS
-    assert "And 1 more, none sicker than these" in html
-    assert f"{page_nodes.SHOWN_ROWS + 1} nodes" in html
+    assert len(rows) == console.ROWS
+    assert "Page 1 of 2" in html and f"{console.ROWS + 1} nodes" in html
+    assert html.count('href="cluster?node=node-') >= console.ROWS  # the map has all
+    assert names_in(page(held, page=2)) == ["node-0099"]
     assert len(html) < 2_000_000
 
 
@@ -165,3 +182,77 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
         held = published(record(name))
         checks = [c for c in page_nodes.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
         assert checks and all(c.remedy == own[c.id, c.subject] for c in checks)
+
+
+def test_the_console_filters_sorts_and_groups() -> None:
+    """By words, verdict, fault, kind, version and place; each group says how many it has, its worst fault names it."""
+    held = published(*map(record, NAMES))
+    places = chosen({"hgx-h100-01": {"example.com/rack": "r2"}, "hgx-h100-sick-thermal": {"example.com/rack": "r10"}})
+
+    def names(**asked: Any) -> list[str]:
+        return [line.name for _, lines in shown(held, places=places, **asked).sections for line in lines]
+
+    assert names(search="MEMLOCK") == names(fault="limits.memlock.low") == ["hgx-h100-sick-memlock"]
+    assert names(verdict="pass") == ["hgx-h100-01"]
+    assert names(place="r10") == ["hgx-h100-sick-thermal"]
+    assert names(search="r10 thermal") == ["hgx-h100-sick-thermal"] and names(search="no such word") == []
+    assert names(sort="name") == sorted(names())
+    kind = next(line.kind for line in shown(held).lines if line.name == "hgx-h100-sick-nvlink")
+    assert names(kind=kind) == ["hgx-h100-sick-nvlink"]
+    grouped = [heading for heading, _ in shown(held, places=places, group="fault").sections]
+    assert grouped[-1] == "nothing found: 1 node" and "limits.memlock.low: 1 node" in grouped
+    assert [name for name, _ in shown(held, places=places).map] == ["r2", "r10", "no label"]
+    assert "By <code>example.com/rack</code>" in page(held, places=places)
+    assert "In plain order: no label of the Nodes names a rack or a switch" in page(held)
+    assert names_in(page(held, search="thermal")) == ["hgx-h100-sick-thermal"]
+
+
+def test_places_come_from_the_first_label_that_is_known() -> None:
+    """A rack before a switch before a block; a zone, a host name or another label is no place."""
+    leaf, block = "network.topology.nvidia.com/leaf", "cloud.google.com/gce-topology-block"
+    assert chosen({"a": {leaf: "s1", block: "b"}, "b": {block: "b"}}).label == leaf
+    assert chosen({"a": {"topology.k8s.aws/network-node-layer-3": "nn-3"}}).of == (("a", "nn-3"),)
+    none = chosen({"a": {"topology.kubernetes.io/zone": "z", "kubernetes.io/hostname": "a", "example.com/track": "t"}})
+    assert none.label == "" and "no label" in none.why
+
+
+def test_the_last_day_tells_what_came_and_went() -> None:
+    """What the records' changes hold, each hour by nodes; on several nodes at one time it is told once."""
+    now = time.time()
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 5000))
+    old = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 2 * 86400))
+    told = {"kind": "version", "text": "driver 550 -> 560", "code": "", "subject": ""}
+    held = published(
+        *(record(NAMES[0], name=f"n{n}", changes=({"at": old, **told}, {"at": at, **told})) for n in range(3))
+    )
+    made = shown(held)
+    (moment,) = made.moments
+    assert moment.text == "driver 550 -> 560" and moment.nodes == ("n0", "n1", "n2")
+    assert [counts for _, counts in made.hours if counts] == [{"changed": 3}]
+    assert "driver 550 -&gt; 560" in page(held)
+
+
+def test_an_acknowledged_finding_is_shown_as_such_and_counts_as_before() -> None:
+    """By whom, why and until when, on the page and in the gate's evidence; what is over or damaged is not believed."""
+    sick = record(NAMES[2], name="n")
+    code, subject = sick.findings[0]["code"], sick.findings[0]["subject"]
+    whole, status = to_resource(sick)
+
+    def held(until: float, **more: str) -> Fleet:
+        text = acknowledged.document(code, subject, who="ann", reason="new PSU comes", until=until) | more
+        made = Fleet()
+        made.replace([{**whole, "metadata": {"name": "n", "annotations": text}, "status": status["status"]}])
+        return made
+
+    now = time.time()
+    ahead, past = held(now + 3600, **{f"{acknowledged.PREFIX}x": "{", "other": "1"}), held(now - 1)
+    assert "Acknowledged by ann until" in page(ahead) and "new PSU comes" in page(ahead)
+    assert "1 acknowledged" in page(ahead) and "acknowledged by" not in page(past).lower()
+    assert names_in(page(ahead, verdict="acknowledged")) == ["n"] and names_in(page(ahead, verdict="fail")) == ["n"]
+    (check,) = [c for c in checks_of(["n"], ahead) if (c.id, c.subject) == (code, subject)]
+    assert "new PSU comes" in check.evidence[0] and check.status == "fail"
+    assert judge(checks_of(["n"], ahead)) == judge(checks_of(["n"], past))
+    assert [
+        json.loads(text)["who"]
+        for text in acknowledged.document(code, subject, who="a", reason="b", until=now).values()
+    ] == ["a"]

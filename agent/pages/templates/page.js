@@ -14,8 +14,6 @@
     if (!done) { throw new Error("not allowed"); }
   };
 
-  const show = (root) => root.querySelectorAll("button[data-copy]").forEach((button) => { button.hidden = false; });
-
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("button[data-copy]");
     if (!button) { return; }
@@ -26,22 +24,53 @@
     } catch (error) { say("The browser did not allow copying: select the text instead."); }
   });
 
+  const results = document.getElementById("results") !== null; // a console keeps its form while people type
+  const parts = results ? ["header", "#results"] : ["header", "main"];
   const renew = async () => {
-    const answer = await fetch(location.href, { cache: "no-store" });
+    const asked = location.href;
+    const answer = await fetch(asked, { cache: "no-store" });
     if (!answer.ok) { return; }
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    if (asked !== location.href) { return; } // another question was asked meanwhile
     const open = [...document.querySelectorAll("details[open][id]")].map((one) => one.id);
     const focused = document.activeElement && document.activeElement.id;
-    for (const name of ["header", "main"]) { document.querySelector(name).replaceWith(document.adoptNode(fresh.querySelector(name))); }
+    for (const name of parts) { document.querySelector(name).replaceWith(document.adoptNode(fresh.querySelector(name))); }
     for (const id of open) { const one = document.getElementById(id); if (one) { one.open = true; } }
     if (focused) { const one = document.getElementById(focused); if (one) { one.focus({ preventScroll: true }); } }
     document.title = fresh.title;
     if (fresh.body.dataset.digest) { document.body.dataset.digest = fresh.body.dataset.digest; }
-    show(document);
   };
 
-  const busy = () => document.activeElement && document.activeElement.closest("form");
-  show(document);
+  const ask = document.querySelector("form.ask");
+  let waiting = 0;
+  if (ask) {
+    ask.addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(async () => {
+        const given = [...new FormData(ask)].filter(([, value]) => value);
+        history.replaceState(null, "", "cluster" + (given.length ? "?" + new URLSearchParams(given) : ""));
+        await renew();
+        say(document.getElementById("nodes").textContent);
+      }, 250);
+    });
+  }
+
+  document.addEventListener("submit", async (event) => {
+    const form = event.target.closest("form.post");
+    if (!form) { return; }
+    event.preventDefault();
+    const given = new FormData(form), [code, ...subject] = given.get("finding").split(" ");
+    const until = new Date(Date.now() + 3600000 * given.get("hours")).toISOString().replace(/\.\d+/, "");
+    const answer = await fetch(form.action, {
+      method: "POST",
+      headers: { "Content-Type": "application/json", Authorization: "Bearer " + given.get("token") },
+      body: JSON.stringify({ node: form.dataset.node, code, subject: subject.join(" "), reason: given.get("reason"), until }),
+    });
+    if (answer.ok) { form.reset(); document.activeElement.blur(); setTimeout(renew, 1000); }
+    say(answer.ok ? "Acknowledged." : (await answer.json()).detail);
+  });
+
+  const busy = () => !results && document.activeElement && document.activeElement.closest("form");
   const every = Number(document.body.dataset.renew); // seconds; pages of other agents' records have no stream
   if (every) { setInterval(() => { if (!document.hidden && !busy()) { renew(); } }, 1000 * every); }
   if (!document.body.dataset.digest || !window.EventSource) { return; }

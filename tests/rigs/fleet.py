@@ -1,0 +1,52 @@
+"""A cluster of any size from the recorded machines: what its agents publish, and how its Nodes are labelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agent.cluster.nodes import FirstSeen, NodeRecord, records_of, to_resource
+from agent.view import look
+from probes.host.recording import load
+from probes.scan import scan
+
+MACHINES = Path(__file__).parent.parent / "machines"
+WELL = "hgx-h100-8xH100-8hca"
+SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
+        "sick-h100-dead-hca")  # fmt: skip
+RACK = 8  # nodes
+EVERY = 60  # one in so many is sick, one in three times as many silent
+FAULT_SECONDS = 5400.0  # how long ago a fault came
+
+
+@cache
+def _record(machine: str) -> NodeRecord:
+    (made,) = records_of(look((scan(load(MACHINES / f"{machine}.json")),)))
+    return made
+
+
+def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[NodeRecord]:
+    """Of H100 nodes; where `sick`, each sixtieth has one of five faults, and a few have fallen silent."""
+    now = time.time() if now is None else now
+    for n in range(nodes):
+        ill = sick and n % EVERY == EVERY // 3
+        made = _record(SICK[n // EVERY % len(SICK)] if ill else WELL)
+        at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
+        made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
+        known = {(f["code"], f["subject"]): now - FAULT_SECONDS - 60 * (n % 40) for f in made.findings}
+        yield FirstSeen().dated(made, known)
+
+
+def resources(nodes: int, *, sick: bool) -> list[dict[str, Any]]:
+    """As the API server holds them."""
+    return [{**whole, "status": status["status"]} for whole, status in map(to_resource, records(nodes, sick=sick))]
+
+
+def labelled(nodes: int) -> list[dict[str, Any]]:
+    """The Nodes, each with its rack."""
+    return [{"metadata": {"name": f"gpu-{n:04}", "labels": {"example.com/rack": f"r{n // RACK:03}"}}}
+            for n in range(nodes)]  # fmt: skip
