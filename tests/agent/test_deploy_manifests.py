@@ -138,7 +138,7 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
 
 @every_overlay
 def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
-    """No secret, no pod, no node, no wildcard."""
+    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch."""
     rules = [
         (group, resource, verb)
         for d in render(folder)
@@ -151,7 +151,8 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
     allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
     allowed |= {"kueue.x-k8s.io"} if folder.name == "kueue" else set()
     allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
-    assert {group for group, _, _ in rules} == allowed
+    assert {group for group, _, _ in rules if group} == allowed
+    assert [rule for rule in rules if not rule[0]] == [("", "nodes", "list")]
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 
