@@ -171,7 +171,7 @@ class Watch:
     def _dead_ranks(self, log_tail: str) -> list[str]:
         codes = {int(pid): int(code) for code, pid in _EXIT_CODE.findall(log_tail)}
         return [
-            f"{s}: died without a word in {s.where} ({_exit_words(codes.get(s.pid or -1))})"
+            f"{s}: died silently in {s.where} ({_exit_words(codes.get(s.pid or -1))})"
             for s in self.states.values()
             if s.last is None and s.pid is not None
         ]

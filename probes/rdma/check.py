@@ -91,7 +91,7 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
             message=(
                 f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), "
                 f"{sisters} {'port of the same model is' if sisters == 1 else 'ports of the same model are'} ACTIVE: "
-                "NCCL leaves it out without a word."
+                "NCCL ignores the port silently."
             ),
             evidence=(
                 f"{where_of(device, port)}/state: {port.state}",

@@ -61,7 +61,7 @@ def assert_ended(found, tmp_path, *words):
 
 def test_a_dead_rank_is_named_with_its_signal(tmp_path):
     found = with_fault(tmp_path, "rank=1:die@iteration=45")
-    assert_ended(found, tmp_path, f"rank 1 on {HOST}: died without a word", "killed by SIGKILL")
+    assert_ended(found, tmp_path, f"rank 1 on {HOST}: died silently", "killed by SIGKILL")
     assert len(found.measurements) == 1, "what was measured before stays"
     assert f"rank 0 on {HOST}: died" not in "\n".join(found.problems)
 

@@ -111,7 +111,7 @@ def test_a_rank_that_dies_on_another_host_is_named_here():
     with hosts(2) as rig:
         near, far = finish(start(rig, 2, {"sizes_bytes": (65536, 131072)}, env))
     assert "rank 1 on host-1: no sign of life" in "\n".join(near.problems)
-    assert "rank 1 on host-1: died without a word" in "\n".join(far.problems)
+    assert "rank 1 on host-1: died silently" in "\n".join(far.problems)
     assert "rank 0 on host-0: died" not in "\n".join(near.problems)
 
 
