@@ -323,7 +323,8 @@ def console(tmp_path: Path) -> Callable[[int], str]:
 
 
 SHIFT = """new Promise(done => { let sum = 0;
-  new PerformanceObserver(list => list.getEntries().forEach(one => sum += one.value)).observe({type: 'layout-shift', buffered: true}); setTimeout(() => done(sum), 500); })"""
+  const add = list => list.getEntries().forEach(one => sum += one.value);
+  new PerformanceObserver(add).observe({type: 'layout-shift', buffered: true}); setTimeout(() => done(sum), 500); })"""
 DRAWN = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 
 
