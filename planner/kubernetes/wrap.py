@@ -60,9 +60,11 @@ class Part:
 
     @property
     def without_gpus(self) -> bool:
-        """Whether it asks for no device that may be a GPU: by a resource, whatever its vendor calls it, or a claim."""
+        """Whether nothing may give it a GPU: a resource, whatever its vendor calls it, a claim, or a node's runtime."""
         asked = {**(self.resources.get("requests") or {}), **self.limits}
-        return not asks_for_gpus(asked) and not self.resources.get("claims")
+        body = (self.pod or {}).get("spec") or {}
+        elsewhere = self.resources.get("claims") or body.get("resourceClaims") or body.get("runtimeClassName")
+        return not asks_for_gpus(asked) and not elsewhere
 
     @property
     def gpus(self) -> int | None:
@@ -393,7 +395,13 @@ def _plain_variables(container: Document) -> list[Document]:
     """Those that the gate judges: of communication, as plain text; tokens and keys are none of its business."""
     judged = re.compile(r"(?:TORCH_)?NCCL_|GLOO_|FI_|OFI_|RDMAV_|UCX_|OMP_")
     entries = [each for each in container.get("env") or () if isinstance(each, dict)]
-    return [each for each in entries if judged.match(str(each.get("name"))) and each.get("name") != "NCCL_DEBUG_FILE"]
+    return [
+        each
+        for each in entries
+        if judged.match(str(each.get("name")))
+        and each.get("name") != "NCCL_DEBUG_FILE"
+        and "$(" not in str(each.get("value"))
+    ]  # made of others, which are not copied
 
 
 def _inside(mapping: Document, key: str, empty: Any) -> Any:

@@ -190,8 +190,8 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     if entry is not None and is_quoted(value):
         yield finding(
             "env.value.quotes", Severity.WARN, name, value,
-            f"docker run --env-file and nccl.conf keep the quotes: {_effect_of_garbage(name, entry)}. Compose, "
-            "systemd, dotenv and a shell strip them.",
+            f"The quotes stay with `docker run --env-file` and in nccl.conf: {_effect_of_garbage(name, entry)}. "
+            "Compose, systemd, dotenv and a shell strip them.",
             f"Write {name}={value.strip(value[0])} without quotes, which every reader takes alike.",
         )  # fmt: skip
 

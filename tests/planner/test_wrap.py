@@ -303,3 +303,13 @@ def test_a_pod_without_an_rdma_device_is_told_of() -> None:
 def test_which_jobs_have_no_gpu(resources: dict[str, Any], alone: bool) -> None:
     (job,) = jobs_in(documents(gpu_job(**resources)))
     assert job.without_gpus is alone
+
+
+def test_a_runtime_class_may_give_gpus_and_the_gate_gets_no_variable_made_of_others() -> None:
+    env = [{"name": "NCCL_IB_HCA", "value": "$(HCA)"}, {"name": "NCCL_NET", "value": "IB"}]
+    pod = {"runtimeClassName": "nvidia", "containers": [{"name": "main", "env": env}]}
+    text = yaml.safe_dump({"kind": "Job", "metadata": {"name": "a"}, "spec": {"template": {"spec": pod}}})
+    (job,) = jobs_in(documents(text))
+    assert not job.without_gpus
+    (gate,) = yaml.safe_load(wrap(text, of_all(text))[0])["spec"]["template"]["spec"]["initContainers"]
+    assert {"NCCL_NET"} <= {each["name"] for each in gate["env"]} and "$(" not in str(gate["env"])
