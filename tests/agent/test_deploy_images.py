@@ -93,10 +93,12 @@ def test_the_build_context_is_what_the_images_copy() -> None:
 
 
 def test_both_images_are_built_from_every_package(tmp_path: Path) -> None:
-    """A package that is added to the wheel is added to the images."""
+    """A package, or a file beside them, that is added to the wheel is added to the images."""
     import tomllib
 
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for name in ("agent", "finetune"):
         copied = (IMAGES / f"Containerfile.{name}").read_text()
         assert [p for p in packages["packages"] if f"COPY {p} /src/{p}\n" not in copied] == []
+        words = {word for line in copied.splitlines() if line.startswith("COPY ") for word in line.split()}
+        assert set(packages["force-include"]) - words == set()
