@@ -33,16 +33,18 @@ runtime = "runc"
 [containers]
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
 log_driver = "k8s-file"
+[network]
+network_config_dir = "{networks}"
 """
 
 
 def ready() -> None:
     """Install the engine, and make the base image once; skips where it cannot be had."""
     apt_installed("podman", "podman", "runc", "catatonit", "netavark")  # the last three are recommended by it alone
-    for program in ("runc", "buildah", "mmdebstrap"):
+    for program in ("runc", "buildah", "mmdebstrap", "iptables"):  # netavark calls the last
         apt_installed(program, program)
     HOME.mkdir(parents=True, exist_ok=True)
-    (HOME / "containers.conf").write_text(_CONFIGURATION)
+    (HOME / "containers.conf").write_text(_CONFIGURATION.format(networks=HOME / "networks"))
     with one_installs("base-image"):
         if podman("image", "exists", BASE, check=False).returncode:
             archive = HOME / "base.tar"
@@ -114,7 +116,7 @@ def size_bytes(image: str) -> int:
     return int(podman("image", "inspect", "--format", "{{.Size}}", image).stdout)
 
 
-def playable(pod: dict[str, Any], image: str) -> dict[str, Any]:
+def playable(pod: dict[str, Any], image: str = "") -> dict[str, Any]:
     """The pod as this engine knows the fields; what it does not know is taken out here, by name, and nothing else.
 
     Podman 4.3's `kube play` has no downward API beyond a pod's name, no projected or secret volumes, maps each port of
@@ -126,7 +128,7 @@ def playable(pod: dict[str, Any], image: str) -> dict[str, Any]:
             if volume.pop(unknown, None):
                 volume["emptyDir"] = {}
     for container in [*spec.get("initContainers", ()), *spec["containers"]]:
-        container["image"] = image
+        container["image"] = image or container["image"]
         container.pop("ports", None)
         for variable in container.get("env", ()):
             if variable.pop("valueFrom", None):
