@@ -53,7 +53,7 @@ def verb(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_change_of_code_leaves_the_layer_with_torch(finetune_image: str) -> None:
-    """Not in minutes: in both stages the packages come from the cache, the code does not."""
+    """In seconds: the packages come from the cache, the code does not."""
     changed = ROOT / "finetune/__init__.py"
     text = changed.read_text()
     try:
@@ -62,13 +62,10 @@ def test_a_change_of_code_leaves_the_layer_with_torch(finetune_image: str) -> No
     finally:
         changed.write_text(text)
     packages, _, project = log.partition("COPY README.md")
-    rest = packages.partition("install.sh /opt/topoflight finetune packages")[2]
-    assert rest.lstrip("\n").startswith("--> Using cache"), log[-3000:]
-    copied = project.partition("COPY --from=packages")[2]
-    assert copied.partition("\n")[2].startswith("--> Using cache"), log[-3000:]
-    code = project.partition("install.sh /opt/topoflight finetune project")[2]
-    assert not code.lstrip("\n").startswith("--> Using cache")
-    assert seconds < 180.0  # most of it the engine hashes the layer that it then reuses
+    step = "install.sh /opt/topoflight finetune"
+    assert packages.partition(f"{step} packages")[2].lstrip("\n").startswith("--> Using cache"), log[-3000:]
+    assert not project.partition(f"{step} project")[2].lstrip("\n").startswith("--> Using cache")
+    assert seconds < 60.0
 
 
 def test_the_rendered_job_trains_after_its_gate(finetune_image: str, agent_image: str, shared: Path) -> None:
