@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import Request
+from agent.cli.inputs import InputError
 from contracts import bounded
 from planner.forecast.models import hub_id
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
 EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
+FILES = (".jsonl", ".json", ".parquet")  # as finetune.sources reads them
+WRONG_DATA = 3  # finetune.lengths' exit code where the rows themselves are at fault, and no tokenizer or hub
 _NAMES = (
     "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
     "tokenizer_name", "tokenizer_revision", "model_name_or_path", "model_revision", "chat_template",
@@ -30,7 +33,8 @@ _NAMES = (
 def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     """The question with the lengths of the rows that these settings of the job name; user's lengths stand above them.
 
-    The data that the job makes itself, and a model of a name that no hub has, are left as they are.
+    The data that the job makes itself, and a model of a name that no hub has, are left as they are. Raises InputError
+    where rows of this host cannot be read.
     """
     name = settings.get("dataset_name")
     if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
@@ -48,6 +52,9 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
         found = _measured(asked)
     except LookupError as error:
         return replace(request, unmeasured=_words(name, str(error), request))
+    if not found["histogram"]:
+        words = _words(name, found["why"], request)
+        return replace(request.changed(rows=request.rows or found["rows"]), unmeasured=words)
     lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
     return request.changed(lengths=lengths, rows=request.rows or found["rows"])
 
@@ -62,7 +69,12 @@ def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
 
 
 def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
-    """The job's settings for "openai/gsm8k:main", a file or a folder; a model that lies in a folder spells its rows."""
+    """The job's settings for "openai/gsm8k:main", a file or a folder; a model that lies in a folder spells its rows.
+
+    Raises InputError for a file that is not there.
+    """
+    if Path(dataset).suffix in FILES and not bounded.exists(Path(dataset).expanduser()):
+        raise InputError(f"--dataset {dataset}: no such file; give a file, a folder, or a data set's name on the hub")
     name, _, part = dataset.rpartition(":") if not bounded.exists(dataset) else (dataset, "", "")
     settings = {"dataset_name": name, "dataset_config": part} if name and part else {"dataset_name": dataset}
     if tokenizer is None and model is not None and bounded.is_folder(model):
@@ -78,7 +90,7 @@ def _words(name: str, why: str, request: Request) -> str:
 
 
 def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the job's own reader. LookupError says why there is no answer."""
+    """Ask the job's own reader. LookupError says why there is no answer, InputError what is wrong with the rows."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True, text=True,
@@ -86,6 +98,8 @@ def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None
+    if done.returncode == WRONG_DATA:
+        raise InputError(done.stderr.strip()[-600:])
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no words"]
         raise LookupError(last[0][:300])

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
@@ -17,25 +18,53 @@ from finetune import hub
 from finetune.rows import encode, load_tokenizer
 from finetune.sources import load_rows
 
+WRONG_ROWS = 3  # exit code, as agent.dataset knows it
 MEASURED_ROWS = 4000  # the mean of rows whose lengths scatter by their own mean is then known to 1.6 %
 LONGEST = 1_000_000  # tokens; longer rows count as so long
 
 
+class RowsError(ConfigError):
+    """Rows that are there and cannot be read or used."""
+
+
 def measure(config: JobConfig) -> dict[str, Any]:
-    """Rows of the training split, how many were measured, and (tokens, rows) of those that the job would keep."""
+    """Rows of the training split, how many were measured, and (tokens, rows) of those that the job would keep.
+
+    Rows of this host are counted where the tokenizer is not at hand too: `why` says what is missing. Raises RowsError
+    where they cannot be read.
+    """
     if config.tokenizer_name is not None:  # the model, which may be behind a gate, spells nothing then
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
-    config = replace(config, **hub.commits_of(config))
-    rows = load_rows(config, config.dataset_train_split)
+    here = _here(config)
+    try:
+        config = replace(config, **hub.commits_of(config))
+        tokenizer = load_tokenizer(config)
+    except ConfigError as error:
+        if here is None:
+            raise
+        return {"rows": len(here), "measured": 0, "histogram": [], "why": str(error)}
+    rows = load_rows(config, config.dataset_train_split) if here is None else here
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
-    tokenizer = load_tokenizer(config)
     whole = replace(config, max_length=LONGEST)
-    encoded = [encode(row, tokenizer, whole) for row in picked]
+    try:
+        encoded = [encode(row, tokenizer, whole) for row in picked]
+    except ConfigError as error:
+        raise RowsError(str(error)) from None
     counts = Counter(len(one.tokens) for one in encoded if one is not None)
     if not counts:
-        raise ConfigError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
+        raise RowsError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
     kept = len(rows) * sum(counts.values()) // len(picked)
     return {"rows": kept, "measured": len(picked), "histogram": sorted(_scaled(counts, kept).items())}
+
+
+def _here(config: JobConfig) -> list[dict[str, Any]] | None:
+    """Rows of a file or folder of this host; None where there is none of that name."""
+    if not Path(config.dataset_name).expanduser().exists():
+        return None
+    try:
+        return load_rows(config, config.dataset_train_split)
+    except ConfigError as error:
+        raise RowsError(str(error)) from None
 
 
 def _scaled(counts: Counter[int], rows: int) -> dict[int, int]:
@@ -51,9 +80,12 @@ def _scaled(counts: Counter[int], rows: int) -> dict[int, int]:
 
 
 def main() -> None:
-    """Measure; what is wrong with the settings is told on stderr, with exit code 1."""
+    """Measure; what is wrong with the settings is told on stderr, with exit code 1, with the rows WRONG_ROWS."""
     try:
         sys.stdout.write(json.dumps(measure(parse_config(json.load(sys.stdin))[0])) + "\n")
+    except RowsError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(WRONG_ROWS)
     except ConfigError as error:
         sys.exit(f"{error}")
 

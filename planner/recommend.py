@@ -207,6 +207,11 @@ def plan(
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
         forecast = "fp32"
         precision = precision if "precision" in asked else "fp32"
+    if model.max_positions and train.sequence_length > model.max_positions:  # a learned table's end is rules' word
+        unknowns.append(
+            f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether it "
+            "holds there its config.json (rope_scaling) decides, not this forecast"
+        )
     rates = _rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = as_is(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)

@@ -279,7 +279,9 @@ def _virtual(node: NodeTopology) -> Iterator[Finding]:
             code=VIRTUAL,
             severity=Severity.WARN,
             subject="",
-            message=f"the PCIe tree seen here is not the machine's: {node.virtual}",
+            # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
+            message="the PCIe tree seen here "
+            f"{'may not be' if ' or one ' in node.virtual else 'is not'} the machine's: {node.virtual}",
             evidence=(f"product: {node.product}",) if node.product else (),
             remedy=_topo_file_advice(node),
         )

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from agent import dataset
 from agent.advise import Request, RequestError, answer, prices_of
+from agent.cli.inputs import InputError
 from agent.cli.launch import launch
 from planner.advice import Recommendation
 from planner.forecast.specs import mean_length
@@ -55,14 +56,35 @@ def test_packed_rows_take_as_many_steps_as_their_tokens_fill() -> None:
 
 
 def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
-    """No file, or a tokenizer that nobody knows: the advice says so and counts no epochs."""
-    for name, tokenizer in ((str(tmp_path / "none.jsonl"), "builtin:bytes"), ("some/data", None)):
+    """A tokenizer that nobody knows, or a folder that a pod has: the advice says so and counts no epochs."""
+    for name, tokenizer in ((str(tmp_path / "none"), "builtin:bytes"), ("some/data", None)):
         request = dataset.with_rows(
             Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=3), dataset.named(name, tokenizer, None)
         )
         advice = answer(request, ())
         assert request.rows is None and advice.total_seconds is None
         assert any("were not measured" in line for line in advice.unknowns), advice.unknowns
+
+
+@pytest.mark.parametrize("held", [None, "", '{"question": "q", "answer": "a"}\n{oops\n', '{"other": 1}\n'])
+def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp_path: Path, held: str | None) -> None:
+    file = tmp_path / "rows.jsonl"
+    if held is not None:
+        file.write_text(held, encoding="utf-8")
+    with pytest.raises(InputError, match="row"):
+        dataset.with_rows(Request.of(model="tiny-llama"), dataset.named(str(file), "builtin:bytes", None))
+
+
+def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
+    asked = dataset.named(str(rows), str(tmp_path / "no-tokenizer"), None)
+    request = dataset.with_rows(Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=2, global_batch=64), asked)
+    assert request.rows == 5000 and "were not measured" in request.unmeasured
+    assert answer(request, ()).total_steps == 2 * (5000 // 64)
+
+
+def test_tokens_beyond_a_models_positions_are_said() -> None:
+    assert any("beyond Llama-3.1-8B's 131072 positions" in line for line in ask(sequence_length=200_000).unknowns)
+    assert not any("positions" in line for line in ask(sequence_length=131_072).unknowns)
 
 
 def test_a_part_of_a_data_set_is_named_after_a_colon() -> None:
