@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,6 +39,11 @@ def write(path, rows, **options):
     return path
 
 
+def told_apart(example):
+    """Arrays as lists, which compare as a whole."""
+    return {field.name: getattr(example, field.name).tolist() for field in fields(example)}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_row_shape_reads_as_from_json(tmp_path, shape):
     """The same tokens and labels as the row itself; other columns are not read."""
@@ -46,7 +52,7 @@ def test_each_row_shape_reads_as_from_json(tmp_path, shape):
     tokenizer = load_tokenizer(config)
     assert load_rows(config, "train") == [row] * 3
     examples, told = prepare(config, "train", tokenizer)
-    assert examples == [encode(row, tokenizer, config)] * 3
+    assert list(map(told_apart, examples)) == [told_apart(encode(row, tokenizer, config))] * 3
     assert (told["rows"], told["dropped_rows"]) == (3, 0)
 
 
