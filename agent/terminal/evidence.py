@@ -45,11 +45,10 @@ def evidence(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     rows.append(("library", f"{found.library} {found.nccl_version or 'version unknown'}"))
     rows.append(("between nodes", (found.inter_node_transport or "none seen")))
     rows.append(("within a node", (found.intra_node_transport or "none seen")))
-    each_way = ", ".join(
-        f"{name} {way.gdrdma}/{way.total}" if way.total else f"{name} none seen"
-        for name, way in (("send", found.send), ("receive", found.receive))
-    )
-    counts = f"{each_way} channels" if found.send.total or found.receive.total else "no channel seen"
+    ways = (("send", found.send), ("receive", found.receive))
+    seen = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
+    unseen = "".join(f", {name} none seen" for name, way in ways if not way.total)
+    counts = f"{seen} channels{unseen}" if seen else "no channel seen"
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
     rows.append(("GPUDirect RDMA", f"{word}: {counts}"))
     if found.undirected.total:
