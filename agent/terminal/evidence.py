@@ -46,9 +46,9 @@ def evidence(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     rows.append(("between nodes", (found.inter_node_transport or "none seen")))
     rows.append(("within a node", (found.intra_node_transport or "none seen")))
     ways = (("send", found.send), ("receive", found.receive))
-    seen = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
-    unseen = "".join(f", {name} none seen" for name, way in ways if not way.total)
-    counts = f"{seen} channels{unseen}" if seen else "no channel seen"
+    shown = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
+    hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
+    counts = f"{shown} channels{hidden}" if shown else "no channel seen"
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
     rows.append(("GPUDirect RDMA", f"{word}: {counts}"))
     if found.undirected.total:
