@@ -166,6 +166,9 @@ def test_a_matrix_of_24_devices_is_seen_to_its_last_column(
         assert abs(first - left) <= 1
         assert tab.run("document.scrollingElement.scrollWidth") <= width
         accessible(tab, axe)
+        tab.page.set_viewport_size({"width": 390, "height": 844})
+        assert tab.run("document.scrollingElement.scrollWidth") <= 390
+        assert tab.run("document.querySelector('.verdict').getBoundingClientRect().bottom") < 844
         clean(tab, path.as_uri())
 
 
@@ -491,7 +494,7 @@ def test_a_failed_scan_is_said_on_the_page(chromium: Tabs, agent: Callable[..., 
         assert tab.text("h1") == "vm"
 
 
-def test_doors_are_listed_from_the_agent_itself(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
+def test_endpoints_are_listed_from_the_agent_itself(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
     """No page of the agent loads anything from elsewhere, its own API list included."""
     address = machines["cpu-only-vm"]
     with chromium.tab() as tab:
@@ -501,14 +504,16 @@ def test_doors_are_listed_from_the_agent_itself(chromium: Tabs, axe: str, machin
         clean(tab, address)
 
 
-def test_pictures(chromium: Tabs, machines: dict[str, str], tmp_path: Path) -> None:
+def test_pictures(chromium: Tabs, machines: dict[str, str], console: Callable[[int], str], tmp_path: Path) -> None:
     """The README's pictures are the page and the terminal themselves; TOPOFLIGHT_UPDATE_PICTURES=1 keeps them."""
     folder = ROOT / "docs" / "pictures" if os.environ.get("TOPOFLIGHT_UPDATE_PICTURES") == "1" else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
-    with chromium.tab(width=1160, height=1000) as tab:
+    with chromium.tab(width=1440, height=900) as tab:
         tab.go(machines["sick-h100-rdma-off"])
-        height = tab.run("document.querySelector('svg.drawing').getBoundingClientRect().bottom + 50")
-        keep(folder / "page.png", tab.picture(int(height), 1160))
+        keep(folder / "page.png", tab.picture(900, 1440))
+        tab.go(console(64))
+        keep(folder / "fleet.png", tab.picture(900, 1440))
+    with chromium.tab(width=1160, height=1000) as tab:
         tab.go(machines["sick-h100-rdma-off"] + "what-if?model=Llama-3.1-70B&machine=p5.48xlarge&nodes=2")
         height = tab.run("document.querySelector('.keys').getBoundingClientRect().bottom + 20")
         keep(folder / "what-if.png", tab.picture(int(height), 1160))
