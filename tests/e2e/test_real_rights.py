@@ -66,7 +66,9 @@ CAN = [
     ("update", "customresourcedefinitions.apiextensions.k8s.io", "", set()),
     ("patch", "nodefeatures.nfd.k8s-sigs.io", RUN, {AGENT}),
     ("patch", "nodefeatures.nfd.k8s-sigs.io", "kube-system", set()),
+    ("list", "nodes", "", {AGENT}),
     ("get", "nodes", "", set()),
+    ("watch", "nodes", "", set()),
     ("patch", "nodes", "", set()),
     ("patch", "nodes/status", "", set()),
     ("get", "secrets", RUN, set()),
@@ -113,7 +115,7 @@ def test_kubectl_lists_no_right_beyond_the_table(cluster: list[Document], tmp_pa
     more = {line.split()[0] for line in mine.splitlines()} - {line.split()[0] for line in any_account.splitlines()}
     assert more == {
         "tokenreviews.authentication.k8s.io", "subjectaccessreviews.authorization.k8s.io",
-        "nodetopologies.topoflight.io", "nodetopologies.topoflight.io/status", "nodefeatures.nfd.k8s-sigs.io",
+        "nodetopologies.topoflight.io", "nodetopologies.topoflight.io/status", "nodes", "nodefeatures.nfd.k8s-sigs.io",
     }  # fmt: skip
 
 
@@ -171,6 +173,12 @@ def test_the_agent_writes_of_no_other_node(agent_client: Client, cluster: list[D
     try:
         refused = judged(agent_client, path + "/status", {**about, "status": {"verdict": "pass"}})
         assert refused and f"may not write of node {other}" in refused
+        noted = {
+            "metadata": {"annotations": {"ack.topoflight.io/x": "seen"}}
+        }  # as any agent acknowledges
+        assert agent_client.merge(path, noted)["metadata"]["annotations"] == noted["metadata"]["annotations"]
+        with pytest.raises(ApiError, match="may not write of node"):
+            agent_client.merge(path, {"metadata": {"labels": {"a": "b"}}})
     finally:
         admin().request("DELETE", path)
 
