@@ -102,9 +102,9 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
     if found is None:
         why = f"the {result.backend} backend leaves no NCCL log to read"
         return list(unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
-    counts = (
-        f"send {found.send.gdrdma}/{found.send.total}, receive {found.receive.gdrdma}/{found.receive.total} channels"
-    )
+    sent, received = found.send, found.receive
+    noun = "channel" if max(sent.total, received.total) == 1 else "channels"
+    counts = f"send {sent.gdrdma}/{sent.total}, receive {received.gdrdma}/{received.total} {noun}"
     lines = tuple(f"line {p.line}: {p.text}" for p in found.proof[:4])
     could = gdrdma_possible(snapshots)
     status = {"on": "pass", "none": "unknown"}.get(found.gdrdma, "fail" if could else "info")

@@ -48,11 +48,14 @@ def evidence(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     ways = (("send", found.send), ("receive", found.receive))
     shown = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
     hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
-    counts = f"{shown} channels{hidden}" if shown else "no channel seen"
+    noun = "channel" if max(found.send.total, found.receive.total) == 1 else "channels"
+    counts = f"{shown} {noun}{hidden}" if shown else "no channel seen"
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
     rows.append(("GPUDirect RDMA", f"{word}: {counts}"))
     if found.undirected.total:
-        rows.append(("", f"{found.undirected.gdrdma}/{found.undirected.total} channels of unnamed direction"))
+        rows.append(
+            ("", f"{found.undirected.gdrdma}/{units.count(found.undirected.total, 'channel')} of unnamed direction")
+        )
     if found.transports:
         each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
         rows.append(("channels", (each)))

@@ -320,7 +320,8 @@ def _distance(found: _Findings, evidence: Evidence, carried: list[str], state: s
 
 def _part(evidence: Evidence, lacking: list[str]) -> str:
     send, receive = evidence.send, evidence.receive
-    text = f"send {send.gdrdma} of {send.total}, receive {receive.gdrdma} of {receive.total} channels"
+    noun = "channel" if max(send.total, receive.total) == 1 else "channels"
+    text = f"send {send.gdrdma} of {send.total}, receive {receive.gdrdma} of {receive.total} {noun}"
     return text + (f"; without on devices {', '.join(lacking[:16])}" if lacking else "")
 
 

@@ -215,7 +215,7 @@ def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -
         clean(tab, host_of(address))
     with chromium.tab(scripts=False) as tab:
         tab.go(address)
-        assert tab.run("document.querySelector('button[data-copy=env]').hidden")
+        assert tab.run("getComputedStyle(document.querySelector('button[data-copy=env]')).display") == "none"
 
 
 def test_without_scripts_everything_is_there(chromium: Tabs, machines: dict[str, str]) -> None:
