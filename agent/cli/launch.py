@@ -91,8 +91,8 @@ cluster_options = (
     click.option("--restarts", default=None, type=click.IntRange(0, 100),
                  help=f"Cluster: times that an interrupted job starts again by itself. Default: {RESTARTS}."),
     click.option("--storage-rate", default=None, metavar="QUANTITY",
-                 help="Cluster: bytes per second that storage takes of all pods (500M, 2G): a checkpoint has that time "
-                      "after SIGTERM."),
+                 help="Bytes per second that storage takes of all ranks (500M, 2G): a checkpoint has that time after "
+                      "SIGTERM."),
     click.option("--wait", default=60.0, show_default=True, type=click.FloatRange(0, 86400),
                  help="Cluster: seconds to wait for the job's first pods; says why none came."),
 )  # fmt: skip
@@ -101,7 +101,7 @@ cluster_options = (
 OF_A_CLUSTER = {
     "context", "image", "name", "namespace", "resources", "node_selector", "tolerate", "claim", "storage_class",
     "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra", "no_dra",
-    "with_network", "host_mofed", "restarts", "storage_rate", "wait",
+    "with_network", "host_mofed", "restarts", "wait",
 }  # fmt: skip
 OF_THIS_HOST = {"folder", "timeout", "script"}
 OF_THE_JOB = {"model", "method", "sequence_length", "global_batch", "config", "overrides", "machine", "nodes"}
@@ -142,6 +142,7 @@ def launch(
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
     refuse_two_sources(given)
     _refuse_options_of_elsewhere(given["api"])
+    _storage_rate(given)
     if script is not None:
         _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
                        dry_run, given)  # fmt: skip
@@ -218,8 +219,9 @@ def _refuse_options_of_elsewhere(api: str) -> None:
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
     """Print the job in `form`, or create it where that is None."""
     from agent.jobs import cluster_job
+    from agent.jobs.launch import storage_rate, told_to_end
     from planner.advice import ExportError
-    from planner.kubernetes.job import JobError
+    from planner.kubernetes.job import SAVE_SECONDS, JobError
     from planner.kubernetes.manifests import render as render_documents
 
     try:
@@ -240,7 +242,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
         for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
             say(f"warning: {wrong}", err=True)
-    for line in filter(None, (*plan.notes, *left_out, cluster_job.told_to_end(advice, spec, given))):
+    told = told_to_end(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(given["storage_rate"]))
+    for line in filter(None, (*plan.notes, *left_out, told)):
         say(f"note: {line}", err=True)
     for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
         say(f"warning: {wrong}", err=True)
@@ -458,6 +461,16 @@ def _launch_script(
     say(f"record: {folder / 'flight.json'}", err=True)
 
 
+def _storage_rate(given: Mapping[str, Any]) -> float | None:
+    from agent.jobs.launch import storage_rate
+    from planner.kubernetes.job import JobError
+
+    try:
+        return storage_rate(given["storage_rate"])  # refused before anything starts
+    except JobError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, given: dict[str, Any]
 ) -> None:
@@ -477,10 +490,14 @@ def _launch_here(
                 result = _measure(advice.chosen.layout.world_size, settings, progress, stop)
             _gate(found, given, settings, result)
     progress.step(f"launch: {advice.chosen.layout.family}")
+    bytes_per_second = _storage_rate(given)
+    grace = launcher.grace(advice, bytes_per_second)
+    if told := launcher.told_to_end(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
+        say(f"note: {told}", err=True)
     try:
         done = launcher.fly(
             advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
-            on_line=progress.note,
+            bytes_per_second=bytes_per_second, on_line=progress.note,
         )  # fmt: skip
     except launcher.LaunchError as error:
         raise InputError(str(error)) from None

@@ -66,7 +66,7 @@ def compare_networks(form: str, if_possible: bool, **given: Any) -> None:
     from collectives.bench.lock import BusyError
 
     context = click.get_current_context()
-    for name in (*OF_A_CLUSTER, "hosts", "dry_run"):
+    for name in (*OF_A_CLUSTER, "storage_rate", "hosts", "dry_run"):
         if given["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
     try:

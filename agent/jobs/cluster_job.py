@@ -10,32 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent import units
 from agent.advise import RequestError
 from agent.cli import job_settings
 from agent.cluster import dra
 from agent.cluster.client import ApiError, Client, path_of
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import GateError, select
-from agent.jobs.launch import LaunchError, job_plan
+from agent.jobs.launch import LaunchError, job_plan, storage_rate, to_save
 from contracts.job_plan import JobPlan, dumps
-from hardware.units import rate
 from planner.advice import Reason, Recommendation, Setting
-from planner.forecast.memory import checkpoint_bytes
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
     DEVICE_CLASSES,
     MOUNT,
-    SAVE_SECONDS,
-    STORAGE_BYTES_PER_SECOND,
     JobError,
     JobSpec,
     check_object_name,
     check_size,
     family,
     from_advice,
-    quantity,
     save_seconds,
 )
 from probes.api import Snapshot
@@ -68,7 +62,7 @@ def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[
         "preflight_require": tuple(given["require"]),
         "measure": bool(given.get("measure")),
         **({"restarts": given["restarts"]} if given.get("restarts") is not None else {}),
-        "save_seconds": save_seconds(*_to_save(advice), storage_rate(given)),
+        "save_seconds": save_seconds(*to_save(advice), storage_rate(given.get("storage_rate"))),
         "agent": given.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if given["dra"] else None,
         **({"device_classes": given["device_classes"]} if given.get("device_classes") else {}),
@@ -128,33 +122,6 @@ def not_kept(spec: JobSpec) -> str:
     return (
         "no claim holds the run: checkpoints and result end with the pod, and a pod made anew starts at the first "
         "step; --claim NAME or --storage-class NAME keeps them"
-    )
-
-
-def storage_rate(given: Mapping[str, Any]) -> float | None:
-    """Bytes per second that --storage-rate says; None where nobody does."""
-    if (word := given.get("storage_rate")) is None:
-        return None
-    check_size("--storage-rate", word)
-    return float(quantity(word) or 0)
-
-
-def _to_save(advice: Recommendation) -> tuple[float, float]:
-    """Bytes of a checkpoint, and seconds of the step that may have to end first; of nothing known, 0."""
-    if advice.chosen is None or advice.model is None or advice.train is None:
-        return 0.0, 0.0
-    in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
-    due = advice.chosen.forecast.step_seconds.high
-    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
-
-
-def told_to_end(advice: Recommendation, spec: JobSpec, given: Mapping[str, Any]) -> str:
-    """How long the pods may take to save, where that goes by a rate of storage that nobody has told; else nothing."""
-    if spec.save_seconds == SAVE_SECONDS or storage_rate(given) is not None:
-        return ""
-    return (
-        f"a checkpoint is {units.size(_to_save(advice)[0])}: the pods have {spec.save_seconds} s for it after SIGTERM, "
-        f"at the {rate(STORAGE_BYTES_PER_SECOND)} of a common volume: --storage-rate says what yours takes"
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agent import units
 from agent.advise import RequestError
 from agent.cli.job_settings import EMBEDDED_MODEL, left_open, settings, untrainable
 from agent.documents import document, write_atomic
@@ -27,11 +28,15 @@ from contracts import codec, run_record
 from contracts.job_config import DEFAULT_CONFIG
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.run_record import RunRecord
+from hardware.units import rate
 from planner.advice import Recommendation
+from planner.forecast.memory import checkpoint_bytes
+from planner.kubernetes.job import STORAGE_BYTES_PER_SECOND, check_size, quantity, save_seconds
 from probes.api import Snapshot
 
 RESUMABLE = run_record.RESUMABLE
-GRACE_SECONDS = 20.0  # for a checkpoint after SIGTERM
+GRACE_SECONDS = 20  # for a checkpoint after SIGTERM, at least
+_LAST_SECONDS = 1.0  # for what did not end when it was asked to, or outlived torchrun
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -49,6 +54,7 @@ class Launched:
     last_lines: tuple[str, ...]
     cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
     killed: bool = False  # it did not end when it was asked to
+    grace_seconds: int = GRACE_SECONDS  # that it had to end
     record: RunRecord | None = None  # flight.json of this start, where the job came to write it
 
     @property
@@ -62,7 +68,7 @@ class Launched:
         if self.exit_code == RESUMABLE:
             told = "the job saved and ended; the same command goes on from there"
         elif self.killed:
-            told = f"the job did not end within {GRACE_SECONDS:.0f} s of SIGTERM and was killed; " + _AGAIN
+            told = f"the job did not end within {self.grace_seconds} s of SIGTERM and was killed; " + _AGAIN
         elif self.cut_short and self.exit_code == 0:
             told = "the job was done by then"
         elif self.cut_short:
@@ -113,19 +119,22 @@ def fly(
     config: Path | None = None,
     overrides: Sequence[str] = (),
     timeout_seconds: float,
+    bytes_per_second: float | None = None,
     on_line: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> Launched:
     """Run the job to its end on this host; raises LaunchError where there is nothing to start.
 
-    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end.
+    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end. `bytes_per_second` is
+    what storage takes of its checkpoint, None where that is unknown.
     """
     made = job_plan(advice, config, (*overrides, f"output_dir={output}"))
     assert made.layout is not None  # noqa: S101 - job_plan has refused otherwise
     output.mkdir(parents=True, exist_ok=True)
     words = command(write_atomic(output / "plan.json", dumps(made)), made.layout.world_size)
     began = time.time()
-    ended = run(words, environment(advice), output, timeout_seconds, on_line, stop)
+    ended = run(words, environment(advice), output, timeout_seconds, on_line, stop,
+                grace_seconds=grace(advice, bytes_per_second))  # fmt: skip
     own = run_record.own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
     return replace(ended, record=record_of(output / "flight.json", ended, began))
@@ -139,6 +148,38 @@ def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
     return told
+
+
+def storage_rate(word: str | None) -> float | None:
+    """Bytes per second that --storage-rate says; None where nobody does. Raises JobError."""
+    if word is None:
+        return None
+    check_size("--storage-rate", word)
+    return float(quantity(word) or 0)
+
+
+def to_save(advice: Recommendation) -> tuple[float, float]:
+    """Bytes of a checkpoint, and seconds of the step that may have to end first; of nothing known, 0."""
+    if advice.chosen is None or advice.model is None or advice.train is None:
+        return 0.0, 0.0
+    in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
+    due = advice.chosen.forecast.step_seconds.high
+    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
+
+
+def grace(advice: Recommendation, bytes_per_second: float | None) -> int:
+    """Seconds that a job on this host may take to save after SIGTERM."""
+    return save_seconds(*to_save(advice), bytes_per_second, least=GRACE_SECONDS)
+
+
+def told_to_end(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
+    """How long they may take to save, where that goes by a rate of storage that nobody has told; else nothing."""
+    if seconds == least or bytes_per_second is not None:
+        return ""
+    return (
+        f"a checkpoint is {units.size(to_save(advice)[0])}: {who} have {seconds} s for it after SIGTERM, at the "
+        f"{rate(STORAGE_BYTES_PER_SECOND)} of a common volume: --storage-rate says what yours takes"
+    )
 
 
 def environment(advice: Recommendation) -> dict[str, str]:
@@ -158,6 +199,8 @@ def run(
     timeout_seconds: float,
     on_line: Callable[[str], None],
     stop: threading.Event | None = None,
+    *,
+    grace_seconds: int = GRACE_SECONDS,
 ) -> Launched:
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     started = time.monotonic()
@@ -171,11 +214,12 @@ def run(
                 late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
                 cut_short = late[tree.wait(time.monotonic() + timeout_seconds, told)]
             finally:
-                killed = tree.end(GRACE_SECONDS)
+                killed = not tree.ask(grace_seconds) and tree.members()
+                tree.end(_LAST_SECONDS)
     code = tree.process.poll()
     return Launched(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
-        last_lines=tuple(last), cut_short=cut_short, killed=bool(killed),
+        last_lines=tuple(last), cut_short=cut_short, killed=bool(killed), grace_seconds=grace_seconds,
     )  # fmt: skip
 
 

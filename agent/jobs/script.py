@@ -17,7 +17,7 @@ from typing import Any
 from agent.advise import Request
 from agent.documents import document
 from agent.jobs.benchmark import default_ranks
-from agent.jobs.launch import Launched, run
+from agent.jobs.launch import Launched, grace, run, storage_rate
 from agent.jobs.wrapped import forecast_of
 from collectives.bench import processes
 from collectives.nccl_log import evidence
@@ -44,6 +44,7 @@ class ScriptPlan:
     forecast: Forecast | None
     said: tuple[str, ...]
     output_dir: Path | None  # where the trainer says that it writes
+    grace_seconds: int  # that it has to save after SIGTERM
 
 
 def plan_of(
@@ -73,6 +74,7 @@ def plan_of(
         ),
         forecast=advice.chosen.forecast if advice.chosen else None, said=(*set_already, *lines),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
+        grace_seconds=grace(advice, storage_rate(given["storage_rate"])),
     )  # fmt: skip
 
 
@@ -109,7 +111,7 @@ def fly(
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
                        layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
-    done = run(plan.words, plan.environment, folder, timeout_seconds, on_line)
+    done = run(plan.words, plan.environment, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     record.reason = None if done.exit_code == 0 else done.fate
     record.ended_at = _now()

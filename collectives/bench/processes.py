@@ -147,6 +147,22 @@ class Tree:
                 return "late"
         return ""
 
+    def ask(self, grace_seconds: float) -> bool:
+        """SIGTERM to the command's children, else to itself, and wait for its end; whether it came.
+
+        Not to a command with children: torchrun would kill its ranks 30 s later, whatever they are saving (torch 2.13
+        torch/distributed/elastic/multiprocessing/api.py, close).
+        """
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = psutil.Process(self.process.pid)
+            for asked in command.children() or [command]:
+                _signal(asked, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_seconds)
+        return self.process.poll() is not None
+
     def end(self, grace_seconds: float) -> list[int]:
         """End all of it as `end_all` does, and reap the command; returns the pids that needed SIGKILL."""
         killed: list[int] = []

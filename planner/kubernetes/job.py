@@ -195,13 +195,15 @@ class JobSpec:
         return ",".join(self.networks)
 
 
-def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None) -> int:
+def save_seconds(
+    checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, least: int = SAVE_SECONDS
+) -> int:
     """How long after SIGTERM the ranks may take to save: the step that has begun, and what storage needs.
 
     A checkpoint that is being written when the signal comes is waited for, so two are counted.
     """
     needed = math.ceil(step_seconds + 2 * checkpoint_bytes / (bytes_per_second or STORAGE_BYTES_PER_SECOND))
-    return max(SAVE_SECONDS, needed)
+    return max(least, needed)
 
 
 def from_advice(

@@ -1,5 +1,6 @@
 """What became of a job that was asked to end: told by its own record, and by what it did when it was asked."""
 
+import math
 import os
 import signal
 import sys
@@ -9,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from agent.advise import Request, advise
 from agent.jobs import launch
+from planner.kubernetes.job import JobError
 
 JOB = """
 import pathlib, signal, sys, time
@@ -77,3 +80,55 @@ def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
     """Its code stands, also where its record says nothing."""
     done = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
     assert (done.fate, done.cut_short) == ("the job ended with exit code 3", "")
+
+
+# As torchrun is: told to end, it gives its ranks no long time (30 s in torch 2.13; none here).
+LAUNCHER = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", {job!r}])
+
+def stop(*_):
+    rank.kill(); sys.exit(1)
+
+signal.signal(signal.SIGTERM, stop)
+sys.exit(1 if rank.wait() else 0)
+"""
+SLOW = "time.sleep(1.5); pathlib.Path('{record}').write_text('{{\"exit_code\": 75}}'); sys.exit(1)"
+
+
+@pytest.mark.parametrize("grace_seconds", [20, 1])
+def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
+    """Their launcher is not told to end while they do, and after the time all of it is ended, which is said."""
+    ready, record = tmp_path / "ready", tmp_path / "flight.json"
+    job = JOB.format(stop=SLOW.format(record=record), ready=ready)
+
+    def stop():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    began = time.time() - 1
+    words = [sys.executable, "-c", LAUNCHER.format(job=job)]
+    made = launch.run(words, dict(os.environ), tmp_path, 30.0, lambda _line: None, grace_seconds=grace_seconds)
+    own = launch.run_record.own_exit_code(record, made.exit_code, began, cut_short=True)
+    assert made.killed is (grace_seconds == 1) and record.exists() is not made.killed
+    if made.killed:
+        assert "did not end within 1 s of SIGTERM and was killed" in made.fate
+    else:
+        assert own == launch.RESUMABLE
+
+
+@pytest.mark.parametrize("rate", ["125Mi", "1Gi"])
+def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
+    """Of a full fine-tune of 8B twice its checkpoint at the storage's rate, as in the pods; the built-in job 20 s."""
+    run = {"method": "full", "sequence_length": 2048, "global_batch": 64}
+    advice = advise(Request.of(machine="p5.48xlarge", nodes=2, model="Llama-3.1-8B", **run), tuple)
+    saved, step = launch.to_save(advice)
+    assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
+    given = launch.storage_rate(rate)
+    assert launch.grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
+    assert launch.told_to_end(advice, "the ranks", launch.grace(advice, None), 20, None)
+    assert launch.grace(replace(advice, model=None), None) == launch.GRACE_SECONDS
+    with pytest.raises(JobError, match="--storage-rate"):
+        launch.storage_rate("fast")
