@@ -178,6 +178,8 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
         return strtoll(value)[0] == 1
     if name in LEVELS:
         return value in LEVEL_NAMES or value[0].isdigit()
+    if value.upper() == entry.default.upper():
+        return False
     number, whole = strtoll(value)
     return not (whole and entry.default == str(number)) and (whole or not entry.default.lstrip("-").isdigit())
 

@@ -59,7 +59,6 @@ _TOKENS: Mapping[str, tuple[tuple[str, ...], bool, str]] = MappingProxyType(
         "NCCL_DEBUG": (_DEBUG, False, "NCCL ignores it and prints nothing"),
         "NCCL_SOCKET_FAMILY": (("AF_INET", "AF_INET6"), True, "NCCL ignores it and takes the first address it finds"),
         "NCCL_IB_ADDR_FAMILY": (("AF_INET", "AF_INET6"), True, "NCCL ignores it and looks for an IPv4 GID"),
-        "NCCL_LAUNCH_MODE": (("PARALLEL", "GROUP"), False, "NCCL ignores it and launches in PARALLEL mode"),
         "NCCL_CHECK_MODE": (("DEFAULT", "DEBUG_LOCAL", "DEBUG_GLOBAL"), False, "NCCL ignores it and checks nothing"),
         "NCCL_NET_MERGE_POLICY": (("ALL", "RAIL"), False, "NCCL ignores it and merges all"),
         "NCCL_IB_RAIL_POLICY": (("CX9", "CX9:FLIP", "CX9:ALT", "CX9:BLOCK"), False, "NCCL warns and ignores it"),
@@ -144,6 +143,26 @@ _FLAGS = frozenset(
         "GDRCOPY_ENABLE", "RMA_EAGER_INIT", "RUN_DIAGNOSTICS", "RUN_RAS_DIAGNOSTICS", "IB_EVENT_BASED_LB",
     )
 )  # fmt: skip
+# Switches of what carries data: off, they cost at least a tenth of a collective's bandwidth, or RDMA itself.
+_OFF_COSTS = frozenset(
+    f"NCCL_{name}"
+    for name in ("NVLS_ENABLE", "MNNVL_ENABLE", "CUMEM_ENABLE", "DMABUF_ENABLE", "NET_GDR_READ", "NET_GDR_C2C",
+                 "IB_PCI_RELAXED_ORDERING")
+)  # fmt: skip
+# What a word, which strtoll reads as 0, does to these. NCCL src/graph/connect.cc ncclMaxNchannels, src/init.cc
+# computeBuffSizes, src/transport/net_ib (queue pairs of a connection), and `_waits`.
+_ZERO: Mapping[str, str] = MappingProxyType(
+    {
+        "NCCL_MAX_NCHANNELS": "NCCL raises it to 1, and one channel carries every collective",
+        "NCCL_IB_QPS_PER_CONNECTION": "RDMA connections get no queue pair and carry nothing",
+        "NCCL_IB_TIMEOUT": "RDMA waits for ever, and a job whose peer died hangs",
+        "NCCL_IB_RETRY_CNT": "a single lost packet ends the job",
+    }
+)
+# 0 is as good as unset here: getNthreads, ncclMinNchannels, and traffic class 0, which -1 stands for.
+_ZERO_IS_UNSET = frozenset(f"NCCL_{name}" for name in ("NTHREADS", "MIN_NCHANNELS", "IB_TC", "IB_SL"))
+_YES, _NO = ("true", "yes", "on", "y", "t", "enable", "enabled"), ("false", "no", "off", "n", "f", "none", "disable")
+_LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5; an index above is none
 # Names as Linux and rdma-core give them to network interfaces and to RDMA devices.
@@ -199,9 +218,11 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
 def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
     """Findings about the text of one value."""
     if is_quoted(value):
+        off = name in _OFF_COSTS and strtoll(value.strip(value[0]))[0] != 0
+        ends = off or name in _ZERO or name in _BYTES or name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
         yield finding(
             "env.value.quotes",
-            Severity.WARN,
+            Severity.FAIL if ends else Severity.WARN,
             name,
             value,
             f"The quotes are part of the value: {_effect_of_garbage(name, entry)}.",
@@ -212,6 +233,8 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
+    elif name == "NCCL_LAUNCH_MODE":
+        yield from _launch_mode(name, value, version)
     elif name in _TOKENS:
         yield from _token(name, value)
     elif name in _WORD_LISTS:
@@ -316,23 +339,14 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
                 f"Write {name}={meant}, or unset it.",
             )  # fmt: skip
             return
-        same = entry.default == str(number)
-        effect = "which is the default: it does nothing" if same else f"instead of {_default(name, entry)}"
-        if name == "NCCL_P2P_DISABLE":
-            effect = (
-                "and disables peer access"
-                if number == 1
-                else "and only exactly 1 disables peer access: it does nothing"
-            )
-        wish = " Write 1 if you mean yes." if value.strip().lower() in ("true", "yes", "on", "y", "t") else ""
+        yield from _not_a_number(name, value, number, entry)
+        return
+    if abs(number) > _LARGEST:
         yield finding(
-            "env.value.ignored",
-            Severity.WARN,
-            name,
-            value,
-            f"Not a number: NCCL reads it as {number}, {effect}.{wish}",
-            f"Write {name} as a number, or unset it.",
-        )
+            "env.value.ignored", Severity.WARN, name, value,
+            f"Too large for 64 bits: NCCL prints 'Invalid value' and keeps {_default(name, entry)}.",
+            f"Write {name} as a smaller number, or unset it.",
+        )  # fmt: skip
         return
     if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
         yield finding(
@@ -366,6 +380,40 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
             f"Allowed is {low} to {high}: {_out_of_range(name)}.",
             f"Set {name} within {low} to {high}, or unset it for {_default(name, entry)}.",
         )
+
+
+def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
+    """Text that is no number, or not only one: strtoll takes its beginning, or 0, and NCCL uses that.
+
+    The severity is that of the number that NCCL then uses.
+    """
+    word = value.strip().lower()
+    wish = " Write 1 if you mean yes." if word in _YES else ""
+    severity = Severity.WARN
+    if name == "NCCL_P2P_DISABLE":
+        only = "and only exactly 1 disables peer access: it does nothing"
+        effect = "and disables peer access" if number == 1 else only
+    elif entry.default == str(number) or (number == 0 and name in _ZERO_IS_UNSET):
+        severity = Severity.INFO if word in _NO else severity
+        effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
+    elif _INTEGER.match(value):
+        severity = Severity.INFO if _INTEGER.fullmatch(value.rstrip()) else severity
+        effect = f"instead of {_default(name, entry)}"
+    elif word in _NO:
+        severity, effect = Severity.INFO, "as the word says"
+    elif name in _ZERO or name in _BYTES:
+        severity = Severity.FAIL
+        effect = f"instead of {_default(name, entry)}: {_ZERO.get(name, 'buffers of no size carry nothing')}"
+    elif name in _FLAGS or name in _OFF_COSTS:
+        severity = Severity.FAIL if word in _YES and name in _OFF_COSTS else severity
+        effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
+    else:
+        effect = f"instead of {_default(name, entry)}"
+    yield finding(
+        "env.value.ignored", severity, name, value,
+        f"Not a number: NCCL reads it as {number}, {effect}.{wish}",
+        f"Write {name} as a number, or unset it.",
+    )  # fmt: skip
 
 
 def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
@@ -504,6 +552,24 @@ def _token(name: str, value: str) -> Iterator[Finding]:
     yield finding(
         "env.value.token", Severity.WARN, name, value, f"Not one of {', '.join(allowed)} ({case}so {effect}).",
         f"Use {' or '.join(allowed)}, or unset it.",
+    )  # fmt: skip
+
+
+def _launch_mode(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+    """Compared by strcmp up to 2.12, in any case since 2.13; what else it is launches in the default mode.
+
+    That mode was GROUP up to 2.8, and is PARALLEL since (NCCL src/init.cc).
+    """
+    default = "GROUP" if version and version < (2, 9, 0) else "PARALLEL"
+    exact = version is not None and version < (2, 13, 0)
+    asked = value.upper()
+    if not value or asked == default or (asked in ("PARALLEL", "GROUP") and (not exact or value == asked)):
+        return
+    case = "case counts, " if asked in ("PARALLEL", "GROUP") else ""
+    yield finding(
+        "env.value.token", Severity.WARN, name, value,
+        f"Not one of PARALLEL, GROUP ({case}so NCCL ignores it and launches in {default} mode).",
+        "Use PARALLEL or GROUP, or unset it.",
     )  # fmt: skip
 
 

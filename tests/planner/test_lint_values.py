@@ -106,6 +106,35 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "severity"),
+    [
+        # The number that NCCL then uses ends the job, or takes a transport from it.
+        ("NCCL_IB_QPS_PER_CONNECTION", "auto", Severity.FAIL),
+        ("NCCL_IB_TIMEOUT", "default", Severity.FAIL),
+        ("NCCL_MAX_NCHANNELS", "all", Severity.FAIL),
+        ("NCCL_BUFFSIZE", "auto", Severity.FAIL),
+        ("NCCL_NVLS_ENABLE", "true", Severity.FAIL),
+        ("NCCL_DMABUF_ENABLE", "yes", Severity.FAIL),
+        # It changes something, or a wish goes unheard.
+        ("NCCL_IB_DISABLE", "true", Severity.WARN),
+        ("NCCL_CROSS_NIC", "auto", Severity.WARN),
+        ("NCCL_IB_TIMEOUT", "22s", Severity.WARN),
+        ("NCCL_RAS_ENABLE", "true", Severity.WARN),
+        ("NCCL_NTHREADS", "auto", Severity.WARN),
+        ("NCCL_IB_TIMEOUT", "99999999999999999999", Severity.WARN),
+        # It does what was meant.
+        ("NCCL_NVLS_ENABLE", "false", Severity.INFO),
+        ("NCCL_IB_DISABLE", "off", Severity.INFO),
+        ("NCCL_IB_TIMEOUT", "22 ", Severity.INFO),
+    ],
+)
+def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
+    name: str, value: str, severity: Severity
+) -> None:
+    assert [f.severity for f in found({name: value}) if f.code == "env.value.ignored"] == [severity]
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("NCCL_IB_RETRY_CNT", "10"), ("NCCL_IB_TC", "300"), ("NCCL_IB_TIMEOUT", "99")]
 )
 def test_numbers_out_of_range(name: str, value: str) -> None:
@@ -419,10 +448,18 @@ def test_ib_disable_without_a_plugin_warns_of_tcp(other: dict[str, str]) -> None
     assert found.severity is Severity.WARN and "TCP" in found.message
 
 
-@pytest.mark.parametrize("value", ["GROUP", "group", "Parallel"])
-def test_launch_mode_is_read_in_any_case(value: str) -> None:
-    """NCCL src/init.cc compares by strcasecmp."""
-    assert not [f for f in lint({"NCCL_LAUNCH_MODE": value}) if f.code == "env.value.token"]
+@pytest.mark.parametrize(
+    ("version", "value", "mode"),
+    [
+        (None, "GROUP", ""), (None, "group", ""), ((2, 27, 7), "Parallel", ""), ((2, 27, 7), "both", "PARALLEL"),
+        ((2, 12, 10), "group", "PARALLEL"), ((2, 12, 10), "GROUP", ""), ((2, 12, 10), "parallel", ""),
+        ((2, 8, 4), "parallel", "GROUP"), ((2, 8, 4), "PARALLEL", ""), ((2, 8, 4), "group", ""),
+    ],
+)  # fmt: skip
+def test_launch_mode_is_compared_as_the_release_does(version: tuple[int, ...] | None, value: str, mode: str) -> None:
+    """NCCL src/init.cc: strcmp up to 2.12, GROUP unless PARALLEL up to 2.8."""
+    said = [f.message for f in found({"NCCL_LAUNCH_MODE": value}, version) if f.code == "env.value.token"]
+    assert (f"launches in {mode} mode" in said[0] and len(said) == 1) if mode else not said
 
 
 def test_bytes_with_a_unit_are_a_failure_that_names_the_default() -> None:
