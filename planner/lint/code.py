@@ -14,6 +14,7 @@ from planner.lint.shell import Assigned, Inner, Script, read_shell, read_words
 
 _PYTHON_SETTERS = {"setdefault", "putenv", "setenv", "set_env", "add_env", "set_environ", "__setitem__"}
 _ENVIRONMENT_NAME = re.compile(r"[A-Z][A-Z0-9_]*_[A-Z0-9_]+\Z")
+_ENV_FLAGS = ("-x", "-e", "--env", "-env", "-genv")  # of Open MPI, docker run, Hydra
 _LINE = re.compile(
     r"""(?:environ(?:\[|\.setdefault\(|\.putenv\()|putenv\(|setenv\()\s*["'](?P<name>\w+)["']\]?\s*(?:=(?!=)|,)\s*
         (?P<value>"[^"]*"|'[^']*'|[^\s,)#]+)""",
@@ -208,6 +209,17 @@ class _Python(ast.NodeVisitor):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is not None:
                 self.add(key, value, key.lineno)
+        self.generic_visit(node)
+
+    def visit_List(self, node: ast.List) -> None:
+        """A command's words: `["mpirun", "-x", "A=1", "-genv", "B", "2", ...]`."""
+        words = [self.value(each) for each in node.elts]
+        for at, flag in enumerate(words[:-1]):
+            line, name, equals, value = node.elts[at + 1].lineno, *(words[at + 1] or "").partition("=")
+            if flag in _ENV_FLAGS and equals and _ENVIRONMENT_NAME.match(name):
+                _add(self.script, name, value, value, line, self.scope)
+            elif flag in ("-genv", "-env") and at + 2 < len(words):
+                self.add(node.elts[at + 1], node.elts[at + 2], line)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:

@@ -264,11 +264,12 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if value is None or len(value) < 1 or node.snapshot is None:
         return
     ports = node.verbs_ports()
-    if not ports and node.efa_count():
+    if not ports and (fabric := _libfabric(node)):
         yield _finding(
             "env.hca.efa", Severity.INFO, name, value,
-            "it selects devices of NCCL's own IB transport; EFA is reached through aws-ofi-nccl: it does nothing.",
-            (f"{node.efa_count()} EFA devices, no HCA",), f"Unset {name}.",
+            "it selects devices of NCCL's own IB transport; EFA and Slingshot are reached through aws-ofi-nccl: it "
+            "does nothing.",
+            (f"{fabric}, no HCA",), f"Unset {name}.",
         )  # fmt: skip
         return
     wanted = NameList.parse(value)
@@ -334,26 +335,34 @@ def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]
             tuple(view.name for view in ports), "Unset NCCL_IB_DISABLE.",
         )  # fmt: skip
     net = environment.get("NCCL_NET", "")
-    if net.lower() == "socket" and (ports or node.efa_count()):
+    fabric = _libfabric(node)
+    if net.lower() == "socket" and (ports or fabric):
         yield _finding(
             "env.rdma.tcp", Severity.FAIL, "NCCL_NET", net,
             "it forces TCP although this host has RDMA.",
-            tuple(view.name for view in ports) or (f"{node.efa_count()} EFA devices",), "Unset NCCL_NET.",
+            tuple(view.name for view in ports) or (fabric,), "Unset NCCL_NET.",
         )  # fmt: skip
     if net.lower() == "ib" and not ports:
-        efa = f"; {node.efa_count()} EFA devices need NCCL_NET='AWS Libfabric' or nothing" if node.efa_count() else ""
+        efa = f"; {fabric} need NCCL_NET='AWS Libfabric' or nothing" if fabric else ""
         yield _finding(
             "env.net.absent", Severity.FAIL, "NCCL_NET", net,
             f"no RDMA port NCCL could use is on this host{efa}: NCCL ends with an error instead of using TCP.",
             ("ACTIVE ports: none",), "Unset NCCL_NET.",
         )  # fmt: skip
-    provider = environment.get("FI_PROVIDER", "")
-    if node.efa_count() and provider and "efa" not in provider.split(";")[0].split(","):
+    provider, own = environment.get("FI_PROVIDER", ""), "efa" if node.efa_count() else "cxi"
+    if fabric and provider and own not in re.split(r"[;,]", provider.lower()):
         yield _finding(
             "env.rdma.tcp", Severity.FAIL, "FI_PROVIDER", provider,
-            "libfabric is told to use another provider than efa: the plugin finds no network or TCP.",
-            (f"{node.efa_count()} EFA devices",), "Unset FI_PROVIDER.",
+            f"libfabric is told to use another provider than {own}: the plugin finds no network or TCP.",
+            (fabric,), f"Unset FI_PROVIDER, or name {own}.",
         )  # fmt: skip
+
+
+def _libfabric(node: NodeView) -> str:
+    """The NICs that NCCL reaches through libfabric alone, in words; empty where there are none."""
+    if efa := node.efa_count():
+        return f"{efa} EFA devices"
+    return f"{len(node.cxi())} Slingshot NICs" if node.cxi() else ""
 
 
 def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:

@@ -231,3 +231,15 @@ def test_facts_that_were_not_read_are_not_judged() -> None:
     """No interfaces, no RDMA facts: nothing is called absent because nobody looked."""
     blind = host(rdma=None, interfaces=None)
     assert codes({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}, blind) == []
+
+
+def test_slingshot_is_rdma_that_only_libfabric_reaches() -> None:
+    """Sockets forced, or another provider of libfabric, leave its NICs unused; no verbs device is missed there."""
+    nics = [interface(f"hsn{i}", "host", f"10.253.0.{i + 1}/16", driver="cxi_core") for i in range(4)]
+    machine = host(interfaces=[interface("nmn0", "host", "10.100.0.5/22"), *nics])
+    for name, value in (("NCCL_NET", "Socket"), ("FI_PROVIDER", "tcp")):
+        (each,) = found({name: value}, machine)
+        assert (each.code, each.severity) == ("env.rdma.tcp", Severity.FAIL) and "4 Slingshot NICs" in each.evidence
+    assert codes({"NCCL_IB_HCA": "mlx5_0"}, machine) == ["env.hca.efa"]
+    assert codes({"NCCL_NET": "IB"}, machine) == ["env.net.absent"]
+    assert codes({"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}, machine) == []

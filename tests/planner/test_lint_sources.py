@@ -18,6 +18,7 @@ from planner.lint.sources import (
     NamedEnvironment,
     guess_kind,
     read_environment,
+    read_text,
     recorded_environments,
 )
 
@@ -266,3 +267,17 @@ def test_a_manifest_of_aliases_of_aliases_is_read_once() -> None:
     """Ten levels of eight are a thousand million nodes to who follows each."""
     levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in itertools.pairwise("abcdefghij"))
     assert of_the_text(f"{POD}a: &a [{{x: [1]}}]\n{levels}") == []
+
+
+def test_a_command_as_a_python_list() -> None:
+    """Words of mpirun and docker run, one element each."""
+    text = """
+import subprocess
+extra = ["-x", "NCCL_IB_TC=41", "-x", "NCCL_DEBUG"]
+subprocess.run(["mpirun", "-np", "2", "-x", "NCCL_IB_HCA=mlx5_0", "--env", f"NCCL_ALGO={'Ring'}",
+                "-genv", "NCCL_NET", "IB", "./all_reduce_perf", "-b", "8"])
+"""
+    (script,) = read_text(text, None, "bench.py").environments
+    assert script.environment == {
+        "NCCL_IB_TC": "41", "NCCL_IB_HCA": "mlx5_0", "NCCL_ALGO": "Ring", "NCCL_NET": "IB",
+    }  # fmt: skip
