@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hardware.links import most_links
+from hardware.series import is_of
 from probes.api import Finding, Severity, by_loss
 from topology.expect import gigabytes
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks
@@ -19,7 +20,9 @@ UNDECIDABLE = "topology.gpu_nic.undecidable"
 GDR_PATH = "topology.gdr.path"
 VIRTUAL = "topology.virtual"
 RAIL_UNEVEN = "topology.rail.uneven"
+GDR_REFUSED = "topology.gdr.refused"
 PCIE_BOUND = "topology.nic.pcie_bound"
+GPU_PCIE_BOUND = "topology.gpu.pcie_bound"
 REFERENCE = "topology.reference.departs"
 
 CODES = (
@@ -30,14 +33,17 @@ CODES = (
     NEAREST_DOWN,
     UNDECIDABLE,
     GDR_PATH,
+    GDR_REFUSED,
     VIRTUAL,
     RAIL_UNEVEN,
     PCIE_BOUND,
+    GPU_PCIE_BOUND,
     REFERENCE,
 )
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
+XML = "NCCL XML"
 _GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
@@ -340,6 +346,68 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             )
 
 
+def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
+    """GPUs of NCCL's XML whose link has fewer lanes than that of the bridge above, or is slower than their like's.
+
+    The file has the lesser of card and slot (NCCL src/graph/xml.cc), by which NCCL plans. A scan tells the two apart:
+    there probes.pci judges.
+    """
+    known = {device.bus_id: device for device in node.pci}
+    for gpu in node.gpus:
+        device = known.get(gpu.bus_id or "")
+        if node.source != XML or device is None or not device.link_width or not gpu.pcie_bytes_per_second:
+            continue
+        above, slot = known.get(device.parent or ""), gpu.pcie_bytes_per_second
+        alike = [other for other in node.gpus if other.model == gpu.model and other.pcie_bytes_per_second]
+        best = max(alike, key=lambda other: other.pcie_bytes_per_second or 0.0)
+        if above is not None and above.link_width and device.link_width < above.link_width:
+            share = device.link_width / above.link_width
+            than = f"{above.link_width} of the bridge above, {above.bus_id}"
+        elif best.pcie_bytes_per_second and slot < best.pcie_bytes_per_second:
+            share = slot / best.pcie_bytes_per_second
+            than = f"{best.name}'s {best.pcie_link}"
+        else:
+            continue
+        nics = [nic for near in node.nearest_nic if near.gpu == gpu.name for nic in _rdma_nics(node, near)]
+        rate = max((nic.rate_bytes_per_second or 0.0 for nic in nics), default=0.0)
+        by_nvlink = any(link.count for link in gpu.nvlinks)  # then only what goes to a NIC or the host takes this link
+        lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
+        yield Finding(
+            code=GPU_PCIE_BOUND,
+            severity=by_loss(lost),
+            subject=gpu.name,
+            message=f"{gpu.name}'s PCIe link has x{device.link_width} ({gpu.pcie_link}), less than {than}: NCCL plans "
+            f"{gigabytes(slot)} for it, {share:.0%}",
+            evidence=(f'<pci busid="{device.bus_id}" link_width="{device.link_width}">',),
+            remedy="Reseat the card or its riser, and look at the slot's lanes in the firmware setup.",
+        )
+
+
+def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
+    """NICs, and GPUs, on which NCCL found no GPUDirect RDMA when it wrote the file: it then uses none there."""
+    rdma = [nic for nic in node.nics if nic.kind in _RDMA]
+    named = [gpu.model or "" for gpu in node.gpus]
+    by_design = bool(named) and all(is_of("without GPUDirect RDMA", name) for name in named)
+    # EFA beside cards: g5 and g6 have none, other machines may.
+    unsure = bool(named) and all(is_of("card", name) for name in named) and all(nic.kind == "efa" for nic in rdma)
+    severity = Severity.INFO if by_design else Severity.WARN if unsure else Severity.FAIL
+    for kind, devices in (("GPU", node.gpus if rdma else ()), ("NIC", rdma)):
+        refused = [device for device in devices if device.gdr_refused]
+        if refused:
+            yield Finding(
+                code=GDR_REFUSED,
+                severity=severity,
+                subject=", ".join(device.name for device in refused[:8]),
+                message=f"NCCL found no GPUDirect RDMA on {len(refused)} of {len(devices)} {kind}s: data between nodes "
+                "is copied through host memory there" + (", as always with these GPUs" if by_design else ""),
+                evidence=tuple(device.gdr_refused for device in refused[:4]),
+                remedy=""
+                if by_design
+                else "Load nvidia_peermem, or use open kernel modules with Linux 5.12 or later "
+                "(DMA-BUF); a topology file of one's own must not say gdr=0.",
+            )
+
+
 def _reference(node: NodeTopology, gpus_on_bus: int | None) -> Iterator[Finding]:
     """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer."""
     row = reference_of(node)
@@ -357,4 +425,4 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None) -> Iterator[Finding]
 
 _Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]
 _BEFORE: _Rules = (_nvlink_missing, _nvlink_asymmetric, _nvlink_down_hgx)
-_AFTER: _Rules = (_undecidable, _virtual, _rail_uneven, _pcie_bound)
+_AFTER: _Rules = (_undecidable, _virtual, _gdr_refused, _rail_uneven, _pcie_bound, _gpu_pcie_bound)

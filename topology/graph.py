@@ -89,6 +89,7 @@ class GpuNode:
     pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
     pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
     pcie_link: str | None = None  # the link as it runs: "Gen4 x16", "Gen4 x4 of x16"
+    gdr_refused: str = ""  # what says that NCCL found no GPUDirect RDMA on it; empty where nothing does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,7 @@ class NicNode:
     pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
     pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
     pcie_link: str | None = None  # the link as it runs: "Gen5 x16", "Gen3 of Gen5 x16"
+    gdr_refused: str = ""  # as of a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,7 @@ class NodeTopology:
     virtual: str | None = None  # why the PCIe tree cannot be trusted
     source: str = "probes"  # "probes", "nvidia-smi topo -m", "NCCL XML"
     warnings: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()  # of the warnings, what a cut text does not hold: what is there may not be all
     nvlink_known: bool = True  # False: the source says nothing about NVLink, so none seen is not none there
     topology_files: tuple[str, ...] = ()  # NCCL topology XML that the provider put on the host
     product: str | None = None  # DMI product name: "p4d.24xlarge"

@@ -182,7 +182,9 @@ _DEEPEST = 64  # bridges above a device; the specification's 256 buses cannot ne
 class PciTree:
     """Devices by bus id, and the bridges above each."""
 
-    def __init__(self, devices: Iterable[PciDevice]) -> None:
+    def __init__(self, devices: Iterable[PciDevice], *, own_links: bool = False) -> None:
+        """`own_links`: a device's link is that of both its ends, as NCCL's XML has it, where ports are no elements."""
+        self._own_links = own_links
         self.devices = {device.bus_id: device for device in devices}
         self._above: dict[str, tuple[str, ...]] = {}  # asked once for every pair of a device
         self._slots: dict[str, float | None] = {}
@@ -237,7 +239,7 @@ class PciTree:
             return None, None
         speed, width = _most(device)
         port = self.devices.get(device.parent or "")
-        if port is not None:
+        if port is not None and not self._own_links:
             port_speed, port_width = _most(port)
             speed = min(filter(None, (speed, port_speed)), default=None)
             width = min(filter(None, (width, port_width)), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import time
 import zlib
 from dataclasses import asdict
@@ -14,6 +15,7 @@ import click
 from rich.console import Console
 
 from agent.cli import inputs
+from agent.cli.exits import EXIT_UNKNOWN
 from agent.cli.hosts import host_option, root_option, snapshots
 from agent.cli.output import emit, format_option, say, verbose_option
 from contracts import bounded
@@ -35,7 +37,10 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 )  # fmt: skip
 @verbose_option
 def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
-    """Say how GPUs and NICs are linked, on this host, a recording, or a file that people have; -v: the matrix."""
+    """Say how GPUs and NICs are linked, on this host, a recording, or a file that people have; -v: the matrix.
+
+    Exit code 5 where a matrix is cut, 0 otherwise.
+    """
     if source and hosts:
         raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
@@ -67,6 +72,8 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
             findings_view.told(out, findings)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
+    if any(node.lacking for node in nodes):
+        sys.exit(EXIT_UNKNOWN)
 
 
 def _since(given: str, state: Path, form: str) -> None:

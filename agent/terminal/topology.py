@@ -96,7 +96,7 @@ def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
 def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
     """The verdict on a node's links, and how they are in a few rows; the matrix is `-v`."""
     bad = [*departures(topology), *(f.code for f in found if f.severity.value in ("fail", "warn"))]
-    open_ = any(f.severity.value == "unknown" for f in found)
+    open_ = bool(topology.lacking) or any(f.severity.value == "unknown" for f in found)
     worst = "fail" if any(f.severity.value == "fail" for f in found) else "warn" if bad else "unknown"
     worst = worst if bad or open_ else "pass"
     judged = topology.gpus or topology.nics

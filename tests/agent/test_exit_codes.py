@@ -45,6 +45,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("bundle", 2): (("--node", "n"), ""),
     ("topo", 0): (("--host", SOUND), ""),
     ("topo", 2): (("--from", "-"), "no matrix"),
+    ("topo", 5): (("--from", "-"), "\tGPU0\tGPU1\nGPU0\t X \tNV4\n"),
     ("diff", 0): ((SICK, SOUND), ""),
     ("diff", 2): ((SICK,), ""),
     ("evidence", 0): (("-",), GOOD_LOG),

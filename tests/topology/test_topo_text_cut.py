@@ -21,7 +21,7 @@ def test_a_text_that_ends_within_a_row_keeps_what_is_whole(rest):
     assert node.pair("GPU2", "GPU3") is None
     assert {pair.label for pair in node.pairs if "NIC" not in pair.b} == {"NV12"}
     assert any("row GPU2 ends after 3 of 6 cells" in warning for warning in node.warnings)
-    assert any("row GPU3 is missing" in warning for warning in node.warnings)
+    assert any("row GPU3 is missing" in warning for warning in node.lacking)
 
 
 def test_the_beginning_of_a_count_at_the_very_end_does_not_outvote_the_opposite_row():

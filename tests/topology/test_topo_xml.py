@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from topo_samples import ALL
 
+from topology.check import check
 from topology.formats import xml
 from topology.formats.text import parse as parse_text
 from topology.graph import PathClass
@@ -201,3 +202,54 @@ def test_matrix_text_becomes_xml_that_says_the_same(sample):
     assert near(again) == near(node)
     assert again.islands == node.islands
     assert "placeholders" in text.split("\n")[0]
+
+
+SERVER = """<system version="1"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD" familyid="143" modelid="1">
+<pci busid="0000:01:00.0" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="16">
+<pci busid="0000:02:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width="16">
+<gpu dev="0" sm="80" rank="0" gdr="1"/></pci>
+<pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width="16">
+<gpu dev="1" sm="80" rank="1" gdr="1"/></pci>
+<pci busid="0000:04:00.0" class="0x020700" vendor="0x15b3" link_speed="16.0 GT/s PCIe" link_width="16">
+<nic><net name="mlx5_0" dev="0" speed="200000" gdr="1"/></nic></pci>
+</pci></cpu></system>
+"""
+
+
+def of_links(text: str) -> list[tuple[str, str, str]]:
+    codes = ("topology.gdr.refused", "topology.gpu.pcie_bound", "topology.nic.pcie_bound")
+    return [(f.code, f.severity.value, f.subject) for f in check(xml.parse(text)) if f.code in codes]
+
+
+def test_a_gpu_with_fewer_lanes_than_the_bridge_above():
+    assert of_links(SERVER) == []
+    gpu = 'busid="0000:03:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width='
+    assert of_links(SERVER.replace(gpu + '"16"', gpu + '"8"')) == [("topology.gpu.pcie_bound", "fail", "GPU1")]
+    linked = SERVER.replace(gpu + '"16"', gpu + '"8"').replace(
+        'rank="1" gdr="1"/>', 'rank="1" gdr="1"><nvlink target="0000:02:00.0" count="4" tclass="0x030200"/></gpu>'
+    )
+    assert of_links(linked) == [("topology.gpu.pcie_bound", "fail", "GPU1")], "15.75 GB/s of a NIC's 25"
+    fits = linked.replace('speed="200000"', 'speed="100000"')
+    assert of_links(fits) == [("topology.gpu.pcie_bound", "warn", "GPU1")], "the NIC's rate still fits"
+
+
+def test_a_gpu_of_an_older_generation_than_its_bridge_is_no_fault():
+    gen3 = SERVER.replace("16.0 GT/s", "8.0 GT/s").replace("8.0 GT/s", "16.0 GT/s", 1)
+    assert of_links(gen3) == [("topology.nic.pcie_bound", "fail", "mlx5_0")]
+
+
+def test_a_device_without_gpudirect_rdma_is_told_with_its_line():
+    assert of_links(SERVER.replace('speed="200000" gdr="1"', 'speed="200000" gdr="0"')) == [
+        ("topology.gdr.refused", "fail", "mlx5_0")
+    ]
+    refused = SERVER.replace('rank="1" gdr="1"', 'rank="1" gdr="0"')
+    (found,) = [f for f in check(xml.parse(refused)) if f.code == "topology.gdr.refused"]
+    assert (found.subject, found.evidence) == ("GPU1", ('line 6: <gpu dev="1" gdr="0">',))
+
+
+def test_the_link_of_a_device_is_its_own_not_that_of_the_switch_above():
+    """NCCL's XML leaves out the ports of a switch: two devices below one do not share its way up."""
+    narrow = SERVER.replace(
+        'link_speed="16.0 GT/s PCIe" link_width="16"', 'link_speed="8.0 GT/s PCIe" link_width="8"', 1
+    )
+    assert xml.parse(narrow).pair("GPU0", "GPU1").bytes_per_second == 24e9

@@ -189,6 +189,7 @@ def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
             source=f"nvidia-smi topo {kind}",
             nvlink_known=kind != "-mp",
             warnings=tuple(matrix.warnings),
+            lacking=tuple(matrix.lacking),
         )
     )
 
@@ -209,7 +210,7 @@ def _cut_affinity(matrix: Matrix, lines: list[str], affinities: dict[str, Affini
     missing = matrix.unfinished or len(filled) < matrix.header.affinity_columns
     if not (filled and missing and matrix.end == len(lines) and row.rest[-1:].strip()):
         return None
-    matrix.warnings.append(f"line {row.line}: the text ends within row {row.name}: its last word may be cut")
+    matrix.lacks(f"line {row.line}: the text ends within row {row.name}: its last word may be cut")
     return Affinity(
         cpu=None if filled[0] == "cpu" else found.cpu,
         numa=None if filled[0] == "numa" else found.numa,
@@ -272,7 +273,7 @@ def _pairs(matrix: Matrix, names: dict[str, str], source: str) -> tuple[Pair, ..
     rows = {row.name: row for row in matrix.rows}
     for device in devices:
         if device not in rows and not _NO_NIC.fullmatch(device):
-            matrix.warnings.append(f"row {device} is missing: its pairs are known from the other rows only")
+            matrix.lacks(f"row {device} is missing: its pairs are known from the other rows only")
     made = []
     for i, a in enumerate(devices):
         for j in range(i + 1, len(devices)):
@@ -420,7 +421,7 @@ def _surplus(row: Row, word: str, matrix: Matrix, source: str) -> None:
         raise TopologyTextError(
             source, row.line, f"{message}: the header in line {matrix.line} misses a column, which one is not known"
         )
-    matrix.warnings.append(f"line {row.line}: {message}: the header misses columns, which are not read")
+    matrix.lacks(f"line {row.line}: {message}: the header misses columns, which are not read")
 
 
 def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> tuple[Cells, int]:
@@ -480,4 +481,4 @@ def _short_row(row: Row, labels: tuple[str, ...], matrix: Matrix, source: str, *
             row.line,
             f"row {row.name} has {len(labels)} cells, expected {len(devices)} as the header in line {matrix.line}",
         )
-    matrix.warnings.append(f"line {row.line}: row {row.name} ends after {len(labels)} of {len(devices)} cells")
+    matrix.lacks(f"line {row.line}: row {row.name} ends after {len(labels)} of {len(devices)} cells")

@@ -255,6 +255,12 @@ class Matrix:
     at_end: bool  # nothing but blanks follows the last row
     unfinished: bool  # nor does a line break, and rows are missing: the last word may be cut
     warnings: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)  # of the warnings, those of rows and cells that are not there
+
+    def lacks(self, what: str) -> None:
+        """Note a row, or cells, that the header promises and the text does not hold."""
+        self.warnings.append(what)
+        self.lacking.append(what)
 
 
 def find(lines: list[str], start: int) -> Matrix | None:

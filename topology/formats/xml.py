@@ -14,6 +14,7 @@ import re
 import xml.parsers.expat as expat
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import TypeVar
 
 from hardware.gpus import model_of
 from hardware.nics import AMAZON, MELLANOX
@@ -58,8 +59,9 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     for position, cpu in enumerate(cpus):
         found.cpus.append(cpu_of_element(cpu, position))
         walk(cpu, position, None, found)
-    gpus = numbered(found.gpus)
-    nics = tuple(nic for _, nic in sorted(found.nics, key=lambda item: item[0]))
+    tree = _tree(found)
+    gpus = tuple(_with_link(gpu, tree) for gpu in numbered(found.gpus))
+    nics = tuple(_with_link(nic, tree) for _, nic in sorted(found.nics, key=lambda item: item[0]))
     warnings += _warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     node = complete(
@@ -67,7 +69,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
             hostname=source,
             gpus=gpus,
             nics=nics,
-            pairs=tuple(_pair(a, b, found) for a, b in combinations(devices, 2)),
+            pairs=tuple(_pair(a, b, found, tree) for a, b in combinations(devices, 2)),
             numa_nodes=len(cpus),
             source=SOURCE,
             nvlink_known=found.dumped,
@@ -106,7 +108,16 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     return warnings
 
 
-def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found) -> Pair:
+_Device = TypeVar("_Device", GpuNode, NicNode)
+
+
+def _with_link(device: _Device, tree: PciTree) -> _Device:
+    return replace(
+        device, pcie_bytes_per_second=tree.slot_bytes_per_second(device.bus_id), pcie_link=tree.link(device.bus_id)
+    )
+
+
+def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
     if isinstance(a, GpuNode) and isinstance(b, GpuNode):
         count = _nvlinks(a, b)
         if count:
@@ -117,7 +128,7 @@ def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found) -> Pair:
     if isinstance(a, GpuNode) and a.c2c and label == "PHB" and isinstance(b, NicNode):
         path = PathClass.P2C
     to_gpu = isinstance(b, GpuNode)
-    value = plan(_tree(found), first, second, label, found.cpus[found.cpu_of[first]], gpu_to_gpu=to_gpu)
+    value = plan(tree, first, second, label, found.cpus[found.cpu_of[first]], gpu_to_gpu=to_gpu)
     return Pair(a=a.name, b=b.name, label=label, path=path, bytes_per_second=value, evidence="<pci> ancestry")
 
 
@@ -154,17 +165,20 @@ def _label(first: str, second: str, found: Found) -> str:
 
 def _tree(found: Found) -> PciTree:
     return PciTree(
-        PciDevice(
-            bus_id=node.bus_id,
-            class_code=node.class_code or 0,
-            vendor_id=node.vendor_id or 0,
-            device_id=node.device_id or 0,
-            parent=node.parent,
-            numa_node=node.numa_node,
-            link_transfers_per_second=node.link_transfers_per_second,
-            link_width=node.link_width,
-        )
-        for node in found.pci.values()
+        (
+            PciDevice(
+                bus_id=node.bus_id,
+                class_code=node.class_code or 0,
+                vendor_id=node.vendor_id or 0,
+                device_id=node.device_id or 0,
+                parent=node.parent,
+                numa_node=node.numa_node,
+                link_transfers_per_second=node.link_transfers_per_second,
+                link_width=node.link_width,
+            )
+            for node in found.pci.values()
+        ),
+        own_links=True,
     )
 
 
@@ -300,7 +314,18 @@ def _gpu(element: Element, node: PciNode, found: Found) -> GpuNode:
         numa_node=node.numa_node if node.numa_node is not None and node.numa_node >= 0 else None,
         c2c=True if element.named("c2c") else None,
         nvlinks=links,
+        gdr_refused=_gdr_refused([element]),
     )
+
+
+def _gdr_refused(elements: list[Element]) -> str:
+    """The first of these that says that NCCL found no GPUDirect RDMA, where all do; empty else."""
+    said = [(each, each.attributes.get("gdr", "").strip()) for each in elements]
+    if not said or any(gdr != "0" for _, gdr in said):
+        return ""
+    first = said[0][0]
+    name = first.attributes.get("name") or first.attributes.get("dev", "")
+    return f'line {first.line}: <{first.tag} {"name" if first.tag == "net" else "dev"}="{name[:64]}" gdr="0">'
 
 
 def _link(element: Element, found: Found) -> NvLinkTarget:
@@ -360,6 +385,7 @@ def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
         active=True if nets else None,  # a dump lists only ports that NCCL found active
         ports=len(nets) or None,
         nets=names,
+        gdr_refused=_gdr_refused(nets),
     )
 
 
