@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.cli.inputs import InputError
-from collectives.bench.results import Measurement
 from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import LayoutError
@@ -32,6 +31,7 @@ from topology.graph import ClusterTopology
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
     from agent.gate.verdict import Check
     from agent.view import Group, View
+    from collectives.bench.results import Measurement
 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ def write_atomic(path: Path, text: str) -> Path:
 
 def write_atomic_bytes(path: Path, content: bytes, mode: int = 0o644) -> Path:
     """As `write_atomic`."""
+    import tempfile  # and with it shutil and random, for which a verb that writes no file does not wait
+
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:

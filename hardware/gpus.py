@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hardware.series import is_of
@@ -82,6 +82,7 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(map(_gpu, read("gpus")))
 
 
+@lru_cache(maxsize=256)
 def gpu_named(name: str | None) -> Gpu | None:
     """The row whose pattern is found in a GPU's marketing name; None where no row knows it."""
     if not name:

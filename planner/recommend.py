@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collectives.bench.results import Measurement
-from collectives.nccl_log.transport import Evidence
 from contracts.job_config import layout_asked
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
@@ -34,6 +32,10 @@ from probes.gpu.facts import GpuFacts
 from probes.gpu.health import held_bytes
 from probes.hostinfo.probe import HostinfoFacts
 from topology.graph import ClusterTopology
+
+if TYPE_CHECKING:  # a question without measurements does not wait for their reader
+    from collectives.bench.results import Measurement
+    from collectives.nccl_log.transport import Evidence
 
 _RUNNERS_UP = 4
 OPTIMIZERS = (

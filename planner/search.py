@@ -1,7 +1,8 @@
 """The search: every layout the rules allow, forecast, and the best of each family.
 
-The degrees are enumerated, not sampled. Two prunings keep it fast and change no answer: memory is forecast before
-time, and of the checkpointing choices only the lightest that fits is timed (more recomputation is never faster).
+The degrees are enumerated, not sampled. Three prunings keep it fast and change no answer: memory is forecast before
+time, of the checkpointing choices only the lightest that fits is timed (more recomputation is never faster), and a
+larger micro-batch, or more chunks, never fit with less of it.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ class _Search:
     over: dict[str, float] = field(default_factory=dict)  # bytes by which the lightest of a family misses the memory
     uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, as met
     forbidden: dict[str, Rejected] = field(default_factory=dict)
+    fitted: Layout | None = None  # of this split, the last without chunks: what holds more fits with no less
 
     def splits(self) -> Iterator[Layout]:
         """Every degree and sharding to try."""
@@ -248,20 +250,23 @@ class _Search:
         """Forecast one split with every micro-batch, until one fits with no number of chunks."""
         train, engine = self.job.train, self.job.engine
         fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
-        split = replace(
-            split, sequence_parallel=split.tp > 1 and engine.splits_sequence(train), precision=self.precision,
-            fused_cross_entropy=fused, compile=engine.compile,
-        )  # fmt: skip
-        free = ("sequence_parallel", "fused_cross_entropy", "compile")  # of any layout: chosen above, unless named
-        split = replace(split, **{name: self.named[name] for name in free if name in self.named})  # type: ignore[arg-type]
+        free: dict[str, object] = {  # of any layout
+            "sequence_parallel": split.tp > 1 and engine.splits_sequence(train), "fused_cross_entropy": fused,
+            "compile": engine.compile, "precision": self.precision,
+        }  # fmt: skip
+        free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         per_rank = self.global_batch // split.data_parallel
+        self.fitted = None
         for micro in self._micro_batches(per_rank):
             if micro > per_rank or per_rank % micro:
                 continue
             accumulation = per_rank // micro
             if split.pp > 1 and accumulation < split.pp:
                 break
-            if not self._attempt_chunks(replace(split, micro_batch=micro, gradient_accumulation=accumulation)):
+            if accumulation == 1:
+                self.fitted = None  # gradients that nothing is added to go as they come, and leave more memory
+            batched = replace(split, micro_batch=micro, gradient_accumulation=accumulation, **free)  # type: ignore[arg-type]
+            if not self._attempt_chunks(batched):
                 break
 
     def _micro_batches(self, per_rank: int) -> tuple[int, ...]:
@@ -284,10 +289,12 @@ class _Search:
             uneven = given if isinstance(given, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
-            base = replace(
-                split, schedule="interleaved" if virtual > 1 else self._plain_schedule(), virtual_stages=virtual,
-                stage_layers=uneven if split.pp > 1 else (),
-            )  # fmt: skip
+            base = split
+            if split.pp > 1 or self._plain_schedule() != split.schedule:
+                base = replace(
+                    split, schedule="interleaved" if virtual > 1 else self._plain_schedule(), virtual_stages=virtual,
+                    stage_layers=uneven if split.pp > 1 else (),
+                )  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
                 fits = True  # it was not tried
                 continue
@@ -309,11 +316,13 @@ class _Search:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
             return None
         self.found.tried += 1
-        picked = fitting(self.job, base, self.budget, on_cpu=not self.job.has_gpu, named=self.named)
+        picked = fitting(self.job, base, self.budget, on_cpu=not self.job.has_gpu, named=self.named, after=self.fitted)
         if isinstance(picked, float):
             self.over[key] = min(self.over.get(key, picked), picked)
             return None
         layout, memory = picked
+        if layout.virtual_stages == 1:
+            self.fitted = layout
         parts = step_parts(self.job, layout)
         seconds = parts.total * self.scale
         tight = self.budget is not None and memory.total > TIGHT_SHARE / DEFAULT_MEMORY.safe_share * self.budget
@@ -380,17 +389,22 @@ def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
     return math.hypot(SIGMA_PAIR, SIGMA_LINK_ASSUMED * abs(shares[0] - shares[1]) if assumed else 0.0)
 
 
+_CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+
+
 def fitting(
-    question: Question, base: Layout, budget: float | None, *, on_cpu: bool, named: Mapping[str, object]
-) -> tuple[Layout, MemoryParts] | float:
-    """The lightest checkpointing that fits, else offloading, or by how many bytes even full checkpointing misses."""
+    question: Question, base: Layout, budget: float | None, *, on_cpu: bool, named: Mapping[str, object],
+    after: Layout | None = None,
+) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
+    """The lightest checkpointing that fits, else offloading, or by how many bytes even full checkpointing misses.
+
+    `after` is what fitted of a layout that holds no more: what is lighter than its choice is not tried again.
+    """
     least = float("inf")
-    choices: tuple[Checkpointing, ...] = ("none", "selective", "full")
-    for choice in choices:
+    offloaded = named.get("offload", "none") != "none" or (after is not None and after.offload != "none")
+    for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
         if choice not in question.engine.checkpointing or named.get("checkpointing", choice) != choice:
             continue
-        if named.get("offload", "none") != "none":
-            break
         layout = base if choice == "none" else replace(base, checkpointing=choice)
         memory = memory_parts(question.model, question.train, layout, question.engine, on_cpu=on_cpu)
         if budget is None or memory.total <= budget:

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from probes.gpu.answers import LINKS_MAX
-from probes.gpu.facts import UNREAD, Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, is_bridge, is_network
 from topology.graph import CpuNode, GpuNode, Pair, PathClass
 from topology.nccl import (

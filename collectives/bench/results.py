@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import linear_regression, median
 from typing import Any, TypeVar
 
 from collectives.nccl_log.transport import Evidence
@@ -195,6 +194,8 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
         if tail > 0.025:
             break
         left_out += 1
+    from statistics import median  # and with it decimal and random, which whoever only reads results does not need
+
     middle = median(seconds) if n else 0.0
     if left_out < 0 or middle <= 0:
         return None
@@ -218,6 +219,8 @@ def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
     scaled = [
         (math.sqrt(w) * (x - mean_x), math.sqrt(w) * (y - mean_y)) for w, (x, y) in zip(weights, points, strict=True)
     ]
+    from statistics import linear_regression
+
     slope, _ = linear_regression([x for x, _ in scaled], [y for _, y in scaled], proportional=True)
     if slope <= 0:
         return None

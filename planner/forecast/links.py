@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from collectives.bench.results import Measurement
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
 from topology.nccl import nvlink_bytes_per_second
+
+if TYPE_CHECKING:  # a question without measurements does not wait for their reader
+    from collectives.bench.results import Measurement
 
 # Start-up of one ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and
 # 16 MB ones 25-35 us more than their bandwidth share (ai-dynamo/aiconfigurator nccl_perf).

@@ -11,9 +11,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from collectives.nccl_log.transport import Evidence
 from planner.advice import Note, PodNeed, Reason, Setting
 from planner.nccl_env import gpus as gpus
 from planner.nccl_env import interfaces as interfaces
@@ -26,6 +25,9 @@ from planner.nccl_env.platforms import published, settings_as_published
 from planner.nccl_env.situation import NodeView, Situation, situation
 from probes.api import Snapshot
 from topology.graph import ClusterTopology
+
+if TYPE_CHECKING:  # a question without a log does not wait for its reader
+    from collectives.nccl_log.transport import Evidence
 
 
 class RenderError(ValueError):

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+_DATA = Path(__file__).with_name("data")
 
 Version = tuple[int, int, int]
 Status = Literal["current", "removed", "other"]
@@ -95,7 +97,7 @@ def _status(text: str) -> Status:
 @cache
 def torch_names() -> frozenset[str]:
     """The TORCH_NCCL_ names PyTorch reads."""
-    lines = files("planner.nccl_env").joinpath("data/torch_nccl_names.txt").read_text(encoding="utf-8").splitlines()
+    lines = (_DATA / "torch_nccl_names.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
@@ -103,7 +105,7 @@ def torch_names() -> frozenset[str]:
 def names() -> Mapping[str, NcclName]:
     """Every known name."""
     table: dict[str, NcclName] = {}
-    text = files("planner.nccl_env").joinpath("data/nccl_env_names.tsv").read_text(encoding="utf-8")
+    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -124,7 +126,7 @@ def names() -> Mapping[str, NcclName]:
 @cache
 def _stamps() -> Mapping[str, str]:
     """What the head of the table says of itself: `newest`, `read on`, `libraries`."""
-    text = files("planner.nccl_env").joinpath("data/nccl_env_names.tsv").read_text(encoding="utf-8")
+    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
     found = (line.removeprefix("# ").partition(": ") for line in text.splitlines() if line.startswith("# "))
     return MappingProxyType({key: value for key, colon, value in found if colon})
 
@@ -154,7 +156,7 @@ class PluginName:
 @cache
 def plugin_names() -> tuple[PluginName, ...]:
     """The table by plugin; whole names before prefixes."""
-    text = files("planner.nccl_env").joinpath("data/plugin_env_names.tsv").read_text(encoding="utf-8")
+    text = (_DATA / "plugin_env_names.tsv").read_text(encoding="utf-8")
     rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
     found = [
         PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from planner.advice import Note, Reason, Setting
 from planner.nccl_env.situation import NodeView, Situation, by_host, together
@@ -255,7 +255,7 @@ class Platforms:
 @cache
 def platforms() -> Platforms:
     """The table as written."""
-    data = tomllib.loads((files("planner.nccl_env") / "data" / "platforms.toml").read_text(encoding="utf-8"))
+    data = tomllib.loads((Path(__file__).with_name("data") / "platforms.toml").read_text(encoding="utf-8"))
     sources = {name: Source(**row) for name, row in data["source"].items()}
     recipes, more = {}, {}
     for name, row in data["recipe"].items():

@@ -9,8 +9,8 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from collectives.nccl_log.transport import Evidence
 from hardware.gpus import gpu_named
 from planner.nccl_env.names import Version, parse_version
 from probes.api import Failed, Snapshot
@@ -21,6 +21,9 @@ from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts, amd_gpus, is_cassini
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NodeTopology
+
+if TYPE_CHECKING:  # a question without a log does not wait for its reader
+    from collectives.nccl_log.transport import Evidence
 
 # Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
 # ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.

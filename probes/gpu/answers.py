@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from probes.gpu.facts import UNREAD, GpuProcess, NvLink
+from probes.gpu.facts import LINKS_MAX, UNREAD, GpuProcess, NvLink
 from probes.host.nvml import ERROR_NAMES, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
 
@@ -115,8 +115,6 @@ class Asker:
                 self.note("nvmlDeviceGetFieldValues", (asked,), value)
         return [value if isinstance(value, int) else None for value in values]
 
-
-LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS
 
 _REMOTE_KINDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}  # nvmlIntNvLinkDeviceType_t; 1 is IBM's NPU
 _GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}  # nvmlNvlinkVersion_t: 1.0 2.0 2.2 3.0 3.1 4.0 5.0 6.0

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 UNREAD = "unread"
 """In place of where a link ends: the driver failed to say. A hypervisor that hides it leaves None."""
 
+LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS
+
 BROKEN = frozenset({"GPU_IS_LOST", "RESET_REQUIRED", "INSUFFICIENT_POWER", "IRQ_ISSUE", "CORRUPTED_INFOROM"})
 """nvmlReturn_t of a GPU's handle that name a fault of the GPU or of its place."""
 

@@ -44,6 +44,10 @@ def loaded(*words: str, given: str = "") -> set[str]:
         (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
         (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
         (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages.render", "agent.cluster", "finetune"}),
+        (
+            ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B"),
+            {"collectives", "agent.view", "agent.gate", "ctypes", "importlib.resources", "statistics", "tempfile"},
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
