@@ -74,6 +74,7 @@ def answer(asked: Asked) -> Verdict:
         seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs),
         world=_world(replace(seen, world=counted)), told={"watchdog": log.traces} if log.traces else {},
         errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
+        joins=log.joins,
     )  # fmt: skip
     verdict = why.judge(seen)
     for report in reports[-1:]:
@@ -184,6 +185,7 @@ RAS_SILENT = ras.RasRank(rank=-1)
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """RAS beside the verdict: alone it decides, else it agrees or is shown to differ."""
+    report, unheard = _heard(report, earlier)
     rows = [(comm, *ras.behind(comm)) for comm in report.comms]
     late = {
         rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
@@ -192,12 +194,20 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     counts = next((words for _, _, words in rows if words), "")
     dead = [one for one in report.dead if one.missing == "dead"]
     sources = (*verdict.sources, f"RAS: {report.total} communicators of up to {report.most} ranks")
+    if unheard:
+        words = "whether it ends, begins or hangs"
+        hint = Unknown(what=f"of {why.ranks_of(unheard)}, which RAS has no data of, {words}",
+                       command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+        state = "unknown" if verdict.state == "fine" else verdict.state
+        verdict = replace(verdict, state=state, unknown=(*verdict.unknown, hint))
+        if state == "unknown":
+            verdict = replace(verdict, line=f"unknown: RAS has no data of {why.ranks_of(unheard)}, by one answer")
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
     if not alone and not late and not dead:
-        names = why.ranks_of(verdict.ranks) if verdict.ranks else "nobody"
-        text = f"RAS sees no rank behind, the verdict names {names}: RAS {why.TRUST['RAS']}"
+        names = f"the verdict names {why.ranks_of(verdict.ranks)}" if verdict.ranks else "yet ranks wait"
+        text = f"RAS sees no rank behind, {names}: RAS {why.TRUST['RAS']}"
         return replace(verdict, sources=sources, disagree=(*verdict.disagree, *((text,) if report.total else ())))
     if not alone:
         same = set(verdict.ranks) == set(late)
@@ -250,6 +260,31 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     )
 
 
+def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
+    """The report without ranks that only lack data, and these.
+
+    A process that makes or ends a communicator lacks its data, too. Silence counts where RAS has waited for an answer
+    in vain, calls a process unresponsive or dead, or two answers lack the same.
+    """
+    if report.timeouts or any(one.missing == "dead" for one in report.dead):
+        return report, []
+    before = {
+        (comm.id, rank)
+        for comm in (earlier.comms if earlier else ())
+        for rank, one in comm.ranks.items()
+        if one.missing
+    }
+    quiet = {
+        (comm.id, rank) for comm in report.comms for rank, one in comm.ranks.items()
+        if one.missing == "no answer" and (comm.id, rank) not in before
+    }  # fmt: skip
+    comms = tuple(
+        replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if (comm.id, rank) not in quiet})
+        for comm in report.comms
+    )
+    return replace(report, comms=comms), sorted({rank for _, rank in quiet})
+
+
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [
         (comm.id, dict(comm.spread), {r: dict(one.counts) for r, one in comm.ranks.items()}) for comm in report.comms
@@ -278,7 +313,7 @@ def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
     )
 
 
-_ENDS = ("watchdog_timeout", "job_failed", "python_traceback")  # that the job ended, not why
+_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
 
 
 _XID = re.compile(r"Xid \(([^)]{1,60})\): (\d{1,4})\b")
@@ -299,7 +334,13 @@ def _xid(cause: Cause) -> Cause:
 
 def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
-    rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in _ENDS]
+    lines = {p.code: tuple(line.text for line in p.lines[:2]) for p in found.problems}
+    verdict = replace(
+        verdict,
+        causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes),
+    )
+    known = (*_ENDS, *(cause.code for cause in verdict.causes))
+    rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
     rows.sort(key=lambda p: p.severity != "fail")
     causes = tuple(
         _xid(Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action))

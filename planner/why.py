@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
+from collectives.traces.watchdog import Join
 from contracts.rank_state import RankState
 
 SCHEMA_VERSION = 1
@@ -92,6 +93,7 @@ class Seen:
     idle: frozenset[int] = frozenset()  # of these, the ranks that were in no collective
     late: Mapping[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
     lost: Mapping[int, str] = field(default_factory=dict)  # by rank: the host of a peer that closed its connection
+    joins: Mapping[str, Join] = field(default_factory=dict)  # by key: process groups that not all have come to
     first: int | None = None  # rank that torchrun saw end first
     cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
     world: int | None = None
@@ -473,7 +475,7 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     innocent = tuple(f"rank {r} {words}; {wait}" for r, (kind, words) in sorted(kinds.items()) if kind in INNOCENT)
     if innocent and len(innocent) == len(kinds):
         if _gave_up(seen):
-            return _too_short(sorted(kinds), seen, wait, waiting)
+            return _too_short(kinds, seen, wait, waiting)
         return Verdict(state="fine", line=f"nothing is stuck: {innocent[0]}", innocent=innocent, waiting=waiting)
     if not jammed.roots:
         return _no_root(jammed, seen, wait, waiting)
@@ -490,13 +492,15 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     return _verdict("failed" if failed else "stuck", causes, seen, ranks, waiting)
 
 
-def _too_short(busy: Sequence[int], seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdict:
+def _too_short(
+    busy: Mapping[int, tuple[str, str]], seen: Seen, wait: str, waiting: tuple[int, ...]
+) -> Verdict:  # fmt: skip
     """The others gave up waiting for ranks at work that may take long: no rank is at fault, the timeout is."""
     errors = [state.error or "" for state in seen.states.values()]
     limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
-    words = [f"rank {rank} {position(rank, seen)[1]}" for rank in busy]
+    words = [f"rank {rank} {said}" for rank, (_, said) in sorted(busy.items())]
     shorter = f"the group's timeout{f' of {limit:.0f} s' if limit else ''} is shorter than what is waited for"
-    kind = position(busy[0], seen)[0]
+    kind = busy[min(busy)][0]
     action = "init_process_group(timeout=...) longer than that" + ACTIONS_OF_BUSY.get(kind, "")
     evidence = (*([wait] if wait else []), *words[1:4], *(error[:200] for error in errors if _IN_VAIN.search(error)))
     cause = Cause(code="timeout.short", message=f"{shorter}: {words[0]}", evidence=evidence[:6], action=action)
@@ -928,7 +932,15 @@ def judge(seen: Seen) -> Verdict:
     found = {name: verdict for name, traces in told.items() if traces and (verdict := stuck(seen, traces, name))}
     known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
     best = next(iter((known or found).values()), None)
-    verdict = _by_clash(seen) or _by_errors(seen) or best or _by_states(seen) or _by_torchrun(seen) or _by_hang(seen)
+    verdict = (
+        _by_clash(seen)
+        or _by_errors(seen)
+        or best
+        or _by_joins(seen)
+        or _by_states(seen)
+        or _by_torchrun(seen)
+        or _by_hang(seen)
+    )
     verdict = verdict or _by_peer(seen) or slow(seen) or _nothing(seen)
     return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(seen))
 
@@ -941,6 +953,12 @@ def is_open(verdict: Verdict) -> bool:
 def _by_clash(seen: Seen) -> Verdict | None:
     """Calls that torch compared itself before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = seen.clash
+    if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
+        ((rank, call),) = rows.items()
+        cause = Cause(code="call.other", message=f"the ranks' calls do not match: rank {rank} calls {call.words}",
+                      action="make every rank of the group call the same, in the same order")  # fmt: skip
+        hint = Unknown(what="what the other ranks call there", command="topoflight why with the logs of every rank")
+        return replace(_verdict("failed", (cause,), seen, (), ()), unknown=(hint,))
     kinds = Counter(_signature(call) for call in rows.values()).most_common()
     if len(kinds) < 2:
         return _by_number(seen)
@@ -960,6 +978,25 @@ def _by_number(seen: Seen) -> Verdict | None:
     cause = Cause(code="call.order", message=f"{ranks_of(ranks)} disagree: {'; '.join(each[:4])}", ranks=ranks,
                   evidence=each[:8], action="make every rank of the group call the same, as often")  # fmt: skip
     return _verdict("failed", (cause,), seen, ranks, ())
+
+
+def _by_joins(seen: Seen) -> Verdict | None:
+    """A process group that is being made, and the ranks that have not come to make it."""
+    short = [join for join in seen.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
+    if not short:
+        return None
+    join = short[0]
+    state, count = "failed" if join.over else "stuck", f"{join.joined} of {join.world} ranks have joined"
+    waiting = tuple(sorted(join.ranks))
+    missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
+    if len(missing) == join.world - join.joined:  # each that has joined says so
+        cause = replace(_suspect(missing[0], "unknown", "", seen, ""), ranks=missing,
+                        message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
+        return _verdict(state, (cause,), seen, missing, waiting)
+    cause = Cause(code="call.timeout", message=f"{count} the process group; who has not, no source tells",
+                  action="collect the logs of every rank")  # fmt: skip
+    hint = Unknown(what="which rank has not joined", command="topoflight why LOG_OF_EVERY_RANK")
+    return replace(_verdict(state, (cause,), seen, (), waiting), unknown=(hint,))
 
 
 def _by_errors(seen: Seen) -> Verdict | None:
@@ -1035,7 +1072,7 @@ def _by_states(seen: Seen) -> Verdict | None:
     if busy:
         wait = f"rank states: {ranks_of(sorted(_gave_up(seen)))} waited in vain"
         if all(kinds[rank][0] in INNOCENT for rank in busy):
-            return _too_short(busy, seen, wait, tuple(sorted(_gave_up(seen))))
+            return _too_short({rank: kinds[rank] for rank in busy}, seen, wait, tuple(sorted(_gave_up(seen))))
         busy = [rank for rank in busy if kinds[rank][0] not in INNOCENT]
         causes = tuple(_suspect(rank, *kinds[rank], seen, wait) for rank in busy)
         return _verdict("failed", causes, seen, tuple(busy), tuple(sorted(_gave_up(seen))))

@@ -341,9 +341,10 @@ CODES: dict[str, Meaning] = {
     ),
     # --- how the job ended
     "process_crashed": _end(
-        "a process crashed: segmentation fault, bus error, abort",
+        "a process crashed: segmentation fault, bus error",
         "read the stack above the line; a bus error is often a full /dev/shm",
     ),
+    "process_aborted": _end("a process ended itself (abort)", "read the error above the line"),
     "process_killed": _end(
         "a process was killed (SIGKILL)",
         "look in the kernel's log and the scheduler for who killed it: most often memory",

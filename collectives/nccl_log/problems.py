@@ -35,7 +35,10 @@ _FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_wa
 _OF_A_STEP = ("job_failed", "job_stopped", "process_killed", "job_cancelled")
 # That something failed, in words of a launcher or of PyTorch, from the least telling on: a note where anything above
 # or before names a cause.
-_LEAST_TELLING = ("python_traceback", "job_failed", "job_stopped", "call_failed", "process_killed", "job_cancelled")
+_LEAST_TELLING = (
+    *("python_traceback", "job_failed", "job_stopped", "process_aborted", "call_failed", "process_killed"),
+    "job_cancelled",
+)
 # What the plugin's messages stand for where the provider is not EFA.
 _OF_OTHER_PROVIDERS = {
     "efa_plugin_init_failed": "libfabric_plugin_failed",

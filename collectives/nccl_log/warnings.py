@@ -61,7 +61,8 @@ def _exits(needle: bytes) -> tuple[Sign, ...]:
     """An exit code by what it tells: a signal as -n or, from a shell or a container, as 128 + n; 0 is none."""
     word = rb"(?i:exit(?:ed)?[ _]?(?:with )?(?:exit )?(?:status code|code|status)|return code)\"?\s{0,3}[:=]?\s{0,8}"
     return (
-        _sign(needle, "process_crashed", pattern=word + rb"(?:-(?:4|6|7|8|11)|132|134|135|136|139)\b"),
+        _sign(needle, "process_crashed", pattern=word + rb"(?:-(?:4|7|8|11)|132|135|136|139)\b"),
+        _sign(needle, "process_aborted", pattern=word + rb"(?:-6|134)\b"),
         _sign(needle, "process_killed", pattern=word + rb"(?:-9|137)\b"),
         _sign(needle, "job_stopped", pattern=word + rb"(?:-15|-2|143|130)\b"),
         _sign(needle, "job_failed", pattern=word + rb"(?!(?:13[024-79]|143)\b)0{0,3}[1-9]\d{0,3}\b"),
@@ -76,7 +77,8 @@ def _signals(needle: bytes) -> tuple[Sign, ...]:
         return before + rb"|%s\b.{0,40}received by PID|<Signals\.%s\b|\*\*\* %s\b)" % (names, names, names)
 
     return (
-        _sign(needle, "process_crashed", pattern=died(rb"SIG(?:SEGV|BUS|ABRT|ILL|FPE)", rb"(?:4|6|7|8|11)")),
+        _sign(needle, "process_crashed", pattern=died(rb"SIG(?:SEGV|BUS|ILL|FPE)", rb"(?:4|7|8|11)")),
+        _sign(needle, "process_aborted", pattern=died(rb"SIGABRT", rb"6")),
         _sign(needle, "process_killed", pattern=died(rb"SIGKILL", rb"9")),
         _sign(needle, "job_stopped", pattern=died(rb"SIG(?:TERM|INT)", rb"(?:15|2)")),
     )
@@ -89,14 +91,16 @@ _JOB_ENDS: tuple[Sign, ...] = (
         _sign(words, "process_crashed", pattern=rb"(?:^|[:*] ?|\(|line \d+: +\d+ )" + words + rb"(?! (?:will|handler))")
         for words in (b"Segmentation fault", b"Bus error")
     ),
-    _sign(b"Aborted", "process_crashed", pattern=rb"line \d+: +\d+ Aborted "),
+    # An abort is how a program ends itself after an error that it could not go on from: the error is the cause.
+    _sign(b"Aborted", "process_aborted", pattern=rb"line \d+: +\d+ Aborted "),
     _sign(
-        b"Aborted", "process_crashed", pattern=rb"Signal: Aborted|Aborted \(core dumped\)|Fatal Python error: Aborted"
+        b"Aborted", "process_aborted", pattern=rb"Signal: Aborted|Aborted \(core dumped\)|Fatal Python error: Aborted"
     ),
-    _sign(b"(core dumped)", "process_crashed"),
-    _sign(b"Caught signal", "process_crashed", pattern=rb"Caught signal (?:4|6|7|8|11)\b"),
-    _sign(b"Fatal Python error", "process_crashed"),
-    _sign(b"terminate called after throwing", "process_crashed"),
+    _sign(b"(core dumped)", "process_crashed", pattern=rb"(?<!Aborted )\(core dumped\)"),
+    _sign(b"Caught signal", "process_crashed", pattern=rb"Caught signal (?:4|7|8|11)\b"),
+    _sign(b"Caught signal", "process_aborted", pattern=rb"Caught signal 6\b"),
+    _sign(b"Fatal Python error", "process_crashed", pattern=rb"Fatal Python error(?!: Aborted)"),
+    _sign(b"terminate called after throwing", "process_aborted"),
     # PyTorch's loader of data, whose workers share /dev/shm.
     _sign(b"is killed by signal: ", "process_killed", pattern=rb"worker \(.{1,40} is killed by signal: Killed"),
     _sign(

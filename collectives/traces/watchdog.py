@@ -16,10 +16,11 @@ from collectives.traces.calls import UNNAMED, Call, RankTrace
 _RANK = re.compile(r"\[rank(\d{1,7})\]:")
 _GROUP = re.compile(r"\[PG (?:ID \d{1,6} PG GUID )?([^\]( ]{1,80}?) ?(?:\(([^)\]]{0,80})\))? Rank (\d{1,7})\]")
 _WORK = re.compile(
-    r"Rank (\d{1,7})\] Watchdog caught collective operation timeout: "
+    r"Rank (\d{1,7})\] (?:Watchdog caught collective operation timeout: |Work )"
     r"WorkNCCL\((?:SeqNum=(\d{1,18}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
 )
 _STATUS = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18})\b")
+_DONE = re.compile(r"[Ll]ast completed (?:NCCL )?work: (-?\d{1,18})\b")
 _AT = re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (\d{1,18})")
 _ERROR = re.compile(r"\[rank(\d{1,7})\]: ((?:\w{1,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception))(?:: (.{0,300})|\s*$)")
 _PRINT = re.compile(
@@ -28,14 +29,30 @@ _PRINT = re.compile(
     r"(?:, TensorDtypes=(\w{1,20}))?"
 )
 _BARRIER = re.compile(r"Ranks? ([\d, ]{1,2000}) failed to pass monitoredBarrier in (\d{1,12}) ms")
+# distributed_c10d.py, _store_based_barrier: 1.8 to 2.13 write it as a status, and in the error of a timeout
+_JOINS = re.compile(
+    r"(Timed out|Waiting).{0,40} in (?:a )?store based barrier.{0,60}?rank:? (\d{1,7}),(?: for)? key: (\S{1,200}) "
+    r"\(world_size=(\d{1,7}), (?:num_workers_joined|worker_count)=(\d{1,7})"
+)
+_JOINED = re.compile(r"Completed store-based barrier for key:\s?(\S{1,200}) with")
 _HUNG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds")
 _LEFT = re.compile(r"workMetaList_\.size\(\)=(\d{1,9})")
 _PEER = re.compile(r"losed by remote peer (\S{1,253}?)<\d{1,5}>")
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by remote",
-            "monitoredBarrier", "]: ")  # fmt: skip
+            "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier")  # fmt: skip
 MOST = 1 << 16  # ranks, or calls, that are kept
+
+
+@dataclass(slots=True)
+class Join:
+    """A process group that not all of the job's ranks have come to."""
+
+    world: int
+    joined: int = 0
+    ranks: set[int] = field(default_factory=set)  # that say that they wait in it
+    over: bool = False  # given up
 
 
 @dataclass(slots=True)
@@ -49,6 +66,7 @@ class Told:
     idle: set[int] = field(default_factory=set)  # of these, the ranks without an outstanding collective
     late: dict[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
     lost: dict[int, str] = field(default_factory=dict)  # by rank: the host whose connection was closed
+    joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +108,22 @@ class _Reader:
         elif here and (status := _STATUS.search(line)):
             key = here[0], here[1]
             self.enqueued[key] = max(int(status[1]), self.enqueued.get(key, 0))  # -1: none yet
-            if at := _AT.search(line):
+            at, done = _AT.search(line), _DONE.search(line)
+            if at:
                 self.at.setdefault((here[0], int(at[1])), here[1])
+            elif done and 0 <= int(done[1]) < int(status[1]):  # its calls end in their order: it is in the next
+                self.at.setdefault((here[0], int(done[1]) + 1), here[1])
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
             self.clash(line)
         elif missed := _BARRIER.search(line):
             words = f"did not come to the barrier within {int(missed[2]) / 1000:g} s"
             self.told.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
+        elif found := _JOINS.search(line):
+            join = self.told.joins.setdefault(found[3], Join(world=int(found[4])))
+            join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
+            join.ranks.add(int(found[2]))
+        elif found := _JOINED.search(line):
+            self.told.joins.pop(found[1], None)
         place = here or self.before
         rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:

@@ -462,6 +462,66 @@ def test_a_monitored_barrier_and_the_checks_of_detail_name_ranks() -> None:
     assert "rank 0 calls reduce of [2, 5], rank 1 calls allreduce of [2, 5]" in two.line
 
 
+def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
+    line = "Detected mismatch between collectives on ranks. Rank 0 is running inconsistent collective: "
+    found = judge(
+        Seen(clash=watchdog.read([f"{line}CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[9], T"]).clash)
+    )
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (), "call.other")
+    assert "rank 0 calls broadcast of [9]" in found.line
+
+
+BARRIER = "Waiting in store based barrier to initialize process group for {} rank: {}, key: k:1 (world_size=4, {}=3, t"
+
+
+@pytest.mark.parametrize(
+    ("lines", "state", "ranks"),
+    [
+        ([BARRIER.format("", rank, "worker_count") for rank in (0, 1, 3)], "stuck", (2,)),
+        ([BARRIER.format("10 seconds", rank, "num_workers_joined") for rank in (0, 3)], "stuck", ()),
+        ([BARRIER.format("", rank, "worker_count") for rank in (0, 1, 3)]
+         + ["INFO Rank 0: Completed store-based barrier for key:k:1 with 4 nodes."], "fine", ()),
+        (["torch.distributed.DistStoreError: Timed out initializing process group in store based barrier on "
+          "rank 0, for key: k:1 (world_size=2, num_workers_joined=1, timeout=0:30:00)"], "failed", (1,)),
+    ],
+)  # fmt: skip
+def test_who_does_not_join_is_named_where_all_who_did_say_so(lines: list[str], state: str, ranks: Any) -> None:
+    found = judge(Seen(joins=watchdog.read(lines).joins))
+    assert (found.state, found.ranks) == (state, ranks), found.line
+
+
+def test_a_rank_that_dumps_for_another_says_which_call_it_is_in_itself() -> None:
+    said = ("[rank{0}]:[E ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Received a dump signal due "
+            "to a collective timeout from  rank 6. Last enqueued NCCL work: {1}, last completed NCCL work: {2}.")  # fmt: skip
+    found = judge(Seen(told={"watchdog": watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)]).traces}))
+    assert (found.state, found.ranks) == ("stuck", ())
+    assert "ranks 1, 2 wait in a collective, number 30 of group 0" in found.line
+    idle = judge(Seen(told={"watchdog": watchdog.read([said.format(1, 31, 31)]).traces}))
+    assert idle.state == "fine"
+    behind = watchdog.read(
+        [said.format(0, 31, 30), said.format(1, 31, 30), said.format(2, 31, 30), said.format(3, 29, 29)]
+    )
+    assert judge(Seen(told={"watchdog": behind.traces}, world=4)).ranks == (3,)
+
+
+def test_a_rank_whose_gpu_is_in_a_call_that_the_others_have_left_is_behind_by_the_log() -> None:
+    found = judge(logged((2, "0", 44, 44), *((rank, "0", 47, 47) for rank in (0, 1, 3))))
+    assert (found.ranks, found.causes[0].code) == ((2,), "rank.behind"), found.line
+
+
+def test_ras_that_lacks_data_once_accuses_nobody() -> None:
+    comm = ras.RasComm(id="1", size=2, ranks={1: ras.RasRank(rank=1, host="n2", pid=9, missing="no answer")})
+    report, nothing = ras.RasReport(comms=(comm,), total=1, most=2), Verdict(state="fine", line="nothing found")
+    once = gathered.with_ras(nothing, report, None)
+    assert (once.state, once.causes) == ("unknown", ())
+    assert "rank 1" in once.line
+    twice, waited = (
+        gathered.with_ras(nothing, report, report),
+        gathered.with_ras(nothing, replace(report, timeouts=1), None),
+    )
+    assert [(found.state, found.ranks) for found in (twice, waited)] == [("stuck", (1,))] * 2
+
+
 def test_a_rank_in_a_call_that_the_others_have_left_is_behind() -> None:
     rows = {rank: trace(rank, call(45, done=False, at=NOW - 60)) for rank in (0, 1, 3)}
     rows[2] = trace(2, call(44, "all_gather", done=False, at=NOW - 60))
@@ -547,6 +607,12 @@ OVER = "\n".join([
             "GPU 0000:4e:00: Xid",
         ),
         ("[rank0]: socketProgress: Connection closed by remote peer n2<53>", "failed", "rank 0 lost a peer: n2"),
+        (
+            "terminate called after throwing an instance of 'std::runtime_error'\nLast error:\n"
+            "NET/IB : Got completion from peer 10.0.0.2<39138> with error 12, opcode 0, len 0, vendor err 129",
+            "failed",
+            "failed: transport retry exceeded",  # the abort is what came of it
+        ),
     ],
 )
 def test_a_log_alone(tmp_path: Path, text: str, state: str, words: str) -> None:
