@@ -491,8 +491,10 @@ def test_who_does_not_join_is_named_where_all_who_did_say_so(lines: list[str], s
 
 
 def test_a_rank_that_dumps_for_another_says_which_call_it_is_in_itself() -> None:
-    said = ("[rank{0}]:[E ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Received a dump signal due "
-            "to a collective timeout from  rank 6. Last enqueued NCCL work: {1}, last completed NCCL work: {2}.")  # fmt: skip
+    said = (
+        "[rank{0}]:[E ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Received a dump signal due "
+        "to a collective timeout from  rank 6. Last enqueued NCCL work: {1}, last completed NCCL work: {2}."
+    )
     found = judge(Seen(told={"watchdog": watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)]).traces}))
     assert (found.state, found.ranks) == ("stuck", ())
     assert "ranks 1, 2 wait in a collective, number 30 of group 0" in found.line
