@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -34,6 +34,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None  # CUDA's; None for other makers
     matmul_fp8: float | None = None
     measured: bool = True  # False: matmul_bf16 is a usual share of the data sheet's peak
+    watts: float | None = None  # of the board whose multiplication was measured: data sheet
     attention: str | None = None  # the attention kernel that software of its time takes by itself
     interconnect: str = "PCIe"  # of a usual node: "NVSwitch", "NVLink" (direct), "xGMI", "PCIe"
     links: int = 0  # of one GPU, bridges included
@@ -89,6 +90,24 @@ def gpu_named(name: str | None) -> Gpu | None:
         return None
     text = name.lower().replace("-", " ")
     return next((gpu for gpu in gpus() if re.search(gpu.pattern, text)), None)
+
+
+def clock_share(watts: float, of: float) -> float:
+    """What a GPU multiplies that may draw so many watts in place of `of`: the root of their ratio, 1 at the most.
+
+    The best multiplication of one chip on two boards rises with the watts by exponents of 0.52 (A100 at 300 and 400 W),
+    0.57 (H100 at 350 and 700 W, per SM), 0.42 and 0.39 (B200 at 1000 W, GB200 at 1200, B300 at 1100): the rows above.
+    """
+    return float(min(1.0, watts / of) ** 0.5)
+
+
+def of_board(gpu: Gpu, watts: float | None) -> Gpu:
+    """The same GPU on a board of so many watts; None: unknown, and taken for the data sheet's."""
+    share = clock_share(watts, gpu.watts) if watts and gpu.watts else 1.0
+    if share == 1.0:
+        return gpu
+    fp8 = gpu.matmul_fp8 * share if gpu.matmul_fp8 else None
+    return replace(gpu, matmul_bf16=gpu.matmul_bf16 * share, matmul_fp8=fp8, matmul_fp32=gpu.matmul_fp32 * share)
 
 
 def stand_in() -> Gpu:

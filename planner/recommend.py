@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from contracts.job_config import layout_asked
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import gpu_named, stand_in
+from hardware.gpus import Gpu, gpu_named, of_board, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import Note, RankedLayout, Recommendation, Rejected
@@ -80,7 +80,7 @@ def _rates(
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
         known = [gpu for name in models if (gpu := gpu_named(name))]
         if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
-            return min((gpu_rates(gpu, train, engine, precision) for gpu in known), key=lambda rates: rates.gemm)
+            return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
         other = stand_in()
         unknowns.append(
             f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an {other.name}'s; calibrate"
@@ -98,6 +98,19 @@ def _rates(
         unknowns.append("CPU cores unknown: one per rank assumed")
     memory = float(host.memory_bytes) / ranks_per_node if host and host.memory_bytes else None
     return cpu_rates((cores or ranks_per_node) / ranks_per_node, memory)
+
+
+def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, precision: str) -> Rates:
+    """Rates of a GPU on the board with the fewest watts that was probed; what was set below those is a finding."""
+    probed = [one for s in snapshots if (f := s.facts(GpuFacts)) for one in f.gpus if gpu_named(one.name) == gpu]
+    watts = min((one.power_limit_default_watts for one in probed if one.power_limit_default_watts), default=None)
+    board = of_board(gpu, watts)
+    rates = gpu_rates(board, train, engine_named(train.engine), precision)
+    if board is gpu:
+        return rates
+    share = board.matmul_bf16 / gpu.matmul_bf16
+    said = f"a board of {watts:.0f} W, the data sheet's has {gpu.watts:.0f}: {share:.0%} of its rate"
+    return replace(rates, inputs=(*rates.inputs, said))
 
 
 def unjudged(cluster: ClusterTopology) -> str:

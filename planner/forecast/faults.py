@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hardware.gpus import clock_share
 from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
@@ -142,7 +143,9 @@ _SHOWN = {
     **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down"), "fewer rails"),
     **dict.fromkeys(("rdma.port.rate", "topology.rail.uneven"), "the slowest rail sets the network's pace"),
     "topology.nic.pcie_bound": "the NIC's PCIe link bounds its rail",
-    **dict.fromkeys(("gpu.pcie.width", "pci.link.width"), "fewer lanes to the host and to the NICs"),
+    **dict.fromkeys(
+        ("gpu.pcie.width", "pci.link.width", "topology.gpu.pcie_bound"), "fewer lanes to the host and to the NICs"
+    ),
     **dict.fromkeys(("gpu.pcie.generation", "pci.link.speed"), "a slower link to the host and to the NICs"),
     **dict.fromkeys(("gpu.nvlink.missing", "topology.nvlink.asymmetric"), "rings run at the GPU with the fewest links"),
     **dict.fromkeys(("gpu.nvlink.none", "topology.nvlink.missing", "topology.nvlink.down_hgx"), "no NVLink"),
@@ -249,11 +252,11 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
 
 
 def _power(now: AsIs, host: str, finding: Finding) -> None:
-    """Clocks follow the third root of the power: power goes with frequency and the square of voltage."""
+    """The clock that the watts allow."""
     gpu = _gpu_of(now, host, finding)
     if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
         return
-    share = (gpu.power_limit_watts / gpu.power_limit_default_watts) ** (1 / 3)
+    share = clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
     now.power = min(now.power, share)
     now.say(
         f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
@@ -268,7 +271,10 @@ def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
     sustained = rates.gemm / best_gemm if best_gemm else 1.0
     share = min(now.power, now.clock / sustained, 1.0)
     slow = f"GEMM {rates.gemm * share / 1e12:.4g} TFLOP/s on the slowest GPU: derived from its clock and power limit"
-    return replace(rates, gemm=rates.gemm * share, attention=rates.attention * share, inputs=(*rates.inputs, slow))
+    head = rates.head * share if rates.head else None
+    return replace(
+        rates, gemm=rates.gemm * share, head=head, attention=rates.attention * share, inputs=(*rates.inputs, slow)
+    )
 
 
 _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
@@ -291,12 +297,14 @@ RULES: Mapping[str, Rule] = {
         ("limits.memlock.low", "rdma.memlock.registration", "rdma.uverbs.permission", "rdma.port.none_active",
          "pci.nic.no_rdma"), Rule(slow=_sockets)),
     **dict.fromkeys(
-        ("pci.peermem.missing", "topology.gdr.path", "topology.gpu_nic.far", "evidence.gdrdma.off", "pci.acs.on",
+        ("pci.peermem.missing", "topology.gdr.path", "topology.gdr.refused", "topology.gpu_nic.far",
+         "evidence.gdrdma.off", "pci.acs.on",
          "pci.iommu.translated"), Rule(slow=_through_host)),
     **dict.fromkeys(
         ("rdma.port.down", "topology.gpu_nic.down", "rdma.port.rate"), Rule(slow=_told, mend=_mend_nic)),
     **dict.fromkeys(
-        ("gpu.pcie.width", "gpu.pcie.generation", "pci.link.width", "pci.link.speed", "topology.nic.pcie_bound"),
+        ("gpu.pcie.width", "gpu.pcie.generation", "topology.gpu.pcie_bound", "pci.link.width", "pci.link.speed",
+         "topology.nic.pcie_bound"),
         Rule(slow=_told, mend=_mend_pcie)),
     **dict.fromkeys(
         ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing"),

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
+from hardware.gpus import clock_share
 from probes.api import Finding, Severity, by_loss
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -323,7 +324,7 @@ def _power(gpu: Gpu) -> Iterator[Finding]:
     limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
     if limit and default and limit < default - 0.5:  # half a watt: both are rounded to milliwatts by the driver
         yield finding(
-            "gpu.power.limit", by_loss(1.0 - (limit / default) ** (1 / 3)), subject,
+            "gpu.power.limit", by_loss(1.0 - clock_share(limit, default)), subject,
             f"the power limit is {limit:.0f} W, below the board's {default:.0f} W",
             f"nvmlDeviceGetEnforcedPowerLimit = {limit:.0f} W",
             f"If nobody chose this limit, restore it: nvidia-smi -i {gpu.index} -pl {default:.0f}.",

@@ -154,7 +154,7 @@ def test_a_gpu_held_down_by_heat_fails() -> None:
     view = look((recorded("sick-h100-thermal"),))
     assert view.verdict.exit_code == 3
     assert status(view, "gpu.thermal.throttling") == status(view, "gpu.power.brake") == {"fail"}
-    assert status(view, "gpu.power.limit") == {"fail"}, "500 of 700 W: clocks follow the third root"
+    assert status(view, "gpu.power.limit") == {"fail"}, "500 of 700 W: the root is 85 %"
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,20 @@ def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_n
     assert advice.slowed == ("imex.channel.missing: the network in place of NVLink between nodes",)
     assert advice.sound is not None and advice.sound_here is not None
     assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
+
+
+def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
+    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to mend beside it."""
+    sound = host("hgx-h100-8xH100-8hca")
+    facts = sound.facts(GpuFacts)
+    assert facts is not None
+
+    def board(watts: float) -> Recommendation:
+        gpus = tuple(replace(gpu, power_limit_watts=watts, power_limit_default_watts=watts) for gpu in facts.gpus)
+        gpu = Ok(facts=replace(facts, gpus=gpus), seconds=0.0)
+        return ask(replace(sound, outcomes={**sound.outcomes, "gpu": gpu}), global_batch=256)
+
+    usual, fewer = board(700.0), board(500.0)
+    assert fewer.sound is None and fewer.slowed == ()
+    assert 1.1 < seconds(fewer) / seconds(usual) < (700 / 500) ** 0.5 + 1e-6
+    assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in network(fewer)

@@ -86,7 +86,7 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
             "fail",
         ),
         ({"throttle_reasons": ("sw_power_cap",)}, "gpu.power.capped", "info"),
-        ({"power_limit_watts": 300.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "warn"),
+        ({"power_limit_watts": 340.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "warn"),
         ({"power_limit_watts": 280.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "fail"),
         ({"mig_enabled": True}, "gpu.mig.enabled", "fail"),
         ({"compute_mode": "prohibited"}, "gpu.device.mode", "fail"),
