@@ -106,6 +106,11 @@ CODES: dict[str, Meaning] = {
         "NCCL found every GPU-NIC pair too far apart for GPUDirect RDMA",
         "check the placement of GPUs and NICs on PCIe switches (in a VM: the topology file)",
     ),
+    "gdr_refused_by_plugin": _fail(
+        "the libfabric plugin turned GPUDirect RDMA off",
+        "none on EFA of g5 and g6; else compare libfabric, the EFA driver and the plugin's version",
+        gdr=True,
+    ),
     "peermem_missing": _fail(
         "NCCL's test for GPUDirect RDMA failed on the HCA: no peer memory module and no DMA-BUF",
         "modprobe nvidia-peermem (nv_peer_mem on old drivers), or use the open kernel modules with Linux 5.12 or later",

@@ -94,37 +94,10 @@ def inter_name(network: str, provider: str | None = None) -> str:
     if network.startswith("IBext"):
         return f"IB (plugin {network})"
     if network in ("AWS Libfabric", "Libfabric"):
-        fabric = "EFA" if provider is None or provider.startswith("efa") else provider
-        return f"{fabric} ({network})"
+        if provider is None:  # the plugin serves EFA, Slingshot and others: its name alone does not tell
+            return f"libfabric ({network})"
+        return f"{'EFA' if provider.startswith('efa') else provider} ({network})"
     return network
-
-
-# The most GPUs that one operating system was seen to hold under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
-MOST_GPUS_OF_A_NODE = 16
-
-
-def single_node(ledger: Ledger) -> bool | None:
-    """Whether all ranks sit in one node; None where the log does not say."""
-    facts = ledger.facts
-    if facts.nodes:
-        return facts.nodes == 1 and not facts.mnnvl
-    if ledger.hosts.count() > 1:
-        return False
-    if facts.test_on_one_host or facts.all_on_one_host():
-        return True
-    return False if _more_ranks_than_a_node(ledger) else None
-
-
-def _more_ranks_than_a_node(ledger: Ledger) -> bool:
-    """Whether there are ranks that cannot sit beside the devices seen: a GPU holds one rank of a communicator."""
-    facts = ledger.facts
-    seen = facts.rank_devices()
-    highest = max((rank for rank, _ in seen), default=-1)
-    if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
-        return True
-    # Bus numbers have four digits and more; devices of NVML one or two.
-    devices = [int(device) for _, device in seen if len(device) < 3 and device.isdigit()]
-    return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
 
 
 def selected_network(ledger: Ledger) -> str | None:
@@ -140,14 +113,14 @@ def _inter(ledger: Ledger) -> str | None:
     provider = ledger.facts.provider
     names = _network_names(ledger)
     torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
-    within = single_node(ledger) is True
+    within = evidence_problems.single_node(ledger) is True
     plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in _network_keys(ledger)]
     joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
     if any(key.startswith("P2P/MNNVL") for key in ledger.transports):
         joined.append("NVLink (MNNVL)")
     if joined:
         return joined[0] if len(joined) == 1 else "mixed " + " + ".join(joined)
-    single = single_node(ledger)
+    single = evidence_problems.single_node(ledger)
     if single is True or ledger.codes["duplicate_gpu"]:
         return None
     if single is None and _intra_keys(ledger):
@@ -181,7 +154,7 @@ def _intra_keys(ledger: Ledger) -> list[str]:
 
 def _intra(ledger: Ledger) -> str | None:
     keys = _intra_keys(ledger)
-    if single_node(ledger) is True:
+    if evidence_problems.single_node(ledger) is True:
         keys += [key for key in ledger.transports if key.startswith("NET/") and ledger.transports[key] > 0]
     if keys:
         return keys[0] if len(keys) == 1 else "mixed " + " + ".join(keys)
@@ -207,8 +180,8 @@ def _gdrdma(ledger: Ledger, inter: str | None) -> str:
         return "on" if on == total else "off" if not on else "partial"
     if ledger.torn_network:
         return "off" if inter == "Socket" else "none"
-    if inter == "Socket":
-        return "off"
+    if inter == "Socket":  # only chosen: it carries nothing in a job of one node
+        return "off" if evidence_problems.single_node(ledger) is False else "none"
     refused = {enabled for (name, enabled) in ledger.facts.gdr_hca if name in ("IB", "IBext")}
     return "off" if refused == {False} and inter is not None and inter.startswith("IB") else "none"
 
@@ -278,7 +251,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
     total = send.total + receive.total + other.total
     interfaces = list(facts.sockets or facts.bootstrap)
     evidence = Evidence(
-        library="rccl" if facts.rccl_version or (version and "+hip" in version) else "nccl",
+        library="rccl" if facts.rccl or facts.rccl_version or (version and "+hip" in version) else "nccl",
         nccl_version=version,
         inter_node_transport=inter,
         intra_node_transport=_intra(ledger),

@@ -247,6 +247,8 @@ class LineReader:
 
     def _remember_end(self, text: bytes, channel: Channel) -> None:
         end = text[text.find(b"via ") + 4 :]
+        if b" comm 0x" in end and b" nRanks " in end:  # NCCL ends the line with the transport
+            self.ledger.facts.rccl = True
         table = self._ends[{"send": 0, "receive": 1, None: 2}[channel.direction]]
         # What was counted for an end that is known must stay: a new writer may print it too.
         if (

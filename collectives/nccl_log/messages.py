@@ -22,6 +22,7 @@ MAX_PLACES = 4_096
 _BUILD = rb"(?:\+(?:(?:cuda|hip|rocm)[\d.]*\d|cudaCUDA_MAJOR\.CUDA_MINOR))?"
 _VERSION = re.compile(rb"\bNCCL version (?:: )?v?(\d+\.\d+(?:\.\d+)?(?:[a-z]+\d*)?(?:-\d+)?" + _BUILD + rb")")
 _RCCL_VERSION = re.compile(rb"RCCL version ?:? ?v?(\d+\.\d+(?:\.\d+)?" + _BUILD + rb")")
+_ONLY_RCCL = (b"librccl", b"rocm_smi_lib", b"ROCr version")
 _VLLM_VERSION = re.compile(rb"vLLM is using nccl==(\d+\.\d+\.\d+)")
 # What may stand behind a message: the wrapping of a log collector, a table, a page, or Ray's count of repetitions.
 _END = rb"(?=\s*(?:$|[\"'`|<\\]|\[repeated ))"
@@ -43,7 +44,7 @@ _GDR_PATH = re.compile(
     rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)(?:, read ([01]))?"
 )
 _BOOTSTRAP = re.compile(rb"(?:Bootstrap ?|^NET ): Using (?:interface |\[0\])?([^\s:\[\]]+):")
-_PROVIDER = re.compile(rb"Selected [Pp]rovider is ([\w;-]+)")
+_PROVIDER = re.compile(rb"(?:Selected [Pp]rovider is|Setting provider_filter to) ([\w;-]+)")
 FABRIC = "fabric: "  # start of the facts that tell how NCCL uses NVSwitch; in no proof of a transport
 _NVLS_CHANNELS = re.compile(rb"(\d{1,5}) nvls channels")
 _NO_MNNVL = re.compile(rb"nNodes \d+ .*MNNVL 0\b")
@@ -122,6 +123,7 @@ class Facts:
     def __init__(self) -> None:
         self.versions: Counter[str] = Counter()
         self.rccl_version: str | None = None
+        self.rccl = False  # a line as only RCCL prints it
         self.networks: Counter[str] = Counter()
         self.assigned: Counter[str] = Counter()
         self.ranks = 0
@@ -206,6 +208,7 @@ class Facts:
             if getattr(other, name) is not None:
                 setattr(self, name, bool(getattr(self, name)) or getattr(other, name))
         self.rccl_version = self.rccl_version or other.rccl_version
+        self.rccl |= other.rccl
         self.gdr_read_allowed |= other.gdr_read_allowed
         self.mnnvl_fabric |= other.mnnvl_fabric
         self.nvlink |= other.nvlink
@@ -240,6 +243,7 @@ class Facts:
             self._version(message, said)
         if b" Pid " in message and (match := _TEST_RANK.search(message)) and len(self.test_ranks) < MAX_VALUES * 8:
             self.test_ranks[int(match[1])] = match[2]
+        self.rccl = self.rccl or any(word in message for word in _ONLY_RCCL)
         if b" set " in message:
             self._environment(message)
         if b"NET" in message or b"etwork " in message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.ledger import Ledger
@@ -49,6 +50,36 @@ _OF_OTHER_PROVIDERS = {
 }
 _WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
 _BRIDGES = ("docker", "virbr")
+
+
+# The most GPUs that one operating system was seen to hold under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
+MOST_GPUS_OF_A_NODE = 16
+
+
+def single_node(ledger: Ledger) -> bool | None:
+    """Whether all ranks sit in one node; None where the log does not say."""
+    facts = ledger.facts
+    if facts.nodes:
+        return facts.nodes == 1 and not facts.mnnvl
+    listed = set(facts.test_ranks.values())
+    elsewhere = bool(listed and ledger.hosts.count()) and listed.isdisjoint(ledger.hosts.names)
+    if ledger.hosts.count() > 1 or len(listed) > 1 or elsewhere:
+        return False
+    if facts.test_on_one_host or facts.all_on_one_host():
+        return True
+    return False if _more_ranks_than_a_node(ledger) else None
+
+
+def _more_ranks_than_a_node(ledger: Ledger) -> bool:
+    """Whether there are ranks that cannot sit beside the devices seen: a GPU holds one rank of a communicator."""
+    facts = ledger.facts
+    seen = facts.rank_devices()
+    highest = max((rank for rank, _ in seen), default=-1)
+    if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
+        return True
+    # Bus numbers have four digits and more; devices of NVML one or two.
+    devices = [int(device) for _, device in seen if len(device) < 3 and device.isdigit()]
+    return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
 
 
 def layers_in_use(ledger: Ledger) -> set[str]:
@@ -105,7 +136,7 @@ def find(
     _within_node(found, evidence)
     _ports(found, ledger, ports)
     _environment(found, evidence, notes)
-    _nothing_seen(found, evidence)
+    _nothing_seen(found, evidence, notes)
     order = {"fail": 0, "warn": 1, "info": 2}
     return tuple(sorted(found.found.values(), key=lambda problem: order[problem.severity])), tuple(notes)
 
@@ -169,7 +200,10 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
 def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     inter, facts = evidence.inter_node_transport, ledger.facts
     if inter == "Socket":
-        found.add("socket_fallback", lines=found.proof("NET/Socket", "network Socket"))
+        unsure, severity = _if_several(ledger, evidence)
+        found.add(
+            "socket_fallback", detail=unsure, lines=found.proof("NET/Socket", "network Socket"), severity=severity
+        )
     one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
     if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
         found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
@@ -188,6 +222,14 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
             detail=", ".join(dict.fromkeys(suspects)),
             lines=found.proof("socket inter", "interface of"),
         )
+
+
+def _if_several(ledger: Ledger, evidence: Evidence) -> tuple[str, str]:
+    """What is to be added where NCCL chose sockets, no channel took them, and nothing shows a second node; or ""."""
+    shown = (
+        single_node(ledger) is False or ledger.torn_network or any(t.startswith("NET/") for t in evidence.transports)
+    )
+    return ("", "") if shown else ("if the job has several: the log shows one host and no channel", "warn")
 
 
 def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
@@ -254,7 +296,9 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     env, inter = evidence.environment, evidence.inter_node_transport or ""
     is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
-    found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
+    if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is told below
+        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
+        found.found.pop("gdr_refused_by_plugin", None)
     if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
         found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
     elif is_ib and {enabled for name, enabled in facts.gdr_hca if name != "Socket"} == {False}:
@@ -263,9 +307,12 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
 
 def _without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:
     """Which advice fits: that of libfabric's provider, where libfabric carries the channels."""
+    if "FastSocket" in carried:
+        return "socket_fallback"
     if not any("Libfabric" in name for name in (inter, *carried)):
         return "net_without_gdrdma"
-    provider = provider or "efa"
+    if provider is None:
+        return "net_without_gdrdma"
     if provider.startswith("efa"):
         return "efa_without_gdrdma"
     if provider.startswith("cxi"):
@@ -388,9 +435,13 @@ def _tuned(evidence: Evidence) -> Iterator[str]:
 def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
     env = evidence.environment
     if env.get("NCCL_IB_DISABLE", "0") not in ("0", "") and evidence.inter_node_transport == "Socket":
-        found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.told("NCCL_IB_DISABLE"))
+        found.add(
+            "ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.told("NCCL_IB_DISABLE"),
+            severity=_if_several(found.ledger, evidence)[1],
+        )  # fmt: skip
     if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
-        found.add("socket_forced_by_env", lines=found.told("NCCL_NET"))
+        severity = _if_several(found.ledger, evidence)[1]
+        found.add("socket_forced_by_env", lines=found.told("NCCL_NET"), severity=severity)
     odd = [f"{name}={env[name]}" for name in _LEVEL_NAMES if name in env and not _LEVEL.match(env[name])]
     if odd:
         found.add("unknown_level_value", detail=", ".join(odd), lines=found.told(*_LEVEL_NAMES))
@@ -403,10 +454,13 @@ def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) 
             _demote(found, "hand_tuned_env", notes)
 
 
-def _nothing_seen(found: _Findings, evidence: Evidence) -> None:
+def _nothing_seen(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
     if any(problem.severity == "fail" for problem in found.found.values()) or evidence.torn_lines:
         return
     if not evidence.transports and evidence.gdrdma == "none":
+        for unknown in [note for note in notes if note.code == "other_warnings"]:  # then they are all there is to read
+            notes.remove(unknown)
+            found.found[unknown.code] = replace(unknown, severity="warn")
         found.add("no_transport_evidence")
     elif evidence.gdrdma == "none" and evidence.inter_node_transport not in (None, "NVLink (MNNVL)"):
         found.add("no_inter_node_evidence")

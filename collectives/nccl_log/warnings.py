@@ -343,6 +343,8 @@ SIGNS: tuple[Sign, ...] = (
     _sign(b"not supported, and device", "gdr_not_supported_by_gin", pattern=rb"GIN: Peermem is not supported"),
     _sign(b"PXN Disabled as plugin", "pxn_disabled_plugin"),
     _sign(b"SHARP coll init error", "sharp_init_failed"),
+    _sign(b"SHARP group create", "sharp_init_failed"),
+    _sign(b"disabling GDR", "gdr_refused_by_plugin", pattern=rb"NET/OFI .*disabling GDR\b"),
     # Start.
     _sign(b"/dev/shm", "shm_too_small", pattern=rb"failed to extend /dev/shm"),
     _sign(b"shared memory segment", "shm_too_small", pattern=rb"Error while creating shared memory segment"),
@@ -390,6 +392,7 @@ SIGNS: tuple[Sign, ...] = (
     _sign(b"Broken pipe", "connection_closed_by_peer", pattern=rb"Call to send.* failed.*Broken pipe", own=False),
     _sign(b"is disabled between NVLINK", "p2p_disabled_nvlink"),
     _sign(b"is disabled between connected", "p2p_disabled_by_driver"),
+    _sign(b"Could not enable P", "p2p_disabled_by_driver", pattern=rb"Could not enable P2P between dev"),
     _sign(b"available but not working", "mnnvl_not_working", pattern=rb"MNNVL .*available but not working"),
     _sign(b"MNNVL", "mnnvl_not_working", pattern=rb"MNNVL is not supported on this system"),
     _sign(b"to bind NVLink SHARP", "nvls_bind_failed"),

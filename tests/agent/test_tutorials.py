@@ -57,7 +57,8 @@ NCCL INFO NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_1'
 NCCL INFO Channel 00/0 : 2[0] -> 1[1] [receive] via NET/IB/1/GDRDMA
 NCCL INFO Channel 00/0 : 0[0] -> 3[1] [send] via NET/IB/1/GDRDMA
 """,
-    "job/four-by-one": "".join(
+    "job/four-by-one": "NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 1 nics)\n"
+    + "".join(
         f"NCCL INFO Channel 00/0 : {a}[0] -> {b}[0] [{way}] via NET/Libfabric/0/GDRDMA\n"
         for a, b, way in ((3, 0, "receive"), (0, 1, "send"))
     ),

@@ -168,10 +168,12 @@ def test_the_ranks_of_nccl_tests_tell_one_host_from_two() -> None:
     socket = f"{INFO}Using network Socket"
     assert codes(rank(0, "node-1"), rank(1, "node-1"), socket) == ["no_transport_evidence"]
     assert codes(rank(0, "node-1"), rank(1, "node-2"), socket) == ["socket_fallback"]
-    assert codes(rank(1, "node-1"), socket) == ["socket_fallback"]
-    assert codes(
-        rank(0, "node-1"), rank(1, "node-1"), socket, f"{INFO}comm 0x1 rank 0 nranks 4 cudaDev 0 - Init START"
-    ) == ["socket_fallback"]
+    unsure = ["no_transport_evidence", "socket_fallback"]
+    assert codes(rank(1, "node-1"), socket) == unsure
+    assert (
+        codes(rank(0, "node-1"), rank(1, "node-1"), socket, f"{INFO}comm 0x1 rank 0 nranks 4 cudaDev 0 - Init START")
+        == unsure
+    )
 
 
 def test_the_version_that_vllm_names() -> None:

@@ -101,8 +101,8 @@ def test_forms_within_a_node(line: str, transport: str) -> None:
         ("IBext", "IB (plugin IBext)"),
         ("IBext_v10", "IB (plugin IBext_v10)"),
         ("Socket", "Socket"),
-        ("AWS Libfabric", "EFA (AWS Libfabric)"),
-        ("Libfabric", "EFA (Libfabric)"),
+        ("AWS Libfabric", "libfabric (AWS Libfabric)"),
+        ("Libfabric", "libfabric (Libfabric)"),
         ("gIB", "gIB"),
         ("FastSocket", "FastSocket"),
     ],
@@ -112,7 +112,7 @@ def test_names_between_nodes(network: str, name: str) -> None:
     channel = evidence.read([f"{HEAD}Channel 00/0 : 0[0] -> 1[0] [send] via NET/{network}/0\n"])
     selected = evidence.read([f"{HEAD}Using network {network}\n"])
     assert channel.inter_node_transport == selected.inter_node_transport == name
-    assert selected.gdrdma == ("off" if network == "Socket" else "none")
+    assert selected.gdrdma == "none"
 
 
 def test_libfabric_over_another_provider_is_not_efa() -> None:

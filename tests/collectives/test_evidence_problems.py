@@ -106,6 +106,7 @@ def test_warnings(line: str, expected: list[str]) -> None:
 
 IB = f"{INFO}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>"
 TWO_NODES = f"{INFO}comm 0x1 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0"
+EFA = f"{INFO}NET/OFI Selected provider is efa, fabric is efa (found 4 nics)"
 ONE_NODE = f"{INFO}comm 0x1 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0"
 P2P = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
 SHM = f"{INFO}Channel 00 : 1[1] -> 0[0] via SHM/direct/direct"
@@ -121,9 +122,10 @@ SCENES = {
     "no receive seen": ([TWO_NODES, net(), P2P], "on", ["one_direction_seen"], 5),
     "no send seen": ([net(direction="receive"), P2P], "on", ["one_direction_seen"], 5),
     "sends over sockets": ([net("Socket/0", ""), net(direction="receive")], "partial", ["mixed_networks"], 3),
-    "efa off": ([net("AWS Libfabric/0", "")], "off", ["efa_without_gdrdma"], 3),
+    "libfabric off": ([net("AWS Libfabric/0", "")], "off", ["net_without_gdrdma"], 3),
+    "efa off": ([EFA, net("AWS Libfabric/0", "")], "off", ["efa_without_gdrdma"], 3),
     "gib off": ([net("gIB/0", "")], "off", ["ib_without_gdrdma"], 3),
-    "fastsocket": ([net("FastSocket/0", "")], "off", ["net_without_gdrdma"], 3),
+    "fastsocket": ([net("FastSocket/0", "")], "off", ["socket_fallback"], 3),
     "ib off": ([IB, net(tag="")], "off", ["ib_without_gdrdma"], 3),
     "peermem, old": (
         [f"{INFO}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0' (no module)", net(tag="")],
@@ -134,7 +136,7 @@ SCENES = {
     "peermem, no channel lines": (
         [IB, f"{INFO}Using network IB", f"{INFO}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0' (no module)"],
         "off",
-        ["ib_without_gdrdma", "peermem_missing"],
+        ["peermem_missing"],
         3,
     ),
     "too far": (
@@ -170,7 +172,31 @@ SCENES = {
         ["gdr_read_disabled_by_env"],
         0,
     ),
-    "selected socket": ([f"{INFO}Using network Socket"], "off", ["socket_fallback"], 3),
+    "selected socket": ([f"{INFO}Using network Socket"], "none", ["no_transport_evidence", "socket_fallback"], 5),
+    "selected socket, two nodes": (
+        [f"{INFO}Using network Socket", f"{INFO}comm 0x5 rank 0 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0"],
+        "off",
+        ["socket_fallback"],
+        3,
+    ),
+    "P2P refused": (
+        [f"{INFO}Could not enable P2P between dev 2(=300000) and dev 1(=200000)"],
+        "none",
+        ["no_transport_evidence", "p2p_disabled_by_driver"],
+        5,
+    ),
+    "only a warning that nobody knows": (
+        ["node-1:10:20 [0] tcpxComm.cc:12 NCCL WARN rx ctrl timeout"],
+        "none",
+        ["no_transport_evidence", "other_warnings"],
+        5,
+    ),
+    "plugin without GDR": (
+        [f"{INFO}NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR"],
+        "none",
+        ["gdr_refused_by_plugin"],
+        3,
+    ),
     "selected IB": ([IB, f"{INFO}Using network IB"], "none", ["no_transport_evidence"], 5),
     "GDR 1": ([f"{INFO}Connected all rings, use ring PXN 0 GDR 1"], "none", ["no_transport_evidence"], 5),
     "enabled is no proof": (
@@ -201,9 +227,9 @@ SCENES = {
     ),
     "docker0": (
         [f"{INFO}NET/Socket : Using [0]docker0:172.17.0.1<0>", f"{INFO}Using network Socket"],
-        "off",
-        ["docker_interface_used", "socket_fallback"],
-        3,
+        "none",
+        ["docker_interface_used", "no_transport_evidence", "socket_fallback"],
+        5,
     ),
     "ranks differ": (
         [f"{INFO}Using network IB", f"{INFO}Using network Socket", net(), net("Socket/0", "")],
