@@ -216,9 +216,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         return replace(verdict, sources=sources, disagree=verdict.disagree if same else (*verdict.disagree, text))
     if not gone and not dead and not verdict.causes:
         if moved or not counts:
-            line = f"fine: the counts moved between two answers of RAS, at last {counts}" if moved and counts else (
-                verdict.line)  # fmt: skip
-            return replace(verdict, line=line, sources=sources)
+            return _alike(replace(verdict, sources=sources), report, earlier, counts, moved=moved)
         if earlier is None:
             hint = Unknown(what=f"one answer of RAS does not tell slow from stuck: {counts}",
                            command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
@@ -258,6 +256,28 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         sources=sources,
         nodes=tuple(sorted({n for c in causes for n in c.nodes})),
     )
+
+
+def _alike(
+    verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None, counts: str, *, moved: bool
+) -> Verdict:  # fmt: skip
+    """All ranks have launched as many, or the counts move: equal counts that stand still may be one call for ever."""
+    if moved:
+        said = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
+        return replace(verdict, line=f"fine: {said}" if verdict.state == "fine" else verdict.line)
+    told = any(one.counts for comm in report.comms for one in comm.ranks.values())
+    hint = Unknown(what="whether the counts move, which one answer of RAS, and its text without a fault, do not tell",
+                   command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+    if earlier is None or not told:
+        return replace(verdict, unknown=(*verdict.unknown, *((hint,) if report.total else ())))
+    line = "unknown: no count moved between two answers of RAS, and all ranks have launched as many: they are all in " \
+           "one call, or between two"  # fmt: skip
+    hint = Unknown(
+        what="whether they compute or stand still", command="topoflight why --run DIR, or py-spy dump --pid PID"
+    )
+    fine = verdict.state == "fine"
+    return replace(verdict, state="unknown" if fine else verdict.state, line=line if fine else verdict.line,
+                   unknown=(*verdict.unknown, hint))  # fmt: skip
 
 
 def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:

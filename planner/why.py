@@ -116,6 +116,7 @@ class Jam:
     met: set[int] = field(default_factory=set)  # in a call that all of its group are seen to have come to
     odd: list[Cause] = field(default_factory=list)  # calls that do not match
     held: set[int] = field(default_factory=set)  # in a call that the others' GPUs have begun, and theirs have not
+    left: set[int] = field(default_factory=set)  # in a call that all have come to, and all others have left
     stale: set[int] = field(default_factory=set)  # of the missing: their dump is older than the call
     age: float = 0.0  # seconds of the longest wait
     usual: float = 0.0  # seconds of the longest pause before it
@@ -161,8 +162,8 @@ def jam(traces: Mapping[int, RankTrace], seen: Seen) -> Jam:
         if rank not in roots and len(found.here[rank]) == found.sizes[rank] and rank not in found.stale
         and (call.created is None or _until(traces[rank], seen) - call.created >= STALL_SECONDS)
     }  # fmt: skip
-    found.held = _held_up(found)
-    found.roots = (roots - old) | found.held
+    found.held, found.left = _held_up(found), _left_behind(found, traces, seen)
+    found.roots = (roots - old) | found.held | found.left
     return found
 
 
@@ -264,6 +265,29 @@ def _held_up(jammed: Jam) -> set[int]:
     """Ranks that have called what the others have begun, and whose GPU has not come to it."""
     begun = {(call.group, call.number) for call in jammed.waits.values() if call.started and not call.p2p}
     late = {r for r, c in jammed.waits.items() if not c.started and (c.group, c.number) in begun and not c.p2p}
+    return late if len(late) < len(jammed.waits) / 2 else set()
+
+
+def _left_behind(jammed: Jam, traces: Mapping[int, RankTrace], seen: Seen) -> set[int]:
+    """Ranks in a call that all of its group have come to, and all others of it have left: few, and by dumps as new.
+
+    Calls are made ahead of the GPU, so that a rank whose GPU fails has called what the others wait in.
+    """
+
+    def over(other: int, rank: int, call: Call) -> bool:
+        trace, mine = traces[other], traces[rank].taken
+        fresh = trace.taken is None if mine is None else trace.taken is not None and trace.taken <= mine
+        return fresh and not trace.partial and not any(
+            one.group == call.group and one.number <= call.number and not one.p2p and not one.done
+            for one in trace.calls
+        )  # fmt: skip
+
+    late = {
+        rank for rank, call in jammed.waits.items()
+        if not call.p2p and not traces[rank].partial and len(jammed.here[rank]) == jammed.sizes[rank]
+        and len(jammed.here[rank]) > 1 and all(over(other, rank, call) for other in jammed.here[rank] - {rank})
+        and (call.created is None or _until(traces[rank], seen) - call.created >= STALL_SECONDS)
+    }  # fmt: skip
     return late if len(late) < len(jammed.waits) / 2 else set()
 
 
@@ -608,7 +632,8 @@ def _by_calls(
         words = f"has called {mine.words}, {_place(mine)}, and its GPU has not begun it: work before it still runs"
         return "gpu", words
     if mine is not None:
-        return "unknown", f"is still in {mine.words}, {_place(mine)}, which the others have left"
+        kind = "gpu" if rank in jammed.left else "unknown"
+        return kind, f"is still in {mine.words}, {_place(mine)}, which the others have left"
     if rank in seen.states or rank in seen.processes:
         return None
     call = next(jammed.waits[one] for one, them in sorted(jammed.missing.items()) if rank in them)

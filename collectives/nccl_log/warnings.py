@@ -219,7 +219,9 @@ _JOB_ENDS: tuple[Sign, ...] = (
 _INCOMPLETE = rb"incomplete|unavailable|unable to complete|missing|not support|cannot |no usable|skipp|invalid channel"
 _DIAGNOSTICS: tuple[Sign, ...] = (
     _sign(
-        b"NCCL DIAG [INFO]", "diag_p2p_failed", pattern=rb"\] p2p: (?:only \d+/\d+ |.*(?:mismatch|failed|unavailable))"
+        b"NCCL DIAG [INFO]",
+        "diag_p2p_failed",
+        pattern=rb"\] p2p: (?:(?:only )?\d+/\d+ |.*(?:mismatch|failed|unavailable))",
     ),
     replace(
         _sign(

@@ -65,14 +65,20 @@ def read(raw: bytes) -> RasReport:
     start = text.find("{")
     if start >= 0 and '"communicators"' in text[start : start + 4096]:
         return _json(text[start:])
-    if "Communicators..." not in text and "Job summary" not in text and "considered dead" not in text:
+    if not _SAID.search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
     return _text(text)
 
 
+_SAID = re.compile(r"Communicators\.\.\.|Job summary|considered dead|RAS Monitor Mode|PEER_DEAD|^Group +Comms +Nodes|"
+                   r"^#\d{1,7}-\d{1,7} \([0-9a-f]{1,16}\) \w", re.MULTILINE)  # fmt: skip
+# 2.28.7 to 2.28.9 leave out the comma before the state of a missing rank (client_support.cc, jsonWriteMissingRank)
+_NO_COMMA = re.compile(r'("nvml_dev": -?\d{1,9})(?=\s{1,40}"status")')
+
+
 def _json(text: str) -> RasReport:
     try:
-        found = plain.loads(text[: text.rindex("}") + 1])
+        found = plain.loads(_NO_COMMA.sub(r"\1,", text[: text.rindex("}") + 1]))
     except (plain.PlainError, ValueError) as error:
         raise RasError(f"no answer of NCCL's RAS: {error}") from None
     rows = found.get("communicators") if isinstance(found, dict) else None
@@ -134,6 +140,8 @@ _ONE = re.compile(
     r"(?:GPUs? ([\d,]{1,80})[^ ]*(?: \([^)]{0,80}\))? managed by process (\d{1,9}) on node (\S{1,80}))?"
 )  # fmt: skip
 _PROCESS = re.compile(r"^\s+Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
+# `ncclras -m` since 2.29
+_PEER_DEAD = re.compile(r"PEER_DEAD: Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
 _MISSING = re.compile(r"^\s+The missing ranks?: ([\d, ]{1,4000})")
 
 
@@ -163,6 +171,9 @@ class _Text:
             words = "dead" if self.section == "DEAD" else "no answer"
             gpu = int(process[3].split(",")[0] or 0)
             self.dead.append(RasRank(rank=-1, host=process[2], pid=int(process[1]), gpu=gpu, missing=words))
+        elif gone := _PEER_DEAD.search(line):
+            gpu = int(gone[3].split(",")[0] or 0)
+            self.dead.append(RasRank(rank=-1, host=gone[2], pid=int(gone[1]), gpu=gpu, missing="dead"))
         elif self.comm:
             self.within(line)
 

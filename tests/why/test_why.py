@@ -532,6 +532,19 @@ def test_a_rank_in_a_call_that_the_others_have_left_is_behind() -> None:
     assert "which the others have left" in found.line
 
 
+def test_who_has_called_ahead_and_not_left_what_all_others_have_is_behind() -> None:
+    ahead = (call(46, done=False, at=NOW - 60), call(47, done=False, at=NOW - 60))
+    rows = {rank: trace(rank, call(45, at=NOW - 61), *ahead) for rank in (0, 1, 3)}
+    rows[2] = trace(2, call(45, done=False, at=NOW - 61), *ahead)
+    found = judge(Seen(traces=rows, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (2,), "rank.behind")
+    assert "which the others have left" in found.line
+    older = {rank: replace(one, taken=NOW - 30 * (rank == 2)) for rank, one in rows.items()}
+    assert judge(Seen(traces=older, world=4, now=NOW)).ranks == ()  # it may have left since it dumped
+    rows[1] = trace(1, call(44))  # has not come: of a reduce the others may have left
+    assert judge(Seen(traces=rows, world=4, now=NOW)).ranks == (1,)
+
+
 def test_a_size_of_the_job_that_cannot_be_true_costs_no_memory() -> None:
     assert judge(replace(waiting(), world=10**15)).ranks == (2,)
 
@@ -578,6 +591,32 @@ def test_ras_accuses_no_majority() -> None:
     moved = gathered.with_ras(nothing, report(700), report(640))
     assert (moved.state, moved.causes) == ("fine", ())
     assert "moved" in moved.line
+
+
+def test_ras_of_every_release_is_read() -> None:
+    row = b'"rank": 1,\n"host": "n2",\n"pid": 7,\n"cuda_dev": 1,\n"nvml_dev": 1%b\n"status": {"considered_dead": true}'
+    text = b'{"communicators": [{"hash": "a", "size": 2, "ranks": [], "missing_ranks": [{' + row + b"}]}]}"
+    for comma in (b"", b","):  # 2.28.7 leaves it out
+        (comm,) = ras.read(text % comma).comms
+        assert (comm.ranks[1].missing, comm.ranks[1].host) == ("dead", "n2")
+    (gone,) = ras.read(b"[2025-12-19 13:07:07] PEER_DEAD: Process 7 on node n2 managing GPU 1\n").dead
+    assert (gone.host, gone.pid, gone.missing) == ("n2", 7, "dead")
+    part = b"#0-0 (78db921d1c117b4a) MISMATCH\n  Communicator ranks have different AllReduce operation counts\n"
+    (comm,) = ras.read(part + b"  7 ranks have launched up to operation 64\n  Rank 7 has launched up to operation 60 "
+                       b"-- GPU 3 managed by process 16 on node node1\n").comms  # fmt: skip
+    assert comm.spread == {"AllReduce": {64: 7, 60: 1}}
+
+
+def test_equal_counts_that_stand_still_are_not_called_fine() -> None:
+    def report(count: int) -> ras.RasReport:
+        ranks = {r: ras.RasRank(rank=r, counts={"AllReduce": count}) for r in range(3)}
+        return ras.RasReport(comms=(ras.RasComm(id="1", size=3, ranks=ranks),), total=1)
+
+    nothing = Verdict(state="fine", line="nothing found")
+    assert gathered.with_ras(nothing, report(9), report(8)).state == "fine"
+    still = gathered.with_ras(nothing, report(9), report(9))
+    assert (still.state, still.ranks, "no count moved" in still.line) == ("unknown", (), True)
+    assert "whether the counts move" in gathered.with_ras(nothing, report(9), None).unknown[0].what
 
 
 def test_ras_names_who_is_missing_where_the_log_cannot() -> None:
