@@ -27,11 +27,13 @@ from contracts.run_record import RunRecord
 from hardware.units import GIGA
 from planner import why
 from planner.forecast import machines
-from planner.recommend import forecast_named, plan
+from planner.forecast.faults import RULES
+from planner.recommend import cost_of, forecast_named, plan
 from planner.why import Cause, Seen, Unknown, Verdict
 from probes.api import Snapshot
 from probes.gpu import health
 from probes.interfaces.facts import InterfacesFacts
+from topology.graph import ClusterTopology
 
 _MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
@@ -86,7 +88,8 @@ def answer(asked: Asked) -> Verdict:
         verdict = priced(verdict, found, asked.request or Request(), asked.layout)
     hosts = asked.request.hosts if asked.request else ()
     if hosts or asked.checks:
-        verdict = with_nodes(verdict, (*asked.checks, *_checks(hosts)))
+        checks = (*asked.checks, *_checks(hosts))
+        verdict = faults_priced(with_nodes(verdict, checks), checks, asked.request or Request(), asked.layout)
     if asked.manifest is not None:
         verdict = with_manifest(verdict, asked.manifest)
     record = _record(asked.run)
@@ -427,6 +430,57 @@ def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
                    unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
 
 
+def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, layout: str) -> Verdict:
+    """What each finding on the node behind costs by itself, lanes of a link or a slow clock: the forecast without it.
+
+    Only failures and slow clocks have a price, as in the advice (planner.forecast.faults). Raises WhyError.
+    """
+    behind = {node for cause in verdict.causes for node in cause.nodes}
+    rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.id in RULES]
+    if not rows:
+        return verdict
+    what, model = f"what {rows[0].id} on {rows[0].node} costs", advise.model_of(request)
+    if model is None or not request.hosts or request.machine:
+        hint = Unknown(what=what, command="--host FILE of that node, --model NAME --nodes N --epochs N --lengths ...")
+        return replace(verdict, unknown=(*verdict.unknown, hint))
+    from agent.cli.hosts import snapshots as replay
+
+    snapshots = replay(request.hosts)
+    said: dict[str, list[str]] = {}
+    told = verdict.forecast
+    try:
+        cluster = advise.cluster_of(request, snapshots, request.ranks_per_node)
+        for check in rows[:8]:
+            found = advise.findings_of((check,))
+            if len(snapshots) == 1:  # one recording stands for all nodes of the job
+                found = {node.hostname: of_node for node in cluster.nodes for of_node in found.values()}
+            if (cost := cost_of(cluster, snapshots, model, request.train, found, values_of(layout))) is None:
+                continue
+            was, sound = cost
+            would = sound.forecast.step_seconds.mid
+            steps = advise.steps_of(request, sound) if _has_budget(request) else None
+            words = f"{check.id} {check.subject}: {was / would:.2f} x" + _extra(request, was - would, steps, cluster)
+            said.setdefault(check.node, []).append(words)
+            told = told or f"without {check.id}: {units.seconds(would)} a step in place of {units.seconds(was)}"
+    except (LayoutError, machines.MachineError, ValueError) as error:
+        raise WhyError(str(error)) from None
+    causes = []
+    for cause in verdict.causes:
+        prices = [cause.price, *(words for node in cause.nodes for words in said.get(node, ()))]
+        causes.append(replace(cause, price="; ".join(filter(None, prices))))
+    return replace(verdict, causes=tuple(causes), forecast=told)
+
+
+def _extra(request: Request, each_step: float, steps: int | None, cluster: ClusterTopology) -> str:
+    """ ", +3 h 20 min, +412 of your prices" of so many seconds more a step; empty without steps."""
+    if not steps:
+        return ""
+    extra = each_step * steps
+    each = advise.price_of(request)
+    money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
+    return f", +{units.duration(extra)}{money}"
+
+
 def with_manifest(verdict: Verdict, path: Path) -> Verdict:
     """Settings of the job's environment that `lint-env` warns of, and what to write instead."""
     from agent.gate.lint import lint_text
@@ -486,11 +540,7 @@ def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> 
         raise WhyError(str(error)) from None
     times = was.step_seconds.mid / would.step_seconds.mid
     words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of RDMA: {times:.1f} x"
-    if steps:
-        extra = (was.step_seconds.mid - would.step_seconds.mid) * steps
-        words += f", +{units.duration(extra)}"
-        if (each := advise.price_of(request)) is not None:
-            words += f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices"
+    words += _extra(request, was.step_seconds.mid - would.step_seconds.mid, steps, cluster)
     causes = tuple(
         replace(cause, price=words) if number == 0 else cause for number, cause in enumerate(verdict.causes)
     )  # fmt: skip

@@ -448,6 +448,27 @@ def recommend(
 AS_ASKED = "the settings as they stand"  # what is rejected where the job's own settings cannot run
 
 
+def cost_of(
+    cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec, findings: Findings,
+    named: Mapping[str, Any],
+) -> tuple[float, RankedLayout] | None:  # fmt: skip
+    """Seconds of a step with these findings, and the layout on the nodes mended; None where no rule gives them a cost.
+
+    `named` are values of the layout; of none the best on the mended nodes. Raises LayoutError.
+    """
+    against = counted(findings, {})
+    now = plan(cluster, snapshots, model, train, findings=against)
+    whole = mended(cluster, against)
+    links = mended_links(whole, links_of(whole), against, snapshots)
+    if not now.slowed or links is None:
+        return None
+    sound = replace(plan(whole, snapshots, model, train, links=links), global_batch=now.global_batch)
+    best = forecast_named(sound, named) if named else best_layout(sound)
+    if best is None or sound.world != now.world:
+        return None
+    return forecast_layout(now, best.layout).forecast.step_seconds.mid, best
+
+
 def _may_shrink(planned: Planned) -> bool:
     """Whether the batch is this module's own choice, beside accumulation that is given."""
     given = "gradient_accumulation" in planned.asked and "micro_batch" not in planned.asked

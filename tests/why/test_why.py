@@ -566,6 +566,31 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
     assert "host-2" in gathered.with_nodes(cut, down[1:]).unknown[0].what
 
 
+@pytest.mark.parametrize(
+    ("machine", "code", "words"),
+    [
+        ("sick-l40s-x4", "link.node", "pci.link.width 0000:a1:00.0: "),
+        ("sick-h100-thermal", "rank.compute", "gpu.power.brake GPU7: "),
+    ],
+)
+def test_lanes_and_clocks_of_the_node_behind_have_their_own_price(machine: str, code: str, words: str) -> None:
+    path = Path(__file__).parents[1] / f"machines/{machine}.json"
+    request = Request.of(hosts=(path,), nodes=2, model="Llama-3.1-8B", steps=10_000, price="36", method="full")
+    checks = gathered._checks((path,))
+    node = checks[0].node
+    cause = Cause(code=code, message="behind", nodes=(node,))
+    found = gathered.faults_priced(Verdict(state="slow", line="slow", causes=(cause,)), checks, request, "")
+    (price,) = [one for one in found.causes[0].price.split("; ") if one.startswith(words)]
+    times = float(price.removeprefix(words).partition(" x")[0])
+    assert 1.0 <= times < 20
+    assert price.endswith("of your prices")
+    assert found.forecast.startswith("without ")
+    other = Verdict(state="slow", line="slow", causes=(replace(cause, nodes=("another",)),))
+    assert gathered.faults_priced(other, checks, request, "") == other
+    bare = gathered.faults_priced(replace(other, causes=(cause,)), checks, Request(), "")
+    assert "costs" in bare.unknown[0].what
+
+
 def test_a_cause_costs_its_share_of_all_steps() -> None:
     late = judge(Seen(traces={r: trace(r, *c) for r, c in history(60, {3: 0.5}).items()}, world=4, now=NOW))
     assert late.causes[0].cost == pytest.approx(0.5, abs=0.02)
