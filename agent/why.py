@@ -447,7 +447,7 @@ def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, l
 
     snapshots = replay(request.hosts)
     said: dict[str, list[str]] = {}
-    told = verdict.forecast
+    told, most = verdict.forecast, 0.0
     try:
         cluster = advise.cluster_of(request, snapshots, request.ranks_per_node)
         for check in rows[:8]:
@@ -461,7 +461,9 @@ def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, l
             steps = advise.steps_of(request, sound) if _has_budget(request) else None
             words = f"{check.id} {check.subject}: {was / would:.2f} x" + _extra(request, was - would, steps, cluster)
             said.setdefault(check.node, []).append(words)
-            told = told or f"without {check.id}: {units.seconds(would)} a step in place of {units.seconds(was)}"
+            if not verdict.forecast and was - would > most:
+                most = was - would
+                told = f"without {check.id}: {units.seconds(would)} a step in place of {units.seconds(was)}"
     except (LayoutError, machines.MachineError, ValueError) as error:
         raise WhyError(str(error)) from None
     causes = []
