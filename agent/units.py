@@ -42,6 +42,8 @@ def need(name: str, value: str) -> str:
     """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
     if name == "shm_bytes" and value.isdigit():
         return f"{size(float(value))} of shared memory (/dev/shm)"
+    if name == "compute_domain":
+        return f"a ComputeDomain ({value})"
     return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 

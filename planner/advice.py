@@ -33,7 +33,7 @@ class Setting:
 class PodNeed:
     """Something the job needs that is no environment variable: shm size, memlock, a resource, an annotation."""
 
-    name: str  # "shm_bytes", "memlock", "resource", "network", "capability"
+    name: str  # "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
     value: str
     reason: Reason
 

@@ -82,7 +82,8 @@ cluster_options = (
     click.option("--dra", multiple=True, metavar="gpu|nic=CLASS",
                  help="Cluster: GPU and NIC from one PCIe root, by DRA, of these DeviceClasses. Default: "
                       f"gpu={DEVICE_CLASSES[0]} and nic={DEVICE_CLASSES[1]}, where the cluster that is asked can."),
-    click.option("--no-dra", is_flag=True, help="Cluster: GPU and NIC by device plugins, whatever the cluster can."),
+    click.option("--no-dra", is_flag=True, help="Cluster: GPU and NIC by device plugins, and no ComputeDomain, "
+                                                   "whatever the cluster can."),
     click.option("--network", "with_network", is_flag=True,
                  help="Cluster: also print the operators' network resources for the probed interfaces."),
     click.option("--host-mofed/--no-host-mofed", default=None,
@@ -229,6 +230,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         advice, left_out = cluster_job.for_pods(advice, given, found)
         advice = cluster_job.on_rails(advice, given, found)
         given = {**given, **_dra(advice, given, asked=form is None)}
+        advice = _compute_domain(advice, given, asked=form is None)
         spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
         launched = "" if form else datetime.now(UTC).isoformat()
         plan = cluster_job.plan_of(advice, given, found)
@@ -325,6 +327,29 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[
         why = f"unknown whether the cluster can: {error}"
     say(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
     return chosen
+
+
+def _compute_domain(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> Recommendation:
+    """The recommendation without its ComputeDomain where --no-dra or the cluster says so; stderr says why."""
+    from agent.cluster.client import AccessError, ApiError, connect
+    from agent.cluster.dra import CannotError, serves
+
+    need = next((each for each in advice.needs if each.name == "compute_domain"), None)
+    if need is None or (given["nodes"] or 1) == 1:
+        return advice
+    why = "--no-dra" if given["no_dra"] else ""
+    if not why and _may_ask(given, asked=asked):
+        group, _, version = need.value.partition("/")
+        try:
+            serves(connect(given["context"], tries=2), group, version)
+        except CannotError as error:
+            why = str(error)
+        except (AccessError, ApiError) as error:
+            say(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
+    if not why:
+        return advice
+    say(f"warning: no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink", err=True)
+    return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
 
 
 def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:

@@ -51,7 +51,7 @@ def check(client: Client, spec: JobSpec) -> None:
     """CannotError says that the API or a DeviceClass that the job's claims name is not there; ApiError: unknown."""
     api = claim_templates(spec)[0]["apiVersion"]
     group, _, version = api.partition("/")
-    _serves(client, group, version)
+    serves(client, group, version)
     for kind, name in zip(("gpu", "nic"), spec.device_classes, strict=True):
         try:
             client.get(path_of(api, "deviceclasses", name))
@@ -101,7 +101,8 @@ def _fit(rooted: Sequence[Counter[tuple[str, str]]], *, each: int, spec: JobSpec
     return f"{units.count(sum(count >= each for count in pairs.values()), 'node')} with {what}"
 
 
-def _serves(client: Client, group: str, version: str) -> None:
+def serves(client: Client, group: str, version: str) -> None:
+    """CannotError where the cluster does not have this version of the API."""
     try:
         known = client.get(f"/apis/{group}")
     except ApiError as error:
@@ -110,7 +111,8 @@ def _serves(client: Client, group: str, version: str) -> None:
         raise CannotError(f"the cluster serves no {group}") from None
     versions = [str(each.get("version")) for each in known.get("versions") or ()]
     if version not in versions:
-        raise CannotError(f"{group} {', '.join(versions)} is too old: {version} came with Kubernetes 1.34")
+        since = " came with Kubernetes 1.34" if group == "resource.k8s.io" else " is what this job is written for"
+        raise CannotError(f"{group} {', '.join(versions)} is too old: {version}{since}")
 
 
 def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Json]]:

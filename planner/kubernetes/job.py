@@ -138,6 +138,7 @@ class JobSpec:
     agent: str | None = None  # URL of the node's agent, which is told how the job flew
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
     device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: of GPU and NIC, as the cluster calls them
+    compute_domain: bool = False  # NVIDIA's DRA driver: an IMEX channel for each pod, for NVLink between nodes
     active_deadline_seconds: int | None = None
     restarts: int = RESTARTS  # of ranks that saved and ended, and of pods that were lost
     peer_wait_seconds: int = PEER_WAIT_SECONDS
@@ -230,7 +231,7 @@ def from_advice(
     limits: dict[str, str] = {}
     networks: list[str] = []
     shm: int | None = None
-    lock = False
+    lock = domain = False
     for need in advice.needs:
         if need.name == "resource":
             resource, _, count = need.value.partition(": ")
@@ -242,6 +243,8 @@ def from_advice(
             shm = int(need.value)
         elif need.name == "capability":
             lock = lock or need.value == "IPC_LOCK"
+        elif need.name == "compute_domain":
+            domain = nodes > 1
     environment = {s.name: s.value for s in advice.settings}
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
@@ -256,7 +259,7 @@ def from_advice(
     return JobSpec(
         name=name, image=image, nodes=nodes, processes_per_node=world // nodes,
         environment=environment, networks=tuple(dict.fromkeys(networks)),
-        shm_bytes=shm, ipc_lock=lock, **given,  # type: ignore[arg-type]
+        shm_bytes=shm, ipc_lock=lock, compute_domain=domain, **given,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

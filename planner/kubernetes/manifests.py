@@ -1,8 +1,9 @@
 """Renders one JobSpec for the job APIs in use: TrainJob with its TrainingRuntime, PyTorchJob, JobSet, Indexed Job.
 
 Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3), kubeflow.org/v1 (Training Operator 1.7 to
-1.9; resource claims need 1.9), jobset.x-k8s.io/v1alpha2, batch/v1, resource.k8s.io/v1. Documents are dicts: text is
-made by the YAML library alone, so hostile names stay data.
+1.9; resource claims need 1.9), jobset.x-k8s.io/v1alpha2, batch/v1, resource.k8s.io/v1, resource.nvidia.com/v1beta1
+(NVIDIA's DRA driver 25.3 to 0.4). Documents are dicts: text is made by the YAML library alone, so hostile names stay
+data.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ POD_LABELS = {
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
     "jobset": "jobset.sigs.k8s.io/jobset-name",
 }
+CHANNEL = "compute-domain-channel"  # a pod's claim of an IMEX channel
 PORT = 29500  # where pod 0 listens for the others: torchrun's own default
 GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
 # How a pod ends that another one shall take the place of: it saved and ended, SIGKILL, SIGTERM. All else fails the job.
@@ -73,7 +75,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     # The Trainer carries limits and requests of a TrainJob over to the pod and nothing else of its resources
     # (pkg/runtime/core/trainingruntime.go, plugins/jobset/builder.go): claims reach it from the runtime alone, and only
     # where the TrainJob has no resources of its own.
-    resources = {} if spec.resource_claim_template else container.pop("resources", {})
+    resources = {} if _claims(spec) else container.pop("resources", {})
     environment = container.pop("env", [])
     command = container.pop("command")
     # More than the Trainer needs: Kueue 0.15.0 counts a TrainJob's pods by its runtime's Job, not by numNodes, and a
@@ -119,7 +121,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
     }
     if spec.queue:
         job["spec"]["suspend"] = True  # Kueue admits it
-    return (*claim_templates(spec), runtime, job)
+    return (*claim_templates(spec), *compute_domain(spec), runtime, job)
 
 
 def jobset(spec: JobSpec) -> tuple[Document, ...]:
@@ -137,7 +139,7 @@ def jobset(spec: JobSpec) -> tuple[Document, ...]:
     }
     if spec.queue:
         job["spec"]["suspend"] = True
-    return (*claim_templates(spec), job)
+    return (*claim_templates(spec), *compute_domain(spec), job)
 
 
 def _child(spec: JobSpec, pod: Document) -> Document:
@@ -182,7 +184,7 @@ def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
             "nprocPerNode": str(spec.processes_per_node), "runPolicy": policy, "pytorchReplicaSpecs": replicas,
         },
     }  # fmt: skip
-    return (*claim_templates(spec), job)
+    return (*claim_templates(spec), *compute_domain(spec), job)
 
 
 def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
@@ -216,7 +218,7 @@ def indexed_job(spec: JobSpec) -> tuple[Document, ...]:
         job["spec"]["suspend"] = True
     if spec.active_deadline_seconds:
         job["spec"]["activeDeadlineSeconds"] = spec.active_deadline_seconds
-    return (*claim_templates(spec), service, job)
+    return (*claim_templates(spec), *compute_domain(spec), service, job)
 
 
 def _failures(spec: JobSpec) -> Document:
@@ -261,8 +263,10 @@ def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Docum
     volumes = _volumes(spec) + ([{"name": "gate", "emptyDir": {"sizeLimit": "1Mi"}}] if gated else [])
     if volumes:
         body["volumes"] = volumes
-    if spec.resource_claim_template:
-        body["resourceClaims"] = [{"name": "gpu-nic", "resourceClaimTemplateName": spec.resource_claim_template}]
+    if claims := _claims(spec):
+        body["resourceClaims"] = [
+            {"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()
+        ]
     if spec.service_account:
         body["serviceAccountName"] = spec.service_account
     if spec.node_selector:
@@ -343,9 +347,15 @@ def _resources(spec: JobSpec) -> Document:
         if any(name.startswith("hugepages-") for name in spec.limits) and not {"cpu", "memory"} & spec.limits.keys():
             # Kubernetes refuses huge pages alone ("HugePages require cpu or memory"); each rank keeps one core busy
             resources["requests"]["cpu"] = str(spec.processes_per_node)
-    if spec.resource_claim_template:
-        resources["claims"] = [{"name": "gpu-nic"}]
+    if claims := _claims(spec):
+        resources["claims"] = [{"name": name} for name in claims]
     return resources
+
+
+def _claims(spec: JobSpec) -> dict[str, str]:
+    """Of a pod: the claim's name in it, and the ResourceClaimTemplate that it is made from."""
+    claims = {"gpu-nic": spec.resource_claim_template} if spec.resource_claim_template else {}
+    return claims | ({CHANNEL: f"{spec.name}-{CHANNEL}"} if spec.compute_domain else {})
 
 
 def _security(spec: JobSpec) -> Document:
@@ -414,6 +424,25 @@ def claim_templates(spec: JobSpec) -> tuple[Document, ...]:
             "kind": "ResourceClaimTemplate",
             "metadata": {"name": spec.resource_claim_template, "namespace": spec.namespace},
             "spec": {"spec": {"devices": devices}},
+        },
+    )
+
+
+def compute_domain(spec: JobSpec) -> tuple[Document, ...]:
+    """A ComputeDomain, whose controller makes the ResourceClaimTemplate that it names, where the job asks for one.
+
+    Its spec cannot be changed. numNodes 0, which 25.x wants written: the pods meet by themselves, whatever their number
+    (dra-driver-nvidia-gpu 0.4.1, CRD).
+    """
+    if not spec.compute_domain:
+        return ()
+    channel = {"resourceClaimTemplate": {"name": _claims(spec)[CHANNEL]}}
+    return (
+        {
+            "apiVersion": "resource.nvidia.com/v1beta1",
+            "kind": "ComputeDomain",
+            "metadata": _metadata(spec),
+            "spec": {"numNodes": 0, "channel": channel},
         },
     )
 

@@ -185,6 +185,8 @@ class _Wrapper:
                 self._network(need.value, reason)
             elif need.name == "capability":
                 self._capability(need.value, reason)
+            elif need.name == "compute_domain" and not (part.pod.get("spec") or {}).get("resourceClaims"):
+                self._say(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
         self._gate()
         if part.restart == "Never":
             self._say("restartPolicy is Never: no pod is made anew, neither after a failed gate nor after one that "

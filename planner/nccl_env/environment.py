@@ -220,6 +220,17 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
         )
     if case.one_node:
         return
+    if joined := gpus.nvlink_between_nodes(case):
+        yield PodNeed(
+            name="compute_domain",
+            value="resource.nvidia.com/v1beta1",
+            reason=Reason(
+                rule="Pods share GPU memory over NVLink between nodes only with an IMEX channel, which a claim of a "
+                "ComputeDomain brings; without it NCCL falls back to the network",
+                evidence=joined,
+                source="NVIDIA DRA driver, docs and api/nvidia.com/resource/v1beta1/computedomain.go",
+            ),
+        )
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
         yield from _locked_memory(case)
     if case.efa:

@@ -22,8 +22,8 @@ def unread(case: Situation) -> Note | None:
     return Note(topic="GPU", text="Unknown: the GPUs could not be read.", evidence=failed) if failed else None
 
 
-def mnnvl(case: Situation) -> Note | None:
-    """NCCL_MNNVL_ENABLE: automatic, but it needs IMEX."""
+def nvlink_between_nodes(case: Situation) -> str | None:
+    """What shows that NVLink joins nodes of this job (MNNVL); None: nothing does."""
     if case.one_node:
         return None
     cliques: Counter[str] = Counter()
@@ -32,13 +32,20 @@ def mnnvl(case: Situation) -> Note | None:
         cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
     shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _tray(case)]
     racks = [node.hostname for node in case.nodes if not node.snapshot and _of_a_rack(node)]
-    if not shared and not racks:
+    if shared:
+        return f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
+    return f"{racks[0]}: catalogue" if racks else None
+
+
+def mnnvl(case: Situation) -> Note | None:
+    """NCCL_MNNVL_ENABLE: automatic, but it needs IMEX."""
+    evidence = nvlink_between_nodes(case)
+    if evidence is None:
         return None
     text = (
         "Set nothing: NVLink across hosts is on by default (2). It needs the IMEX service in state READY on every host "
         "of the domain (nvidia-imex-ctl -N), in Kubernetes a ComputeDomain; without it NCCL falls back to the network."
     )
-    evidence = f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)" if shared else f"{racks[0]}: catalogue"
     return Note(topic="NCCL_MNNVL_ENABLE", text=text, evidence=evidence)
 
 

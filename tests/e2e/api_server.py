@@ -36,6 +36,7 @@ KINDS = {
     "/apis/resource.k8s.io/v1/resourceclaimtemplates": "ResourceClaimTemplate",
     "/apis/resource.k8s.io/v1/deviceclasses": "DeviceClass",
     "/apis/resource.k8s.io/v1/resourceslices": "ResourceSlice",
+    "/apis/resource.nvidia.com/v1beta1/computedomains": "ComputeDomain",
     "/api/v1/configmaps": "ConfigMap",
     "/api/v1/services": "Service",
     "/api/v1/persistentvolumeclaims": "PersistentVolumeClaim",

@@ -298,3 +298,46 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
     both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", *DRA, "--resource", "rdma/x=1"])
     assert both.exit_code == 2
     assert "--resource rdma/x: with --dra the claim takes GPU and NIC" in both.output
+
+
+RACK = ["--machine", "gb200-nvl72", *WORDS]
+
+
+@pytest.mark.parametrize("kind", ["job", "trainjob", "pytorchjob"])
+def test_a_job_over_nvlink_between_nodes_gets_a_compute_domain(cluster: ApiServer, kind: str) -> None:
+    """The object, and each pod's claim of it; the GPUs stay the device plugin's. Launched twice: it stands as it is."""
+    for name in ("sft", "sft"):
+        done = CliRunner().invoke(
+            launch, [*RACK, "--api", kind, "--name", name, "--wait", "0", "--dry-run", "-o", "json"]
+        )
+        assert done.exit_code == 0, done.output
+    made = yaml.safe_load(done.stdout)["items"]
+    (domain,) = (each for each in made if each["kind"] == "ComputeDomain")
+    claim = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    assert f'"resourceClaimTemplateName": "{claim}"' in done.stdout and '"nvidia.com/gpu": "4"' in done.stdout
+
+
+def test_a_job_over_nvlink_is_made_with_its_compute_domain(cluster: ApiServer) -> None:
+    """By the API, before the job."""
+    done = CliRunner().invoke(launch, [*RACK, "--wait", "0"])
+    assert done.exit_code == 0, done.output
+    assert [each["spec"]["numNodes"] for each in cluster.of_kind("ComputeDomain")] == [0]
+    (job,) = cluster.of_kind("Job")
+    assert (
+        job["spec"]["template"]["spec"]["resourceClaims"][0]["resourceClaimTemplateName"]
+        == "sft-compute-domain-channel"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [((), "the cluster serves no resource.nvidia.com"), (("--no-dra",), "--no-dra")]
+)
+def test_without_a_compute_domain_it_is_said(cluster: ApiServer, words: tuple[str, ...], why: str) -> None:
+    """A cluster without NVIDIA's DRA driver runs the job all the same, over the network, and so does --no-dra."""
+    if not words:
+        del cluster.kinds["/apis/resource.nvidia.com/v1beta1/computedomains"]
+    done = CliRunner().invoke(launch, [*RACK, "--wait", "0", *words])
+    assert done.exit_code == 0, done.output
+    assert f"no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink" in done.stderr
+    assert cluster.of_kind("ComputeDomain") == []
+    assert "resourceClaims" not in cluster.of_kind("Job")[0]["spec"]["template"]["spec"]

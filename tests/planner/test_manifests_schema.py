@@ -32,7 +32,7 @@ SPEC = JobSpec(
     node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
     tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1",
     preflight_require=("rdma.port.down",), measure=True, agent="http://topoflight-node.topoflight:9402",
-    resource_claim_template="gpu-nic", active_deadline_seconds=86400,
+    resource_claim_template="gpu-nic", compute_domain=True, active_deadline_seconds=86400,
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
 
@@ -91,7 +91,7 @@ CORE = ("v1", "batch/v1", "resource.k8s.io/v1")
 def test_custom_resources_hold_no_field_their_api_would_drop(schemas: dict[Any, Any], index: int) -> None:
     """The CRD's own schema, with unknown fields refused."""
     document = documents()[index]
-    if document["apiVersion"] in CORE:
+    if document["apiVersion"] in CORE or document["kind"] == "ComputeDomain":
         return
     schema = schemas[document["apiVersion"], document["kind"]]
     if document["kind"] == "ClusterPolicy":  # a patch: the operator's own fields are required of the whole only
@@ -100,6 +100,38 @@ def test_custom_resources_hold_no_field_their_api_would_drop(schemas: dict[Any, 
             "properties": {**schema["properties"], "spec": without_required(schema["properties"]["spec"])},
         }
     jsonschema.validate(document, schema)
+
+
+def test_a_compute_domain_is_as_its_definition_has_it() -> None:
+    """The fields of the CRD of NVIDIA's DRA driver 0.4.1 (whole CRDs: TOPOFLIGHT_CRDS); 25.x requires numNodes too.
+
+    Each pod claims the channel of the template that the ComputeDomain names, and its containers see that claim.
+    """
+    template = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+    channel = {
+        "type": "object", "required": ["resourceClaimTemplate"],
+        "properties": {
+            "resourceClaimTemplate": template, "allocationMode": {"type": "string", "enum": ["All", "Single"]},
+        },
+    }  # fmt: skip
+    spec = {
+        "type": "object", "required": ["channel", "numNodes"],
+        "properties": {"channel": channel, "numNodes": {"type": "integer", "minimum": 0}},
+    }  # fmt: skip
+    for render in manifests.APIS.values():
+        made = render(replace(SPEC, limits={"nvidia.com/gpu": "4"}))
+        (domain,) = (each for each in made if each["kind"] == "ComputeDomain")
+        assert domain["apiVersion"] == "resource.nvidia.com/v1beta1"
+        assert domain["metadata"] == {"name": "sft-roce", "namespace": "training"}
+        jsonschema.validate(domain["spec"], strict(spec))
+        named = {"name": "compute-domain-channel",
+                 "resourceClaimTemplateName": domain["spec"]["channel"]["resourceClaimTemplate"]["name"]}  # fmt: skip
+        for pod in (each["spec"] for document in made for each in pod_templates(document)):
+            assert named in pod["resourceClaims"]
+            for container in (*pod["containers"], *pod["initContainers"]):
+                assert {"name": "compute-domain-channel"} in container["resources"]["claims"]
+                assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}  # the driver counts GPUs elsewhere
+        assert not [each for each in render(replace(SPEC, compute_domain=False)) if each["kind"] == "ComputeDomain"]
 
 
 def without_required(schema: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +166,7 @@ def pod_templates(node: Any) -> list[Any]:
 
 def test_pytorchjob_carries_the_names_openshift_ai_documents() -> None:
     """Container, annotation, resources and replicas of the documented RoCE job."""
-    (_, job) = manifests.pytorchjob(SPEC)
+    job = manifests.pytorchjob(SPEC)[-1]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert job["spec"]["nprocPerNode"] == "2"
     assert worker["replicas"] == 1

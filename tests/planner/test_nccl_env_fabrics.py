@@ -485,7 +485,11 @@ def test_rack_of_the_catalogue_names_imex() -> None:
     """gb200-nvl72 was never probed and is an NVLink domain of several nodes all the same."""
     said = settings([], machines.cluster("gb200-nvl72", 2))
     assert "ComputeDomain" in note(said, "NCCL_MNNVL_ENABLE")
-    assert not note(settings([], machines.cluster("dgx-b200", 2)), "NCCL_MNNVL_ENABLE")
+    assert [need.value for need in said.needs if need.name == "compute_domain"] == ["resource.nvidia.com/v1beta1"]
+    for others in (machines.cluster("dgx-b200", 2), machines.cluster("gb200-nvl72", 1)):
+        advice = settings([], others, multi_node=len(others.nodes) > 1)
+        assert not note(advice, "NCCL_MNNVL_ENABLE")
+        assert "compute_domain" not in {need.name for need in advice.needs}
 
 
 def test_job_on_one_node_gets_no_note_on_several() -> None:
