@@ -63,7 +63,7 @@ golden: $(READY)
 golden-documents: $(READY)
 	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
 
-# against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/kubernetes.md);
+# against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/measurements/cluster.md);
 # without KUBECONFIG the same conversations with the stand-in
 e2e: $(READY)
 	$(BIN)/pytest -q -rs tests/e2e tests/agent/test_deploy_manifests.py
