@@ -94,13 +94,14 @@ class Job(Question):
 
     def layer(self, layout: Layout, tokens: float) -> LayerCost:
         """Cached `layer_cost`."""
-        key = (tokens, layout.micro_batch, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, layout.compile)
+        fused = self.engine.fuses(layout)
+        key = (tokens, layout.micro_batch, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, fused)
         cost = self._layers.get(key)
         if cost is None:
             adapters = self.train.lora_targets if self.train.method != "full" else ()
             cost = self._layers[key] = layer_cost(
                 self.model, tokens, self.attended(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
-                self.engine, ep=layout.ep, lora_targets=adapters, compiled=layout.compile,
+                self.engine, ep=layout.ep, lora_targets=adapters, compiled=fused,
                 four_bit=self.train.method == "qlora", constants=self.constants,
             )  # fmt: skip
         return cost

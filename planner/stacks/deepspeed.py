@@ -39,6 +39,7 @@ ENGINE = DeepSpeed(
     checkpointing=("none", "full"),
     offloads=("optimizer", "all"),
     interleaved=False,
+    liger=True,
     reshard=False,
     states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy is the optimizer's
     logits_bytes=14.0,  # transformers', as in trl

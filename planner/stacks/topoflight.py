@@ -66,21 +66,10 @@ class Topoflight(Fsdp):
         more = share.model.heads * share.model.head_dim if share.layout.cp > 1 else 0
         return super().layer_activations(share) + share.tokens * share.element * more
 
-    def _until_the_end(self, share: Share) -> bool:
-        """Pipelines keep a unit's weights and unreduced fp32 gradients whole until the schedule is over.
-
-        torch.distributed.pipelining, stage.backward_maybe_with_nosync.
-        """
-        return share.sharded and share.layout.pp > 1
-
-    def keeps_gathered(self, share: Share) -> bool:
-        """A pipeline's, whatever the layout says."""
-        return self._until_the_end(share) or super().keeps_gathered(share)
-
     def shards_gradients(self, share: Share) -> bool:
-        """Not in a pipeline, nor an adapter's when it accumulates."""
+        """Not an adapter's when it accumulates."""
         accumulates = share.adapters and share.layout.gradient_accumulation > 1
-        return not self._until_the_end(share) and not accumulates and super().shards_gradients(share)
+        return not accumulates and super().shards_gradients(share)
 
     def in_units(self, share: Share) -> bool:
         """Beside TP and PP it replicates by FSDP units over one rank."""
@@ -136,16 +125,9 @@ class Topoflight(Fsdp):
         """What it keeps gathered, it keeps until the step is over."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
 
-    def gathers_again(self, layout: Layout) -> int:
-        """A pipeline's backward passes gather once: torch keeps what they have gathered until the schedule is over.
-
-        Of the forward passes between them each gives it back, and saves the next gather.
-        """
-        return 1 if layout.reshard_after_forward and layout.pp > 1 else super().gathers_again(layout)
-
     def scatters(self, train: TrainSpec, layout: Layout) -> int:
         """A whole model's after each micro-batch, adapters' and a pipeline's after the last."""
-        return 1 if train.method != "full" or layout.pp > 1 else super().scatters(train, layout)
+        return 1 if train.method != "full" else super().scatters(train, layout)
 
 
 ENGINE = Topoflight(

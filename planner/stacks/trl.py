@@ -33,6 +33,7 @@ ENGINE = Trl(
     checkpointing=("none", "full"),
     offloads=("all",),
     interleaved=False,
+    liger=True,
     # transformers' ForCausalLMLoss: the logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
     logits_bytes=14.0,
     merges_expert_adapters=True,
@@ -132,6 +133,7 @@ def trl_yaml(request: ExportRequest) -> str:
         "bf16": layout.precision == "bf16",
         "fp16": layout.precision == "fp16",
         "torch_compile": layout.compile,
+        "use_liger_kernel": layout.fused_cross_entropy and request.on_gpu,
     }
     if train.steps is not None:
         data["max_steps"] = train.steps

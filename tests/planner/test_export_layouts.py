@@ -123,6 +123,9 @@ def test_trl_names_are_those_of_training_arguments() -> None:
     """Every key that is not TRL's or the model's is a field of transformers' TrainingArguments."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     data = yaml.safe_load(export("trl", request(FSDP, method="lora")))
+    assert data["use_liger_kernel"] is FSDP.fused_cross_entropy
+    fused = yaml.safe_load(export("trl", request(dataclasses.replace(FSDP, fused_cross_entropy=True), method="lora")))
+    assert fused["use_liger_kernel"], "the forecast has no logits of all tokens"
     known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     of_trl = {"model_name_or_path", "dtype", "attn_implementation", "max_length", "packing", "use_peft", "lora_r",
               "lora_target_modules", "load_in_4bit"}  # fmt: skip

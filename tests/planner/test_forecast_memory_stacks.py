@@ -29,6 +29,20 @@ def test_torchtitan_keeps_every_second_product() -> None:
     assert parts.activations == pytest.approx(32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336))
 
 
+@pytest.mark.parametrize(("cp", "shard", "published"), [(1, 8, 75.3), (2, 4, 75.9), (4, 2, 77.1)])
+def test_a_pipeline_of_torch_holds_weights_and_gradients_whole(cp: int, shard: int, published: float) -> None:
+    """405B on 512 H100 at 32k tokens a rank, GiB reserved: torchtitan's benchmarks of 2024-12, table 6."""
+    layout = Layout(
+        world_size=512, tp=8, pp=8, cp=cp, dp_shard=shard, micro_batch=1, gradient_accumulation=8, checkpointing="full",
+        sequence_parallel=True, compile=True, precision="fp8",
+    )  # fmt: skip
+    train = replace(FULL, sequence_length=32768 * cp)
+    engine = engine_named("torchtitan")
+    parts = memory_parts(model_named("Llama-3.1-405B"), train, layout, engine)
+    assert parts.total - parts.context == pytest.approx(published * GIB, rel=0.1)
+    assert engine.scatters(train, layout) == engine.gathers_again(layout) == 1
+
+
 def test_the_job_keeps_every_product() -> None:
     """Input, q, k, v, attention's result, o, gate, up and down."""
     layout = Layout(world_size=32, dp_shard=32, micro_batch=2, checkpointing="selective")

@@ -221,6 +221,19 @@ def test_an_optimizer_in_the_backward_pass_leaves_one_gradient() -> None:
     assert parts.gradients == pytest.approx(2.0 * MODEL.vocab * MODEL.hidden)
 
 
+def test_ligers_kernels_shorten_what_lies_between_the_products_where_a_stack_runs_them() -> None:
+    """TRL's and DeepSpeed's patch by transformers takes all of them, the fine-tune job the loss alone."""
+    layout = Layout(world_size=8, dp_shard=8, micro_batch=4)
+
+    def layers(engine: str, *, fused: bool) -> float:
+        asked = job(links(1), engine=engine)
+        return asked.layer(replace(layout, fused_cross_entropy=fused), 4 * 4096.0).elementwise
+
+    for engine in ("trl", "deepspeed"):
+        assert layers(engine, fused=True) < 0.8 * layers(engine, fused=False)
+    assert layers("topoflight", fused=True) == layers("topoflight", fused=False)
+
+
 def test_qlora_unpacks_its_weights_for_each_pass() -> None:
     """2.53 bytes per weight of the layers at 0.16 of 3.35 TB/s: forward, backward and, recomputed, once more.
 
