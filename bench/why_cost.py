@@ -1,16 +1,22 @@
-"""What the thread beside a rank costs: CPU seconds of a look, a write and a dump, with the recorder full.
+"""What `why --watch` costs a job: CPU seconds of its thread with the recorder full, and steps with and without it.
 
-torchrun --nproc-per-node 2 bench/why_cost.py
+torchrun --nproc-per-node 2 bench/why_cost.py [PAIRS]
+
+Windows with and without the thread take turns within one run, in a random order within each pair; a dump is asked for
+as often as a watcher does. Told is the median over pairs of the ratio, with its 95 % interval (bootstrap over pairs):
+of wall time a step, and of the process's CPU time a step, which other load on the machine hardly moves.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -21,6 +27,7 @@ import torch.distributed as dist  # noqa: E402
 from finetune import beside  # noqa: E402
 
 DUMP_EVERY = 30.0  # as a watcher asks; unwatched only where nothing moves
+WINDOW_SECONDS = 2.5
 
 
 def cpu(work: Callable[[], object], times: int) -> float:
@@ -39,6 +46,53 @@ def cpu(work: Callable[[], object], times: int) -> float:
     return sorted(took)[len(took) // 2]
 
 
+def window(folder: Path, weights: torch.Tensor, *, watched: bool, dump: bool) -> tuple[float, float]:
+    """Wall and CPU seconds of a step, in one window of training steps that all ranks make alike."""
+    one = beside.Beside(folder, dist.get_rank(), dist.get_world_size())
+    dist.barrier()
+    if watched:
+        one.start()
+    if watched and dump and dist.get_rank() == 0:
+        (one.folder / beside.ASK).parent.mkdir(parents=True, exist_ok=True)
+        (one.folder / beside.ASK).touch()
+    steps, wall, cpu_began = 0, time.monotonic(), time.process_time()
+    over = torch.zeros(1)
+    while not over.item():
+        for _ in range(8):
+            gradient = weights @ weights
+            dist.all_reduce(gradient)
+        steps += 8
+        over.fill_(float(time.monotonic() - wall > WINDOW_SECONDS))
+        dist.broadcast(over, 0)
+    took = (time.monotonic() - wall) / steps, (time.process_time() - cpu_began) / steps
+    one.over.set()
+    if watched:
+        one.join()
+    return took
+
+
+def interval(ratios: list[float]) -> str:
+    """ "+0.1 % (-0.2 to +0.4)": the median's excess over 1, and its 95 % interval."""
+    chance = random.Random(1)
+    middles = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(4000))
+    low, high = middles[100], middles[3899]
+    return f"{median(ratios) - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
+
+
+def beside_steps(pairs: int) -> tuple[str, str]:
+    """Wall and CPU time of a step with the thread, over those without."""
+    weights, chance = torch.randn(384, 384), random.Random(0)
+    walls, cpus = [], []
+    with tempfile.TemporaryDirectory() as name:
+        for pair in range(pairs):
+            dump = pair % round(DUMP_EVERY / WINDOW_SECONDS) == 0
+            first = chance.random() < 0.5
+            rows = {on: window(Path(name), weights, watched=on, dump=dump) for on in (first, not first)}
+            walls.append(rows[True][0] / rows[False][0])
+            cpus.append(rows[True][1] / rows[False][1])
+    return interval(walls), interval(cpus)
+
+
 def main() -> None:
     """Fill the recorder, then measure on rank 0."""
     dist.init_process_group("gloo")
@@ -53,6 +107,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"look {look * 1e6:.0f} us, write {write * 1e3:.2f} ms, dump {dump * 1e3:.1f} ms of CPU")
         print(f"{share:.4%} of a CPU unwatched, {share + dump / DUMP_EVERY:.4%} with --watch")
+    wall, process = beside_steps(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
+    if dist.get_rank() == 0:
+        print(f"a step with --watch beside it: wall time {wall}, CPU time {process}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -234,6 +234,10 @@ def application(state: Any, given: dict[str, Any]) -> Any:
             client, lambda: next(iter(cluster.own()), None), namespace=_namespace(client),
             interval_seconds=given["publish_interval"], labels=given["nfd"],
         )  # fmt: skip
+        if given["runs"]:
+            from agent.cluster.run_events import RunEvents
+
+            state.before.append(RunEvents(client, _namespace(client)).of_view)
     return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=given.get("hosts"))
 
 

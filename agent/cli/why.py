@@ -13,7 +13,7 @@ import click
 
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.cli.hosts import host_option, machine_option
-from agent.cli.output import emit, format_option
+from agent.cli.output import emit, format_option, say
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -70,7 +70,16 @@ def why(
         if watch and run is None:
             raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
-            found = watch_run(run, lambda told: emit(told, form, lambda out: show(out, told)))
+            from agent.cluster.run_events import of_pod
+
+            events = of_pod(lambda text: say(text, err=True))
+
+            def tell(told: Any) -> None:
+                emit(told, form, lambda out: show(out, told))
+                if events is not None:
+                    events.tell(run.name, told)
+
+            found = watch_run(run, tell)
         else:
             found = gathered.answer(asked)
             emit(found, form, lambda out: show(out, found))

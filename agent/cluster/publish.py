@@ -170,13 +170,21 @@ def owner_of(client: Client, node: str) -> dict[str, Any] | None:
 
 
 def _uid_in(token: str, node: str) -> str | None:
-    """From the claims of a token, which the API server has signed and this reads for no decision."""
+    told = claims_of(token).get("node")
+    return str(told["uid"]) if isinstance(told, dict) and told.get("name") == node and told.get("uid") else None
+
+
+def claims_of(token: str) -> dict[str, Any]:
+    """What a service account's token says of its pod and node, which the API server has signed; else empty.
+
+    Read for no decision.
+    """
     try:
         claims = token.split(".")[1]
-        told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
-        return str(told["uid"]) if told["name"] == node and told["uid"] else None
+        told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]
     except (IndexError, KeyError, TypeError, ValueError):
-        return None
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def node_feature(record: NodeRecord, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:
