@@ -108,7 +108,7 @@ RECIPES: dict[str, Recipe] = {
                 "dp_shard": 64, "micro_batch": 1, **ZERO1},
         claim=SLOWER,
         differs={"split": "EP inside a node: EP=64 over the network is forecast at twice the 25.3 s measured, "
-                 "since DeepEP's sends to a node once are not modelled",
+                 "as Megatron-LM's own all-to-all sends each copy; the recipe's DeepEP sends to a node once",
                  "batch": "as the split", "recomputation": "the recipe recomputes parts of a layer; here all or none"},
     ),
     "Megatron-Bridge Qwen3-235B, 256 H100, fp8": Recipe(
