@@ -96,7 +96,7 @@ def _switched(node: NodeTopology) -> int:
     most = max((most, *(_to_switches(gpu) for gpu in node.gpus)))  # a pair shows the fewer of its two GPUs
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
     joined = [name for a, b, label in _gpu_labels(node) if nvlinks(label) for name in (a, b)]
-    if not ends and len(joined) > 2 and len(set(joined)) == len(joined):  # several pairs, none joined to another:
+    if not ends and len(set(joined)) == len(joined):  # pairs, none joined to another:
         return 0  # bridges between PCIe cards, which a card may well be without
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
 
@@ -127,9 +127,10 @@ def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
 
 def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
     full = _switched(node)
-    if not full:
-        return
     pairs = _gpu_labels(node)
+    if not full:
+        yield from _bridges_differ(pairs)
+        return
     for gpu in node.gpus:
         mine = [pair for pair in node.pairs if gpu.name in (pair.a, pair.b) and pair.nvlinks]
         counts = {pair.nvlinks for pair in mine}
@@ -141,6 +142,25 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
                 message=f"{gpu.name} has {max(counts)} NVLinks up, other GPUs of this node have {full}",
                 evidence=_asymmetry_evidence(node, gpu.name, pairs),
                 remedy="Read `nvidia-smi nvlink -s` on this GPU; a link that stays down needs a reset or repair.",
+            )
+
+
+def _bridges_differ(pairs: list[tuple[str, str, str]]) -> Iterator[Finding]:
+    """Pairs of cards with a bridge of their own, of which one has fewer links."""
+    joined = [(a, b, label) for a, b, label in pairs if nvlinks(label)]
+    most = max((nvlinks(label) for _, _, label in joined), default=0)
+    if len({name for a, b, _ in joined for name in (a, b)}) < 2 * len(joined):
+        return  # a mesh, which joins its GPUs by different numbers of links
+    for a, b, label in joined:
+        if nvlinks(label) < most:
+            yield Finding(
+                code=ASYMMETRIC,
+                severity=Severity.WARN,
+                subject=a,
+                message=f"{a} and {b} are joined by {nvlinks(label)} NVLinks, another pair by {most}: a bridge is not "
+                "fitted, or links are down",
+                evidence=(f"{a} to {b}: {label}", *(f"{c} to {d}: {own}" for c, d, own in joined if own != label)),
+                remedy="Read `nvidia-smi nvlink -s` on both; count and reseat the bridges.",
             )
 
 

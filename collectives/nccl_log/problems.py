@@ -138,7 +138,9 @@ def find(
     _environment(found, evidence, notes)
     _nothing_seen(found, evidence, notes)
     order = {"fail": 0, "warn": 1, "info": 2}
-    return tuple(sorted(found.found.values(), key=lambda problem: order[problem.severity])), tuple(notes)
+    # A CUDA error says what failed; a message that names the reason comes before it.
+    ranked = sorted(found.found.values(), key=lambda each: (order[each.severity], each.code == "cuda_failure"))
+    return tuple(ranked), tuple(notes)
 
 
 def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
@@ -180,7 +182,7 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
             _demote(found, code, notes)
     _demote(found, "pxn_disabled_plugin", notes)
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
-    for code in ("python_traceback", "gpu_out_of_memory"):
+    for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed"):
         if ledger.outlived(code):
             _demote(found, code, notes)  # caught: the job came to its end
     for code in _OF_A_STEP:
@@ -192,6 +194,8 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     if evidence.inter_node_transport is None:
         # One node needs no RDMA library.
         _demote(found, "libibverbs_missing", notes)
+    elif "libibverbs_missing" in found.found and _if_several(ledger, evidence)[1]:
+        found.found["libibverbs_missing"] = replace(found.found["libibverbs_missing"], severity="warn")
     layers = layers_in_use(ledger)
     if "gid_index_invalid" in found.found and layers == {"IB"}:
         _demote(found, "gid_index_invalid", notes)
@@ -249,6 +253,9 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
         found.add("one_direction_seen", detail=_part(evidence, []), lines=found.proof("NET/"))
     if state == "off" and "Socket" not in carried and not within:
         _gdr_off(found, evidence, facts, carried)
+    refused = {enabled for name, enabled in facts.gdr_hca if "Libfabric" in name}
+    if refused == {False} and evidence.gdrdma_fraction is None:
+        found.add("gdr_refused_by_plugin", lines=found.proof("GPUDirect RDMA refused"))
     _distance(found, evidence, carried, state)
     if evidence.torn_lines and state == "none":
         found.add(

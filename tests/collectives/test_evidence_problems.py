@@ -191,6 +191,29 @@ SCENES = {
         ["no_transport_evidence", "other_warnings"],
         5,
     ),
+    "libibverbs, perhaps one node": (
+        [f"{INFO}Failed to open libibverbs.so[.1]", f"{INFO}Using network Socket"],
+        "none",
+        ["libibverbs_missing", "no_transport_evidence", "socket_fallback"],
+        5,
+    ),
+    "plugin refused by its device": (
+        [EFA, f"{INFO}NET/Libfabric : GPU Direct RDMA Disabled for HCA 0 'rdmap0s29'"],
+        "none",
+        ["gdr_refused_by_plugin"],
+        3,
+    ),
+    "CUDA's error while the test ended well": (
+        [
+            f"{INFO}Using network IB",
+            "node-1:1:1 [0] transport/nvls.cc:130 NCCL WARN Cuda failure 1 'invalid argument'",
+            P2P,
+            "# Avg bus bandwidth    : 301.2",
+        ],
+        "none",
+        [],
+        0,
+    ),
     "plugin without GDR": (
         [f"{INFO}NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR"],
         "none",
@@ -368,3 +391,11 @@ def test_every_code_can_be_reached() -> None:
     given = {code for sign in SIGNS for code in sign.codes}
     source = Path(evidence_problems.__file__).read_text() + Path(evidence_lines.__file__).read_text()
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
+
+
+def test_the_message_that_names_the_reason_comes_before_the_cuda_error() -> None:
+    lines = [
+        "node-1:1:1 [1] include/alloc.h:228 NCCL WARN Cuda failure 800 'operation not permitted'",
+        "node-1:1:1 [1] mnnvl.cc:67 NCCL WARN MNNVL (cliqueSize 8) is available but not working on this system.",
+    ]
+    assert [problem.code for problem in evidence.read(lines).problems] == ["mnnvl_not_working", "cuda_failure"]

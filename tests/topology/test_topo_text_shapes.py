@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from topo_samples import ALL
 
 from agent.cli.topo import topo
+from topology.check import check
 from topology.formats.text import parse
 
 ROW = re.compile(r"(?m)^([ \t]*(?:GPU\d|mlx\d|NIC\d+\t).*)$")
@@ -170,3 +171,26 @@ def test_nics_that_are_not_shown_are_told(place: str) -> None:
     assert all("56 of 76" in near.why for near in node.nearest_nic[1:])
     assert parse(switched(None)).warnings == ()
     assert parse("56 NICs found, only displaying 56\n" + switched(None)).warnings == ()
+
+
+def found(*rows: str) -> list[tuple[str, str, str]]:
+    return [(f.code, f.severity.value, f.subject) for f in check(parse("\n".join(rows) + "\n"))]
+
+
+def test_a_card_beside_a_bridged_pair_is_no_fault():
+    """A bridge joins two cards; a third has none."""
+    assert not found("\tGPU0\tGPU1\tGPU2", "GPU0\t X \tNV12\tSYS", "GPU1\tNV12\t X \tSYS", "GPU2\tSYS\tSYS\t X ")
+
+
+def test_a_bridged_pair_with_fewer_links_than_another_is_told():
+    rows = ("GPU0\t X \tNV12\tNODE\tNODE", "GPU1\tNV12\t X \tNODE\tNODE", "GPU2\tNODE\tNODE\t X \tNV10",
+            "GPU3\tNODE\tNODE\tNV10\t X ")  # fmt: skip
+    assert found("\tGPU0\tGPU1\tGPU2\tGPU3", *rows) == [("topology.nvlink.asymmetric", "warn", "GPU2")]
+    assert not found("\tGPU0\tGPU1\tGPU2\tGPU3", *(row.replace("NV10", "NV12") for row in rows))
+
+
+def test_nics_without_a_legend_are_judged():
+    """nvidia-smi gives columns to Mellanox's devices only."""
+    rows = ("\tGPU0\tNIC0", "GPU0\t X \tNODE", "NIC0\tNODE\t X ")
+    assert found(*rows) == [("topology.gdr.path", "fail", "GPU0")]
+    assert not found(*(row.replace("NODE", "PIX") for row in rows))

@@ -262,7 +262,8 @@ def _nics(columns: tuple[str, ...], legend: dict[str, str]) -> tuple[NicNode, ..
         NicNode(
             name=name if named.count(name) == 1 else column,
             label=column,
-            kind="hca" if re.match(r"mlx\d_|ib|roce", name) else "unknown",
+            # Without a legend too: nvidia-smi gives columns to what a driver of Mellanox serves.
+            kind="hca" if re.match(r"mlx\d_|ib|roce|NIC\d+$", name) else "unknown",
         )
         for column, name in zip(columns, named, strict=True)
     )
