@@ -42,6 +42,10 @@ NODE_SECONDS = 180
 AT_ONCE = 8
 CHECKPOINT = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 SOCKET = "var/lib/kubelet/pod-resources/kubelet.sock"
+# The pods of NVIDIA's plugin, as its operator, its chart, its own manifest and GKE label them.
+PLUGINS = ("app=nvidia-device-plugin-daemonset", "app.kubernetes.io/name=nvidia-device-plugin",
+           "name=nvidia-device-plugin-ds", "k8s-app=nvidia-gpu-device-plugin")  # fmt: skip
+UNHEALTHY = re.compile(r"device marked unhealthy: (\S{1,200})")  # NVIDIA/k8s-device-plugin, internal/plugin/server.go
 PACKAGES = ("nvidia-ml-py", "psutil", "pyroute2", "pyverbs", "fastapi", "uvicorn", "prometheus-client", "torch",
             "kubernetes", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # fmt: skip
 LIMIT_FILES = ("proc/self/limits", "proc/self/cgroup", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/cpu.max",
@@ -64,9 +68,13 @@ def of_host(recording: dict[str, Any], *, root: str, state: Path, live: bool = T
     }  # fmt: skip
     if live:
         found["limits.txt"] = _limits(Path(root)).encode()
-        found["devices.json"] = _json(devices(snapshot, Path(root)))
+        found |= _account(devices(snapshot, Path(root)))
         found |= dict(_kept(state))
     return found
+
+
+def _account(told: Mapping[str, Any]) -> Files:
+    return {"devices.json": _json(told), "differences.txt": _lines(told["differences"])}
 
 
 def _json(value: Any) -> bytes:
@@ -105,27 +113,41 @@ def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
 def devices(snapshot: Snapshot, root: Path) -> dict[str, Any]:
     """What kubelet hands out against what NVML and the bus show; what could not be read is "unknown"."""
     gpus, pci = snapshot.facts(GpuFacts), snapshot.facts(PciFacts)
-    nvml = [gpu.uuid or gpu.bus_id or f"GPU{gpu.index}" for gpu in gpus.gpus] if gpus else None
-    bus = [device.bus_id for device in on_the_bus(pci)] if pci else None
     told: dict[str, Any] = {
-        "nvml": nvml if nvml is not None else "unknown", "bus": bus if bus is not None else "unknown",
+        "nvml": [gpu.uuid or gpu.bus_id or f"GPU{gpu.index}" for gpu in gpus.gpus] if gpus else "unknown",
+        "mig": [gpu.uuid for gpu in gpus.gpus if gpu.mig_enabled and gpu.uuid] if gpus else "unknown",
+        "nvml_bus": [gpu.bus_id for gpu in gpus.gpus if gpu.bus_id and not gpu.error] if gpus else "unknown",
+        "bus": [device.bus_id for device in on_the_bus(pci)] if pci else "unknown",
         "podresources": f"not asked: /{SOCKET} speaks gRPC" if (root / SOCKET).exists() else f"no /{SOCKET} here",
-    }  # fmt: skip
+    }
     try:
-        kept = loads(bounded.read_text(root / CHECKPOINT, MOST_FILE_BYTES))["Data"]
+        return compared(told, bounded.read_text(root / CHECKPOINT, MOST_FILE_BYTES))
+    except OSError as error:
+        return compared(told, error)
+
+
+def compared(told: Mapping[str, Any], checkpoint: str | Exception) -> dict[str, Any]:
+    """What the host shows, with kubelet's checkpoint (or why it was not read) and `differences` in words."""
+    found = {key: value for key, value in told.items() if key != "kubelet"} | {"differences": _on_the_bus(told)}
+    try:
+        if isinstance(checkpoint, Exception):
+            raise checkpoint
+        kept = loads(checkpoint)["Data"]
         registered = {str(name): [str(i) for i in ids or ()] for name, ids in kept["RegisteredDevices"].items()}
         handed = [
             {"pod": each["PodUID"], "container": each["ContainerName"], "resource": each["ResourceName"],
              "devices": _ids(each["DeviceIDs"])}
             for each in kept["PodDeviceEntries"] or ()
         ]  # fmt: skip
-    except (OSError, PlainError, ValueError, KeyError, TypeError, AttributeError) as error:
-        told["kubelet"] = f"unknown: {error}"
-        told["differences"] = "unknown"
-        return told
-    told |= {"registered": registered, "handed_out": handed}
-    told["differences"] = differences(registered, handed, nvml, len(bus) if bus is not None else None)
-    return told
+    except (OSError, PlainError, BundleError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found["kubelet"] = f"unknown: {error}"
+        found["differences"].append(
+            f"unknown whether kubelet hands out every GPU: its checkpoint was not read: {error}"
+        )
+        return found
+    found |= {"registered": registered, "handed_out": handed}
+    found["differences"] += differences(registered, handed, told["nvml"], told["mig"])
+    return found
 
 
 def _ids(told: Any) -> list[str]:
@@ -134,25 +156,69 @@ def _ids(told: Any) -> list[str]:
     return [str(each) for group in groups for each in group or ()]
 
 
-def differences(
-    registered: Mapping[str, Sequence[str]], handed: Sequence[Mapping[str, Any]], nvml: Sequence[str] | None,
-    on_bus: int | None,
-) -> list[str]:  # fmt: skip
-    """Each way in which kubelet's account of whole GPUs departs from what the host shows, in words."""
-    found = []
-    ids = [each for name, all_ids in registered.items() if name == "nvidia.com/gpu" for each in all_ids]
-    whole = [each for each in ids if each.startswith("GPU-") and "::" not in each]  # "::" counts a shared GPU's shares
-    if nvml is not None and whole:
-        found += [f"kubelet has {each}, NVML does not" for each in whole if each not in nvml]
-        found += [
-            f"NVML has {each}, kubelet does not" for each in nvml if each.startswith("GPU-") and each not in whole
+def _on_the_bus(told: Mapping[str, Any]) -> list[str]:
+    bus, nvml = told["bus"], told["nvml_bus"]
+    if bus == "unknown" or nvml == "unknown":
+        return [
+            f"unknown whether NVML shows every GPU of the bus: {'the bus' if bus == 'unknown' else 'NVML'} was not read"
         ]
-    if nvml is not None and on_bus is not None and on_bus != len(nvml):
-        found.append(f"the bus shows {on_bus} GPUs, NVML {len(nvml)}")
+    return [f"the bus shows a GPU at {each}, NVML does not" for each in bus if each not in nvml] + [
+        f"NVML shows a GPU at {each}, the bus does not" for each in nvml if each not in bus
+    ]
+
+
+def differences(
+    registered: Mapping[str, Sequence[str]], handed: Sequence[Mapping[str, Any]], nvml: Sequence[str] | str,
+    mig: Sequence[str] | str,
+) -> list[str]:  # fmt: skip
+    """Each way in which kubelet's account of the GPUs departs from what NVML shows, in words.
+
+    RegisteredDevices has what the plugin calls healthy alone. A device is known by its id, whatever its resource is
+    named: "GPU-<uuid>", "MIG-<uuid>", "GPU-<uuid>::3" (a share of one); another plugin may count in its own names.
+    """
+    found = []
+    ids = [each for all_ids in registered.values() for each in all_ids]
+    whole = list(dict.fromkeys(each.split("::")[0] for each in ids if each.startswith("GPU-")))
+    slices = [each for each in ids if each.startswith("MIG-")]
+    named = [name for name in registered if name.startswith("nvidia.com/")]
+    other = [each for name in named for each in registered[name] if not each.startswith(("GPU-", "MIG-"))]
+    if isinstance(nvml, str) or isinstance(mig, str):
+        found.append("unknown whether the device plugin advertises every GPU: NVML was not read")
+    else:
+        found += [f"the device plugin advertises {each}, NVML does not show it" for each in whole if each not in nvml]
+        found += [f"the device plugin advertises {each} whole, NVML shows MIG on" for each in whole if each in mig]
+        if mig and not slices:
+            found += [f"NVML shows MIG on on {each}, the device plugin advertises no slice" for each in mig]
+        if not mig:
+            found += [f"the device plugin advertises {each}, NVML shows MIG off on every GPU" for each in slices]
+        plain = [each for each in nvml if each.startswith("GPU-") and each not in mig and each not in whole]
+        if other and len(other) != len(nvml) - len(mig):
+            found.append(f"the device plugin advertises {len(other)} by names of its own ({', '.join(other)}), NVML "
+                         f"shows {len(nvml) - len(mig)}")  # fmt: skip
+        elif plain and not other:
+            whose = "as healthy" if named else "; no plugin of nvidia.com has registered with kubelet"
+            found += [f"NVML shows {each}, the device plugin does not advertise it {whose}".replace(" ;", ";")
+                      for each in plain]  # fmt: skip
     for each in handed:
         gone = [i for i in each["devices"] if each["resource"] in registered and i not in registered[each["resource"]]]
-        found += [f"pod {each['pod']} holds {i} of {each['resource']}, which is not registered" for i in gone]
+        found += [f"pod {each['pod']} holds {i} of {each['resource']}, which its plugin does not advertise as healthy"
+                  for i in gone]  # fmt: skip
     return found
+
+
+def brief(hosts: Mapping[str, Files], most: int = 10) -> list[str]:
+    """What kubelet, device plugins, NVML and the bus disagree on, a line each with its host; the rest is counted."""
+    found = []
+    for host, files in hosts.items():
+        lines = files.get("differences.txt", b"").decode(errors="replace").splitlines()
+        known = [line for line in lines if not line.startswith(("none:", "unknown"))]
+        found += [line if host == "cluster" else f"{host}: {line}" for line in known]
+    rest = [f"and {len(found) - most} more: differences.txt of each folder"] if len(found) > most else []
+    return found[:most] + rest
+
+
+def _lines(told: Sequence[str]) -> bytes:
+    return ("\n".join(told or ["none: what could be compared agrees"]) + "\n").encode()
 
 
 def packed(hosts: Mapping[str, Files]) -> bytes:
@@ -174,8 +240,8 @@ def _named(host: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
 
 
-def unpacked(content: bytes) -> dict[str, Files]:
-    """The files of a bundle, by host. Raises BundleError."""
+def unpacked(content: bytes, wanted: str = "") -> dict[str, Files]:
+    """The files of a bundle, by host; of all, or the one that is named so in each. Raises BundleError."""
     found: dict[str, Files] = {}
     total = 0
     try:
@@ -185,6 +251,8 @@ def unpacked(content: bytes) -> dict[str, Files]:
                 host, _, name = entry.name.partition("/")
                 if total > MOST_BYTES:
                     raise BundleError(f"larger than {MOST_BYTES >> 20} MiB")
+                if wanted and name != wanted:
+                    continue
                 if entry.isfile() and name and ".." not in name and (data := tar.extractfile(entry)) is not None:
                     found.setdefault(_named(host), {})[name] = data.read()
     except (tarfile.TarError, EOFError, OSError) as error:
@@ -208,48 +276,120 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
     for name, words in {
         "nodetopologies.json": ["get", "nodetopologies", "-o", "json"],
         "nodes.json": ["get", "nodes", "-o", "json"],
+        "resourceslices.json": ["get", "resourceslices", "-o", "json"],
     }.items():
         try:
             found["cluster"][name] = _json(json.loads(_kubectl([*base, *words])))
         except (BundleError, ValueError) as error:
             found["cluster"][f"{name}.txt"] = f"{without_secrets(str(error))}\n".encode()
+    plugins, refused = _plugins(base)
+    if refused:
+        found["cluster"]["plugins.txt"] = f"not listed: {without_secrets(refused)}\n".encode()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        each = pool.map(lambda item: _node(base, *item), chosen.items())
+        each = pool.map(lambda item: _node(base, item[0], item[1], plugins.get(item[0])), chosen.items())
         found |= dict(zip(chosen, each, strict=True))
-    found["cluster"]["differences.json"] = _json(_against_nodes(found))
+    found["cluster"]["differences.txt"] = _lines(_against_api(found, plugins))
     return found
 
 
-def _against_nodes(found: Mapping[str, Files]) -> dict[str, str]:
-    """Nodes whose capacity, as the device plugin told kubelet, is not the number of GPUs that NVML shows."""
+def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str]], str]:
+    """(namespace, name) of the pod of NVIDIA's device plugin on each node, and why none could be listed."""
+    found, refused = {}, ""
+    for label in PLUGINS:
+        try:
+            listed = json.loads(_kubectl([*base[:-2], "get", "pods", "-A", "-l", label, "-o", "json"]))
+            for pod in listed["items"]:
+                node = str(pod["spec"].get("nodeName"))
+                found[node] = str(pod["metadata"].get("namespace")), str(pod["metadata"]["name"])
+        except (BundleError, ValueError, KeyError, TypeError) as error:
+            refused = str(error)
+    return found, refused
+
+
+def _against_api(found: Mapping[str, Files], plugins: Mapping[str, Any]) -> list[str]:
+    """What the API has of each node (capacity, what is healthy of it, ResourceSlices) against what NVML shows."""
     try:
         nodes = json.loads(found["cluster"]["nodes.json"])["items"]
     except (KeyError, ValueError):
-        return {"": "unknown: the nodes could not be read"}
-    told = {}
+        return ["unknown: the nodes could not be read"]
+    slices = _slices(found["cluster"].get("resourceslices.json", b"{}"))
+    told = []
     for node in nodes:
         name, status = str(node["metadata"]["name"]), node.get("status") or {}
-        if "devices.json" in found.get(name, {}):
-            seen = json.loads(found[name]["devices.json"])["nvml"]
-            has = (status.get("capacity") or {}).get("nvidia.com/gpu")
-            if isinstance(seen, list) and has is not None and int(has) != len(seen):
-                told[name] = f"capacity nvidia.com/gpu is {has}, NVML shows {len(seen)}"
+        if name not in found:
+            continue
+        capacity = {key: int(count) for key, count in (status.get("capacity") or {}).items()
+                    if key.startswith("nvidia.com/") and str(count).isdigit()}  # fmt: skip
+        healthy = status.get("allocatable") or {}
+        for key, count in capacity.items():
+            if str(healthy.get(key, "")).isdigit() and int(healthy[key]) < count:
+                told.append(f"{name}: {count - int(healthy[key])} of {count} {key} unhealthy, by the device plugin "
+                            f"(allocatable {healthy[key]})")  # fmt: skip
+        here = json.loads(found[name].get("devices.json", b"{}"))
+        nvml, mig = here.get("nvml"), here.get("mig")
+        if not isinstance(nvml, list) or mig:
+            continue
+        labels = node["metadata"].get("labels") or {}
+        replicas = max(int(r) if (r := str(labels.get("nvidia.com/gpu.replicas", "1"))).isdigit() else 1, 1)
+        whole = sum(n for key, n in capacity.items() if key in ("nvidia.com/gpu", "nvidia.com/gpu.shared")) / replicas
+        if name in slices:
+            told += [f"{name}: NVML shows {each}, no ResourceSlice has it" for each in nvml if each not in slices[name]]
+            told += [f"{name}: a ResourceSlice has {each}, NVML does not show it"
+                     for each in slices[name] if each not in nvml]  # fmt: skip
+        elif nvml and not capacity:
+            plugin = "" if name in plugins else ", no plugin was found"
+            told.append(f"{name}: the node offers no nvidia.com/gpu{plugin}; NVML shows {len(nvml)}")
+        elif whole != len(nvml):
+            told.append(f"{name}: capacity nvidia.com/gpu is {whole:g}, NVML shows {len(nvml)}")
     return told
 
 
-def _node(base: list[str], node: str, pod: str) -> Files:
+def _slices(content: bytes) -> dict[str, list[str]]:
+    """Whole GPUs' UUIDs by node, as a DRA driver publishes them: resource.k8s.io v1, and v1beta1 below `basic`."""
+    found: dict[str, list[str]] = {}
+    for each in json.loads(content).get("items") or ():
+        spec = each.get("spec") or {}
+        if spec.get("driver") == "gpu.nvidia.com" and spec.get("nodeName"):
+            for device in spec.get("devices") or ():
+                told = (device.get("basic") or device).get("attributes") or {}
+                uuid = str((told.get("uuid") or {}).get("string") or "")
+                if uuid.startswith("GPU-"):
+                    found.setdefault(str(spec["nodeName"]), []).append(uuid)
+    return found
+
+
+def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str] | None) -> Files:
     files: Files = {}
     try:
         inside = unpacked(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
         files |= next(iter(inside.values()), {})
     except BundleError as error:
         files["error.txt"] = f"{node}: {without_secrets(str(error))}\n".encode()
-    try:
-        log = _kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
-        files["log.txt"] = str(without_secrets(log.decode(errors="replace"))).encode()
-    except BundleError as error:
-        files["log.txt"] = f"not read: {without_secrets(str(error))}\n".encode()
+    files["log.txt"] = _log([*base, "logs", pod])
+    if plugin is not None:
+        # The agent mounts nothing of the host; the plugin's pod has kubelet's folder, since it registers there.
+        there = [*base[:-2], "-n", plugin[0]]
+        files["plugin-log.txt"] = _log([*there, "logs", plugin[1]])
+        told = json.loads(files.get("devices.json", b"{}"))
+        if "registered" not in told and "nvml" in told:
+            try:
+                text = _kubectl([*there, "exec", plugin[1], "--", "cat", f"/{CHECKPOINT}"]).decode(errors="replace")
+                told = compared(told, text)
+            except BundleError as error:
+                told = compared(told, error)
+        marked = dict.fromkeys(UNHEALTHY.findall(files["plugin-log.txt"].decode(errors="replace")))
+        if "nvml" in told:
+            told["differences"] += [f"the device plugin's log has {each} marked unhealthy" for each in marked]
+            files |= _account(told)
     return files
+
+
+def _log(words: list[str]) -> bytes:
+    try:
+        log = _kubectl([*words, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
+    except BundleError as error:
+        return f"not read: {without_secrets(str(error))}\n".encode()
+    return str(without_secrets(log.decode(errors="replace"))).encode()
 
 
 def _kubectl(words: Iterable[str]) -> bytes:

@@ -56,3 +56,5 @@ def bundle(
     failed = [name for name, files in hosts.items() if "error.txt" in files]
     said = f"; {len(failed)} without an answer: {', '.join(failed)}" if failed else ""
     say(f"{target}: {len(content)} bytes, {len(hosts)} folders{said}. Look into it before you hand it on.", err=True)
+    for line in making.brief(hosts):
+        say(line, err=True)

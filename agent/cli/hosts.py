@@ -94,6 +94,12 @@ def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: t
                 if not stop.is_set():
                     found.append(scan(host))
                     paths.append(path)
+            if path.name.endswith((".tgz", ".tar.gz")):
+                from agent import bundle
+
+                with contextlib.suppress(bundle.BundleError):
+                    for line in bundle.brief(bundle.unpacked(path.read_bytes(), "differences.txt")):
+                        say(line, err=True)
         except RecordingError as error:
             raise InputError(str(error)) from None
     return told_apart(found, paths)

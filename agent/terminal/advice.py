@@ -44,6 +44,10 @@ def in_brief(out: Console, advice: Recommendation) -> None:
     if advice.chosen is not None:
         _title(out, advice, advice.chosen)
         rows = [row for row in summary(advice, advice.chosen) if row[0] in FIRST_ROWS]
+    else:
+        count = len(advice.settings)
+        said = f"set {count} variable{'' if count == 1 else 's'}" if count else "nothing to set"
+        out.print(f"Environment: ✓ {said} → for a layout, its speed, memory and cost give --model")
     shown = [f"{setting.name}={setting.value}" for setting in advice.settings]
     more = len(shown) - FIRST_SETTINGS
     words = " ".join(shown[:FIRST_SETTINGS]) or "nothing: NCCL finds by itself what this machine has"

@@ -35,13 +35,15 @@ def host(root: Path, state: Path, machine: Path = SOUND) -> bundle.Files:
     return bundle.of_host(load(machine).content, root=str(root), state=state)
 
 
-def checkpoint(root: Path, registered: list[str], held: list[str]) -> None:
+def checkpoint(root: Path, registered: dict[str, list[str] | None], held: list[str]) -> str:
+    """As kubelet writes it: DeviceIDs by NUMA node, and a resource without a healthy device as null."""
     path = root / bundle.CHECKPOINT
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     entry = {"PodUID": "p1", "ContainerName": "c", "ResourceName": "nvidia.com/gpu", "DeviceIDs": {"0": held},
              "AllocResp": SECRETS["key"]}  # fmt: skip
-    data = {"PodDeviceEntries": [entry], "RegisteredDevices": {"nvidia.com/gpu": registered}}
-    path.write_text(json.dumps({"Data": data, "Checksum": 1}))
+    text = json.dumps({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": registered}, "Checksum": 1})
+    path.write_text(text)
+    return text
 
 
 def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
     told = {"log": SEEDED, "nested": [{"api_key": SECRETS["pair"], "note": f"x {SECRETS['jwt']}"}]}
     (state / "history.json").write_text(json.dumps(told))
     (state / "flights" / "f.json").write_text(json.dumps(told))
-    checkpoint(root, [], [])
+    checkpoint(root, {}, [])
     recording = json.loads(SOUND.read_text())
     recording["answers"]["read_text"]["/proc/cmdline"] = SEEDED
     recording["answers"].setdefault("environment", {})[""] = {"NCCL_SECRET": SECRETS["pair"], "NCCL_DEBUG": "INFO"}
@@ -62,30 +64,80 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
     for name, secret in SECRETS.items():
         assert secret not in whole, name
     assert whole.count("a harmless line") >= 4
-    assert {"recording.json", "findings.json", "versions.json", "limits.txt", "devices.json", "state/history.json",
-            "state/flights/f.json"} == set(files)  # fmt: skip
+    assert {"recording.json", "findings.json", "versions.json", "limits.txt", "devices.json", "differences.txt",
+            "state/history.json", "state/flights/f.json"} == set(files)  # fmt: skip
+
+
+def told(root: Path, machine: Path = SOUND) -> list[str]:
+    return list(bundle.devices(scan(load(machine)), root)["differences"])
 
 
 def test_kubelet_nvml_and_the_bus_are_compared(tmp_path: Path) -> None:
     """A GPU that one has and the other has not, a pod that holds one that is gone; unknown without the checkpoint."""
-    snapshot = scan(load(SOUND))
-    nvml = bundle.devices(snapshot, tmp_path)["nvml"]
-    assert len(nvml) == 8 and bundle.devices(snapshot, tmp_path)["differences"] == "unknown"
-    checkpoint(tmp_path, [*nvml[1:], "GPU-gone"], ["GPU-older"])
-    told = bundle.devices(snapshot, tmp_path)
-    assert set(told["differences"]) == {
-        "kubelet has GPU-gone, NVML does not", f"NVML has {nvml[0]}, kubelet does not",
-        "pod p1 holds GPU-older of nvidia.com/gpu, which is not registered",
-    }  # fmt: skip
-    lost = bundle.devices(scan(load(MACHINES / "sick-h100-rdma-off.json")), tmp_path)
-    assert len(lost["bus"]) == 8
+    nvml = bundle.devices(scan(load(SOUND)), tmp_path)["nvml"]
+    assert len(nvml) == 8 and [line.split(":")[0] for line in told(tmp_path)] == [
+        "unknown whether kubelet hands out every GPU"
+    ]
+    checkpoint(tmp_path, {"nvidia.com/gpu": nvml}, nvml[:1])
+    assert told(tmp_path) == []
+    checkpoint(tmp_path, {"nvidia.com/gpu": [*nvml[1:], "GPU-gone"]}, ["GPU-older"])
+    assert set(told(tmp_path)) == {
+        "the device plugin advertises GPU-gone, NVML does not show it",
+        f"NVML shows {nvml[0]}, the device plugin does not advertise it as healthy",
+        "pod p1 holds GPU-older of nvidia.com/gpu, which its plugin does not advertise as healthy",
+    }
+
+
+@pytest.mark.parametrize("none", [None, []])
+def test_a_plugin_without_a_healthy_device_and_no_plugin_are_said(none: list[str] | None, tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"nvidia.com/gpu": none}, [])
+    assert len(told(tmp_path)) == 8 and all(line.endswith("not advertise it as healthy") for line in told(tmp_path))
+    checkpoint(tmp_path, {"rdma/hca": ["0"]}, [])
+    assert all(line.endswith("no plugin of nvidia.com has registered with kubelet") for line in told(tmp_path))
+
+
+def test_shares_and_names_of_another_plugin_are_no_difference(tmp_path: Path) -> None:
+    nvml = bundle.devices(scan(load(SOUND)), tmp_path)["nvml"]
+    checkpoint(tmp_path, {"nvidia.com/gpu.shared": [f"{each}::{n}" for each in nvml for n in range(4)]}, [])
+    assert told(tmp_path) == []
+    checkpoint(tmp_path, {"nvidia.com/gpu": [f"nvidia{n}" for n in range(8)]}, [])
+    assert told(tmp_path) == []
+    checkpoint(tmp_path, {"nvidia.com/gpu": [f"nvidia{n}" for n in range(7)]}, [])
+    assert ["NVML shows 8" in line for line in told(tmp_path)] == [True]
+
+
+def test_mig_is_compared_by_slices(tmp_path: Path) -> None:
+    """A GPU with MIG on is advertised by its slices alone; whole, or not at all, it is a difference."""
+    recording = json.loads(SOUND.read_text())
+    recording["answers"]["nvml"]["nvmlDeviceGetMigMode"]["gpu0"] = [1, 1]
+    machine = tmp_path / "mig.json"
+    machine.write_text(json.dumps(recording))
+    found = bundle.devices(scan(load(machine)), tmp_path)
+    nvml, (split,) = found["nvml"], found["mig"]
+    rest = [each for each in nvml if each != split]
+    checkpoint(tmp_path, {"nvidia.com/gpu": rest, "nvidia.com/mig-1g.10gb": ["MIG-a", "MIG-b"]}, [])
+    assert told(tmp_path, machine) == []
+    checkpoint(tmp_path, {"nvidia.com/gpu": rest}, [])
+    assert told(tmp_path, machine) == [f"NVML shows MIG on on {split}, the device plugin advertises no slice"]
+    checkpoint(tmp_path, {"nvidia.com/gpu": nvml, "nvidia.com/mig-1g.10gb": ["MIG-a"]}, [])
+    assert told(tmp_path, machine) == [f"the device plugin advertises {split} whole, NVML shows MIG on"]
+    checkpoint(tmp_path, {"nvidia.com/gpu": nvml, "nvidia.com/mig-1g.10gb": ["MIG-a"]}, [])
+    assert told(tmp_path) == ["the device plugin advertises MIG-a, NVML shows MIG off on every GPU"]
+
+
+def test_a_gpu_that_nvml_lost_is_said_by_its_place(tmp_path: Path) -> None:
+    lost = told(tmp_path, MACHINES / "sick-h100-gpu-lost.json")
+    assert [line for line in lost if line.startswith("the bus shows a GPU at 0000:")], lost
 
 
 def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     path = tmp_path / "bundle.tgz"
+    checkpoint(tmp_path, {"nvidia.com/gpu": ["GPU-gone"]}, [])
     path.write_bytes(bundle.packed({"a": host(tmp_path, tmp_path), "b": host(tmp_path, tmp_path, SICK)}))
     done = CliRunner().invoke(cli, ["preflight", "-q", "--host", str(path)])
     assert done.exit_code == 3 and "rdma.port.down" in done.output and "hgx-h100-sick-hca" in done.output
+    assert "a: the device plugin advertises GPU-gone, NVML does not show it" in done.stderr
+    assert "and 8 more: differences.txt of each folder" in done.stderr
     assert [scan(each).outcomes["rdma"].facts for each in load_all(path)] == [
         scan(load(machine)).outcomes["rdma"].facts for machine in (SOUND, SICK)
     ]  # type: ignore[union-attr]
@@ -108,14 +160,26 @@ def test_files_are_bounded() -> None:
 KUBECTL = """#!{python}
 import json, subprocess, sys
 words = " ".join(sys.argv[1:])
-node = lambda name, gpus: {{"metadata": {{"name": name}}, "status": {{"capacity": {{"nvidia.com/gpu": gpus}}}}}}
-if " get pods " in words:
+node = lambda name, gpus, healthy: {{"metadata": {{"name": name}}, "status": {{
+    "capacity": {{"nvidia.com/gpu": gpus}}, "allocatable": {{"nvidia.com/gpu": healthy}}}}}}
+if " -l app=nvidia-device-plugin-daemonset " in words:
+    plugin = {{"name": "plugin-n1", "namespace": "gpus"}}
+    print(json.dumps({{"items": [{{"metadata": plugin, "spec": {{"nodeName": "n1"}}}}]}}))
+elif " -A " in " " + words:
+    print('{{"items": []}}')
+elif " get pods " in words:
     pods = [{{"metadata": {{"name": f"agent-{{n}}"}}, "spec": {{"nodeName": n}}}} for n in ("n1", "n2")]
     print(json.dumps({{"items": pods}}))
 elif " get nodes " in words:
-    print(json.dumps({{"items": [node("n1", "7"), node("n2", "8")]}}))
+    print(json.dumps({{"items": [node("n1", "8", "7"), node("n2", "8", "8")]}}))
+elif " get resourceslices " in words:
+    sys.exit("the server doesn't have a resource type resourceslices")
 elif " get nodetopologies " in words:
     sys.exit("nodetopologies is forbidden")
+elif " exec plugin-n1 " in words:
+    print({checkpoint!r})
+elif " logs plugin-n1 " in words:
+    print("I1 server.go:1] 'nvidia.com/gpu' device marked unhealthy: GPU-marked")
 elif " exec agent-n1 " in words:
     sys.stdout.buffer.write(open({file!r}, "rb").read())
 elif " exec " in words:
@@ -129,8 +193,10 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     """Through kubectl as a stand-in on PATH: what is refused is said, secrets of logs are left out."""
     inner = tmp_path / "inner.tgz"
     inner.write_bytes(bundle.packed({"n1": host(tmp_path, tmp_path)}))
+    nvml = bundle.devices(scan(load(SOUND)), tmp_path)["nvml"]
+    kept = checkpoint(tmp_path / "node", {"nvidia.com/gpu": nvml[1:]}, [])
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(KUBECTL.format(python=sys.executable, file=str(inner), log=SEEDED))
+    kubectl.write_text(KUBECTL.format(python=sys.executable, file=str(inner), log=SEEDED, checkpoint=kept))
     kubectl.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = [sys.executable, "-m", "agent.cli", "bundle", "--cluster", "-f", str(tmp_path / "all.tgz")]
@@ -144,6 +210,37 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     assert not any(
         secret.encode() in data for secret in SECRETS.values() for f in found.values() for data in f.values()
     )
-    told = json.loads(found["cluster"]["differences.json"])
-    assert told == {"n1": "capacity nvidia.com/gpu is 7, NVML shows 8"}
+    each = found["n1"]["differences.txt"].decode().splitlines()
+    assert each == [f"NVML shows {nvml[0]}, the device plugin does not advertise it as healthy",
+                    "the device plugin's log has GPU-marked marked unhealthy"]  # fmt: skip
+    said = "n1: 1 of 8 nvidia.com/gpu unhealthy, by the device plugin (allocatable 7)"
+    assert found["cluster"]["differences.txt"].decode().splitlines() == [said]
+    assert said in done.stderr and f"n1: {each[0]}" in done.stderr
     assert (tmp_path / "all.tgz").stat().st_mode & 0o077 == 0
+
+
+def offered(node: dict[str, object], slices: list[str] | None = None, gpus: int = 8) -> list[str]:
+    """What is said of one node, n1, of eight GPUs GPU-0 ... that the API has so."""
+    one = {"metadata": {"name": "n1", "labels": node.pop("labels", {})}, "status": node}
+    devices = [
+        {"name": f"gpu-{n}", "basic": {"attributes": {"uuid": {"string": u}}}} for n, u in enumerate(slices or [])
+    ]
+    spec = {"driver": "gpu.nvidia.com", "nodeName": "n1", "devices": devices}
+    cluster = {"nodes.json": json.dumps({"items": [one]}).encode(),
+               "resourceslices.json": json.dumps({"items": [{"spec": spec}] if slices else []}).encode()}  # fmt: skip
+    here = json.dumps({"nvml": [f"GPU-{n}" for n in range(gpus)], "mig": []}).encode()
+    return bundle._against_api({"cluster": cluster, "n1": {"devices.json": here}}, {})
+
+
+def test_what_the_api_has_of_a_node_is_compared() -> None:
+    eight = {"nvidia.com/gpu": "8"}
+    assert offered({"capacity": eight, "allocatable": eight}) == []
+    assert offered({"capacity": {"nvidia.com/gpu": "7"}}) == ["n1: capacity nvidia.com/gpu is 7, NVML shows 8"]
+    assert offered({"capacity": {"cpu": "8"}}) == [
+        "n1: the node offers no nvidia.com/gpu, no plugin was found; NVML shows 8"
+    ]
+    assert offered({"capacity": {"nvidia.com/gpu": "32"}, "labels": {"nvidia.com/gpu.replicas": "4"}}) == []
+    assert offered({"capacity": {}}, [f"GPU-{n}" for n in range(8)]) == []
+    assert offered({"capacity": {}}, ["GPU-x", *(f"GPU-{n}" for n in range(7))]) == [
+        "n1: NVML shows GPU-7, no ResourceSlice has it", "n1: a ResourceSlice has GPU-x, NVML does not show it"
+    ]  # fmt: skip

@@ -45,6 +45,8 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
     elif options:
         assert lines[0].startswith("Layout for Qwen2.5-0.5B: ✓ ")
         assert [line.split()[0] for line in lines[1:5]] == ["speed", "time", "money", "memory"]
+    else:
+        assert re.match(r"Environment: ✓ (set \d+ variable|nothing to set).* → for a layout", lines[0])
 
 
 def test_evidence_of_a_good_log_is_ten_lines(tmp_path: Path) -> None:
