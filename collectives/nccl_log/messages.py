@@ -22,7 +22,6 @@ MAX_PLACES = 4_096
 _BUILD = rb"(?:\+(?:(?:cuda|hip|rocm)[\d.]*\d|cudaCUDA_MAJOR\.CUDA_MINOR))?"
 _VERSION = re.compile(rb"\bNCCL version (?:: )?v?(\d+\.\d+(?:\.\d+)?(?:[a-z]+\d*)?(?:-\d+)?" + _BUILD + rb")")
 _RCCL_VERSION = re.compile(rb"RCCL version ?:? ?v?(\d+\.\d+(?:\.\d+)?" + _BUILD + rb")")
-_ONLY_RCCL = (b"librccl", b"rocm_smi_lib", b"ROCr version")
 _VLLM_VERSION = re.compile(rb"vLLM is using nccl==(\d+\.\d+\.\d+)")
 # What may stand behind a message: the wrapping of a log collector, a table, a page, or Ray's count of repetitions.
 _END = rb"(?=\s*(?:$|[\"'`|<\\]|\[repeated ))"
@@ -243,7 +242,8 @@ class Facts:
             self._version(message, said)
         if b" Pid " in message and (match := _TEST_RANK.search(message)) and len(self.test_ranks) < MAX_VALUES * 8:
             self.test_ranks[int(match[1])] = match[2]
-        self.rccl = self.rccl or any(word in message for word in _ONLY_RCCL)
+        # libraries of ROCm
+        self.rccl |= b"librccl" in message or b"rocm_smi_lib" in message or b"ROCr version" in message
         if b" set " in message:
             self._environment(message)
         if b"NET" in message or b"etwork " in message:
