@@ -46,14 +46,35 @@ def cpu(work: Callable[[], object], times: int) -> float:
     return sorted(took)[len(took) // 2]
 
 
-def window(folder: Path, weights: torch.Tensor, *, watched: bool, dump: bool) -> tuple[float, float]:
+class Switched(beside.Beside):
+    """The thread as it is, which does nothing while it is off."""
+
+    on = False
+
+    def look(self) -> None:
+        """While it is on."""
+        if self.on:
+            super().look()
+
+    def write(self, *, ended: bool = False) -> None:
+        """While it is on."""
+        if self.on:
+            super().write(ended=ended)
+
+    def wanted(self) -> bool:
+        """While it is on."""
+        return self.on and super().wanted()
+
+    def dump(self) -> None:
+        """While it is on."""
+        if self.on:
+            super().dump()
+
+
+def window(one: Switched, weights: torch.Tensor, *, dump: bool) -> tuple[float, float]:
     """Wall and CPU seconds of a step, in one window of training steps that all ranks make alike."""
-    one = beside.Beside(folder, dist.get_rank(), dist.get_world_size())
     dist.barrier()
-    if watched:
-        one.start()
-    if watched and dump and dist.get_rank() == 0:
-        (one.folder / beside.ASK).parent.mkdir(parents=True, exist_ok=True)
+    if dump and dist.get_rank() == 0:
         (one.folder / beside.ASK).touch()
     steps, wall, cpu_began = 0, time.monotonic(), time.process_time()
     over = torch.zeros(1)
@@ -64,11 +85,7 @@ def window(folder: Path, weights: torch.Tensor, *, watched: bool, dump: bool) ->
         steps += 8
         over.fill_(float(time.monotonic() - wall > WINDOW_SECONDS))
         dist.broadcast(over, 0)
-    took = (time.monotonic() - wall) / steps, (time.process_time() - cpu_began) / steps
-    one.over.set()
-    if watched:
-        one.join()
-    return took
+    return (time.monotonic() - wall) / steps, (time.process_time() - cpu_began) / steps
 
 
 def interval(ratios: list[float]) -> str:
@@ -84,12 +101,19 @@ def beside_steps(pairs: int) -> tuple[str, str]:
     weights, chance = torch.randn(384, 384), random.Random(0)
     walls, cpus = [], []
     with tempfile.TemporaryDirectory() as name:
+        one = Switched(Path(name), dist.get_rank(), dist.get_world_size())
+        one.folder.mkdir(parents=True, exist_ok=True)
+        one.start()
         for pair in range(pairs):
             dump = pair % round(DUMP_EVERY / WINDOW_SECONDS) == 0
-            first = chance.random() < 0.5
-            rows = {on: window(Path(name), weights, watched=on, dump=dump) for on in (first, not first)}
+            rows = {}
+            for on in (first := chance.random() < 0.5, not first):
+                one.on = on
+                rows[on] = window(one, weights, dump=dump and on)
             walls.append(rows[True][0] / rows[False][0])
             cpus.append(rows[True][1] / rows[False][1])
+        one.over.set()
+        one.join()
     return interval(walls), interval(cpus)
 
 
