@@ -668,7 +668,8 @@ def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = ()) 
         others = {a if b == host else b for a, b in pairs if host in (a, b)}
         reverse = pairs.get((pair[1], pair[0]), 0)
         if (most + reverse) / total >= EXPLAINS and len(owners) > 0:
-            return Cause(code="link", message=f"the link between {pair[0]} and {pair[1]} {what}", nodes=pair,
+            return Cause(code="link", nodes=pair,
+                         message=f"the link between {pair[0]} and {pair[1]}, or the network of one of them, {what}",
                          share=(most + reverse) / total, evidence=(*evidence, *told),
                          action=f"measure it: topoflight bench --nodes {pair[0]},{pair[1]}")  # fmt: skip
         if touched / total >= EXPLAINS and len(others) > 1:
@@ -757,7 +758,7 @@ def change(pieces: Sequence[tuple[float, int]]) -> Change | None:
 def slow(seen: Seen) -> Verdict | None:
     """The verdict where ranks wait for one that is always late, or where all have become slower together."""
     found = pace(seen.traces, seen.world)
-    return _one_late(found, seen) or _grown(seen) or _slower_together(found)
+    return _one_late(found, seen) or _grown(seen) or _slower_together(found, seen)
 
 
 def _one_late(found: Pace, seen: Seen) -> Verdict | None:
@@ -805,17 +806,34 @@ def _rest(work: Mapping[int, float], rank: int) -> float:
     return median(value for other, value in work.items() if other != rank)
 
 
-def _slower_together(found: Pace) -> Verdict | None:
-    """All arrive together and later than before; what they do between the calls, the recorder does not tell."""
+def _slower_together(found: Pace, seen: Seen) -> Verdict | None:
+    """All arrive together and later than before; the recorder does not tell what they do between the calls.
+
+    Where rank states were looked at too few times before the change, they still tell where the ranks' time goes now.
+    """
     changed = change(found.gaps)
     if changed is None or changed.since <= LONGER * changed.before:
         return None
     times = changed.since / changed.before if changed.before > 0 else 0.0
     told = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
-    cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,),
-                  **_cost(changed.before, changed.since))  # fmt: skip
+    cost = _cost(changed.before, changed.since)
+    if _all_in_collectives(seen) and len((cause := network(seen, "has become slow", told)).evidence) > 1:
+        return _verdict("slow", (replace(cause, **cost),), seen, (), ())
+    cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,), **cost)
     hint = Unknown(what="what the ranks do longer", command="topoflight why --run DIR, of a job with finetune.beside")
     return replace(_verdict("slow", (cause,), Seen(), (), ()), unknown=(hint,))
+
+
+def _all_in_collectives(seen: Seen) -> bool:
+    """Whether every rank's latest looks found it in its collectives, and none waited for a CPU instead."""
+    latest = [_pieces(state)[-MIN_PIECES:] for state in seen.states.values()]
+    for pieces in latest:
+        spent = {kind: sum(row.get(kind, 0.0) for _, row, _ in pieces) for kind in DOING}
+        kind, share = _most(spent)
+        waited = sum(delayed for _, _, delayed in pieces)
+        if len(pieces) < MIN_PIECES or kind != "collective" or share < EXPLAINS or waited > 0.5 * sum(spent.values()):
+            return False
+    return bool(latest)
 
 
 def _pieces(state: RankState) -> list[tuple[int, dict[str, float], float]]:

@@ -367,6 +367,28 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert judge(Seen(states=rows, world=4, now=NOW)).causes[0].code == "link.node"
 
 
+def test_a_network_that_slowed_before_the_first_looks_is_named_where_bytes_wait() -> None:
+    """The recorder shows the change, the states only what all do since: they were not there before it."""
+    slower = {
+        rank: [replace(c, created=NOW - 300 + n + 4 * max(0, n - 30)) for n, c in enumerate(calls)]
+        for rank, calls in history(60).items()
+    }
+    traces = {rank: trace(rank, *calls) for rank, calls in slower.items()}
+    now = marks({"compute": 1, "collective": 9}, {"compute": 1, "collective": 9}, pieces=4)
+    states = {
+        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, marks=now,
+                     unsent={"10.0.0.2": 9} if r != 2 else {})
+        for r in range(4)
+    }  # fmt: skip
+    found = judge(Seen(traces=traces, states=states, world=4, now=NOW))
+    assert (found.state, found.causes[0].code, found.nodes) == ("slow", "link.node", ("h2",))
+    assert found.causes[0].cost is not None
+    unseen = {rank: replace(state, unsent={}) for rank, state in states.items()}
+    assert judge(Seen(traces=traces, states=unseen, world=4, now=NOW)).causes[0].code == "all"
+    starved = {rank: replace(state, marks=marks(GREW[0], GREW[0], pieces=4)) for rank, state in states.items()}
+    assert judge(Seen(traces=traces, states=starved, world=4, now=NOW)).causes[0].code == "all"
+
+
 def test_a_rank_that_waits_for_a_cpu_is_named_and_not_the_network() -> None:
     throttled = tuple(replace(mark, delayed=9.0 * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
     states = {
