@@ -503,6 +503,12 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         return Verdict(state="fine", line=f"nothing is stuck: {innocent[0]}", innocent=innocent, waiting=waiting)
     if not jammed.roots:
         return _no_root(jammed, seen, wait, waiting)
+    if not decisive and jammed.roots <= set(jammed.waits) - jammed.held and _sent_again(seen):
+        behind = min(jammed.roots)  # all have come to the call that these are still in: it is not they who are late
+        call = jammed.waits[behind]
+        said = f"{ranks_of(sorted(jammed.roots))}: still in {call.words}, {_place(call)}"
+        cause = network(seen, "carries nothing", wait, said, between=sorted(jammed.here[behind]))
+        return _verdict("stuck", (cause,), seen, (), tuple(sorted(jammed.waits)))
     order = sorted(decisive or jammed.roots, key=lambda rank: (rank not in decisive, kinds[rank][0] in INNOCENT, rank))
     causes = tuple(
         _suspect(rank, *kinds[rank], seen, wait) for rank in order
@@ -514,6 +520,18 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
         return _sizes(ranks, seen, waiting)
     failed = gone or any(outlived(rank, seen) for rank in ranks)
     return _verdict("failed" if failed else "stuck", causes, seen, ranks, waiting)
+
+
+def _sent_again(seen: Seen) -> bool:
+    """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
+
+    Nothing answers there. Of a rank that only does not read, the kernel still does.
+    """
+    owners = {address: state.host for state in seen.states.values() for address in state.addresses}
+    return any(
+        state.held[address] and state.resent.get(address) and owners.get(address, address) != state.host
+        for state in seen.states.values() for address in state.held
+    )  # fmt: skip
 
 
 def _too_short(

@@ -554,6 +554,22 @@ def test_a_rank_in_a_call_that_the_others_have_left_is_behind() -> None:
     assert "which the others have left" in found.line
 
 
+def test_a_call_that_some_have_left_is_the_networks_where_bytes_are_sent_again_in_vain() -> None:
+    """Ranks 0 and 3 have had their parts of it; 1 and 2 wait for each other's."""
+    rows = {rank: trace(rank, call(45, done=False, at=NOW - 60)) for rank in (0, 3)}
+    rows |= {rank: trace(rank, call(44, done=False, at=NOW - 60)) for rank in (1, 2)}
+    states = {
+        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, phase="collective")
+        for r in range(4)
+    }
+    states[1] = replace(states[1], held={"10.0.0.2": 30}, resent={"10.0.0.2": 28})
+    found = judge(Seen(traces=rows, states=states, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (), "link")
+    assert set(found.nodes) == {"h1", "h2"}
+    states[1] = replace(states[1], resent={})  # its bytes wait, and the other's kernel answers
+    assert judge(Seen(traces=rows, states=states, world=4, now=NOW)).ranks == (1, 2)
+
+
 def test_who_has_called_ahead_and_not_left_what_all_others_have_is_behind() -> None:
     ahead = (call(46, done=False, at=NOW - 60), call(47, done=False, at=NOW - 60))
     rows = {rank: trace(rank, call(45, at=NOW - 61), *ahead) for rank in (0, 1, 3)}
