@@ -305,7 +305,7 @@ def page(chosen: list[Fault], rows: dict[str, list[Result]]) -> str:
     ]  # fmt: skip
     for fault in chosen:
         row = rows[fault.name]
-        seconds = f", {statistics.median(r.seconds for r in row):.0f} s" if fault.code else ""
+        seconds = f", {statistics.median(r.seconds for r in row):.0f}" if fault.code else ""
         lines.append(f"- {fault.words}: {sum(r.right for r in row)} of {len(row)}{seconds}")
     return "\n".join(lines) + "\n"
 
