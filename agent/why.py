@@ -14,6 +14,7 @@ from pathlib import Path
 from agent import advise, units
 from agent.advise import Request
 from agent.cli.inputs import InputError
+from agent.documents import difference
 from agent.gate.verdict import Check
 from agent.jobs.ranks import newest, of_run
 from agent.whatif import values_of
@@ -28,14 +29,16 @@ from hardware.units import GIGA
 from planner import why
 from planner.forecast import machines
 from planner.forecast.faults import RULES
+from planner.lint.change import ChangeError, asked, changed, elsewhere
 from planner.recommend import cost_of, forecast_named, plan
-from planner.why import Cause, Seen, Unknown, Verdict
+from planner.why import Cause, Patch, Seen, Unknown, Verdict
 from probes.api import Snapshot
 from probes.gpu import health
 from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
 
 _MOST_FILES = 8192
+_MOST_CHANGES = 16  # of a manifest, which is read anew for each
 _MOST_LOG_LINES = 20_000_000
 
 
@@ -484,13 +487,14 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
 
 
 def with_manifest(verdict: Verdict, path: Path) -> Verdict:
-    """Settings of the job's environment that `lint-env` warns of, and what to write instead."""
+    """Settings of the job's environment that `lint-env` warns of, and the file's patch without them."""
     from agent.gate.lint import lint_text
 
     try:
-        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
+        raw = bounded.read(path, 16 << 20)
     except (OSError, bounded.TooLargeError) as error:
         raise WhyError(f"--manifest {path}: {error}") from None
+    text = raw.decode("utf-8", errors="replace")
     linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
     wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
     wrong.sort(key=lambda check: check.status != "fail")
@@ -499,13 +503,56 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
               evidence=one.evidence[:2], action=one.remedy)
         for one in wrong[:8]
     )  # fmt: skip
-    change = tuple(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy)
+    change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
+    patch = patched(text, path, wrong) if wrong and raw == text.encode() else None
+    others = tuple(
+        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
+                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
+        for name in elsewhere(text, path.name)[:4]
+    )  # fmt: skip
     if verdict.state == "fine" and any(c.status == "fail" or c.id == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
-    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources)
+    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
+                   patch=patch, unknown=(*verdict.unknown, *others))  # fmt: skip
+
+
+def patched(text: str, path: Path, wrong: Sequence[Check]) -> Patch:
+    """The file without what is wrong in it: each change is kept where its finding is gone by it and no other comes."""
+    from agent.gate.lint import lint_text
+
+    def judged(made: str) -> set[tuple[str, str, str]]:
+        try:
+            checks = lint_text(made, "auto", nccl_version=None, snapshot=None, name=path.name).checks
+        except InputError:  # no variable is left
+            return set()
+        return {(one.id, one.subject, one.node) for one in checks if one.status in ("fail", "warn")}
+
+    made, settings, left = text, [], []
+    for check in wrong[:_MOST_CHANGES]:
+        change = asked(check.subject, check.evidence[0].partition("=")[2] if check.evidence else "", check.remedy)
+        here, before = (check.id, check.subject, check.node), judged(made)
+        if here not in before:  # gone with another
+            continue
+        if change is None:
+            left.append(f"{check.node}: {check.subject}: {check.remedy}")
+            continue
+        try:
+            tried = changed(made, path.name, change, check.node)
+        except ChangeError as error:
+            left.append(f"{check.node}: {change.words}: {error}")
+            continue
+        after = judged(tried)
+        if here in after or after - before:
+            left.append(f"{check.node}: {change.words}: would be wrong otherwise; {check.remedy}")
+            continue
+        made = tried
+        settings.append(f"{check.node}: {change.words}")
+    left += [f"{len(wrong) - _MOST_CHANGES} more: give the patched file again"] if len(wrong) > _MOST_CHANGES else []
+    diff = difference(text, made, str(path), str(path))
+    return Patch(file=str(path), diff=diff, settings=tuple(settings), left=tuple(left))
 
 
 def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> Verdict:
