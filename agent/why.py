@@ -14,7 +14,6 @@ from pathlib import Path
 from agent import advise, units
 from agent.advise import Request
 from agent.cli.inputs import InputError
-from agent.documents import difference
 from agent.gate.verdict import Check
 from agent.jobs.ranks import newest, of_run
 from agent.whatif import values_of
@@ -29,16 +28,16 @@ from hardware.units import GIGA
 from planner import why
 from planner.forecast import machines
 from planner.forecast.faults import RULES
-from planner.lint.change import ChangeError, asked, changed, elsewhere
+from planner.lint.change import elsewhere
+from planner.lint.sources import EnvironmentTextError, read_text
 from planner.recommend import cost_of, forecast_named, plan
-from planner.why import Cause, Patch, Seen, Unknown, Verdict
+from planner.why import Cause, Seen, Unknown, Verdict
 from probes.api import Snapshot
 from probes.gpu import health
 from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
 
 _MOST_FILES = 8192
-_MOST_CHANGES = 16  # of a manifest, which is read anew for each
 _MOST_LOG_LINES = 20_000_000
 
 
@@ -94,7 +93,7 @@ def answer(asked: Asked) -> Verdict:
         checks = (*asked.checks, *_checks(hosts))
         verdict = faults_priced(with_nodes(verdict, checks), checks, asked.request or Request(), asked.layout)
     if asked.manifest is not None:
-        verdict = with_manifest(verdict, asked.manifest)
+        verdict = with_manifest(verdict, asked.manifest, asked.request or Request())
     record = _record(asked.run)
     if record is not None:
         verdict = costed(with_record(verdict, record), record, asked.request or Request(), seen)
@@ -486,16 +485,22 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
     return f", +{units.duration(extra)}{money}"
 
 
-def with_manifest(verdict: Verdict, path: Path) -> Verdict:
+def with_manifest(verdict: Verdict, path: Path, request: Request) -> Verdict:
     """Settings of the job's environment that `lint-env` warns of, and the file's patch without them."""
-    from agent.gate.lint import lint_text
+    from agent.gate.lint import Linted, lint_text
+    from agent.jobs.patched import forecast_after, patched
 
     try:
         raw = bounded.read(path, 16 << 20)
     except (OSError, bounded.TooLargeError) as error:
         raise WhyError(f"--manifest {path}: {error}") from None
     text = raw.decode("utf-8", errors="replace")
-    linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+    try:
+        linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+    except InputError:
+        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE) or not _is_read(text, path.name):
+            raise
+        linted = Linted(read="sets no variable of NCCL", checks=())
     wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
     wrong.sort(key=lambda check: check.status != "fail")
     causes = tuple(
@@ -505,7 +510,8 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
     )  # fmt: skip
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
-    patch = patched(text, path, wrong) if wrong and raw == text.encode() else None
+    advised = dict(line.split("=", 1) for line in verdict.change)  # what the log's cause asks for
+    patch = patched(text, path, wrong, advised) if (wrong or advised) and raw == text.encode() else None
     others = tuple(
         Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
                 command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
@@ -515,44 +521,21 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
-    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
-                   patch=patch, unknown=(*verdict.unknown, *others))  # fmt: skip
+    verdict = replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
+                      patch=patch, unknown=(*verdict.unknown, *others))  # fmt: skip
+    if verdict.forecast or patch is None or not patch.diff:
+        return verdict
+    told, command = forecast_after(text, path.name, request)
+    unknown = Unknown(what="the forecast after the change", command=command)
+    return replace(verdict, forecast=told) if told else replace(verdict, unknown=(*verdict.unknown, unknown))
 
 
-def patched(text: str, path: Path, wrong: Sequence[Check]) -> Patch:
-    """The file without what is wrong in it: each change is kept where its finding is gone by it and no other comes."""
-    from agent.gate.lint import lint_text
-
-    def judged(made: str) -> set[tuple[str, str, str]]:
-        try:
-            checks = lint_text(made, "auto", nccl_version=None, snapshot=None, name=path.name).checks
-        except InputError:  # no variable is left
-            return set()
-        return {(one.id, one.subject, one.node) for one in checks if one.status in ("fail", "warn")}
-
-    made, settings, left = text, [], []
-    for check in wrong[:_MOST_CHANGES]:
-        change = asked(check.subject, check.evidence[0].partition("=")[2] if check.evidence else "", check.remedy)
-        here, before = (check.id, check.subject, check.node), judged(made)
-        if here not in before:  # gone with another
-            continue
-        if change is None:
-            left.append(f"{check.node}: {check.subject}: {check.remedy}")
-            continue
-        try:
-            tried = changed(made, path.name, change, check.node)
-        except ChangeError as error:
-            left.append(f"{check.node}: {change.words}: {error}")
-            continue
-        after = judged(tried)
-        if here in after or after - before:
-            left.append(f"{check.node}: {change.words}: would be wrong otherwise; {check.remedy}")
-            continue
-        made = tried
-        settings.append(f"{check.node}: {change.words}")
-    left += [f"{len(wrong) - _MOST_CHANGES} more: give the patched file again"] if len(wrong) > _MOST_CHANGES else []
-    diff = difference(text, made, str(path), str(path))
-    return Patch(file=str(path), diff=diff, settings=tuple(settings), left=tuple(left))
+def _is_read(text: str, name: str) -> bool:
+    try:
+        read_text(text, None, name)
+    except EnvironmentTextError:
+        return False
+    return True
 
 
 def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> Verdict:

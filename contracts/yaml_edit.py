@@ -18,7 +18,9 @@ from contracts.yaml_text import load_all
 
 MOST_ALIASES = 1000
 # The line of a key whose value begins below it, blank lines and comments between them
-_HEAD = re.compile(r"^(?P<key>[^\n#]*[^\s#][^\n#]*:)[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*\Z", re.MULTILINE)
+_HEAD = re.compile(
+    r"^(?P<key>[^\n#]*[^\s#][^\n#]*:)[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*\Z", re.MULTILINE
+)
 GONE = object()
 """Stands in the place of an item or a value that `edited` takes out."""
 
@@ -164,15 +166,18 @@ class _Edits:
 
     def _cut(self, node: _Node, starts: list[int], ends: list[int], number: int, way: str) -> None:
         """Take out one item, or one key with its value, of those that begin and end there."""
+        if node.flow and len(starts) == 1:
+            self._cuts.append((node.start + 1, node.end - 1, ""))
+            return
         if node.flow:
-            if number + 1 < len(starts):
-                self._cuts.append((starts[number], starts[number + 1], ""))
-            else:
-                self._cuts.append((ends[number - 1] if number else starts[0], ends[number], ""))
+            last = number + 1 == len(starts)
+            self._cuts.append(
+                (ends[number - 1], ends[number], "") if last else (starts[number], starts[number + 1], "")
+            )
             return
         inside = (node.items or [value for _, value in node.pairs])[number]
         first = starts[number]
-        dash = self._text.rfind("-", 0, first + 1) if node.items else first
+        dash = self._text.rfind("-", 0, first) if node.items else first
         begin, end = _line_start(self._text, dash), _end(self._text, inside)
         if self._text[begin:dash].strip():
             raise EditError(f"{way}: shares its line with what stays")
@@ -197,7 +202,7 @@ class _Edits:
         if node.flow:
             self._in_brackets(node, ", ".join(map(json.dumps, added)))
         elif node.items:
-            dash = self._text.rfind("-", 0, node.items[0].start + 1)
+            dash = self._text.rfind("-", 0, node.items[0].start)
             self._put(_end(self._text, node), _block(added, dash - _line_start(self._text, dash)))
         else:
             raise EditError(f"{way}: is written in a way that takes no more items")

@@ -37,6 +37,8 @@ class Change:
     @property
     def words(self) -> str:
         """For a person."""
+        if self.to == self.was:
+            return f"{self.name}={self.was} in quotes"
         return f"remove {self.name}={self.was}" if self.to is None else f"{self.name}={self.to} in place of {self.was}"
 
 
