@@ -511,7 +511,8 @@ def with_manifest(verdict: Verdict, path: Path, request: Request) -> Verdict:
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
     advised = dict(line.split("=", 1) for line in verdict.change)  # what the log's cause asks for
-    patch = patched(text, path, wrong, advised) if (wrong or advised) and raw == text.encode() else None
+    file = path if request.allow_files else Path(path.name)  # a posted one has no place
+    patch = patched(text, file, wrong, advised) if (wrong or advised) and raw == text.encode() else None
     others = tuple(
         Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
                 command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
