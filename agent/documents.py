@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,13 @@ def render(value: Any, form: str) -> str:
     import yaml
 
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+
+
+def difference(before: str, after: str, source: str, target: str) -> str:
+    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
+    rows = difflib.unified_diff(old, new, source, target)
+    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)
 
 
 def write_atomic(path: Path, text: str) -> Path:

@@ -28,6 +28,8 @@ from hardware.units import GIGA
 from planner import why
 from planner.forecast import machines
 from planner.forecast.faults import RULES
+from planner.lint.change import elsewhere
+from planner.lint.sources import EnvironmentTextError, read_text
 from planner.recommend import cost_of, forecast_named, plan
 from planner.why import Cause, Seen, Unknown, Verdict
 from probes.api import Snapshot
@@ -91,7 +93,7 @@ def answer(asked: Asked) -> Verdict:
         checks = (*asked.checks, *_checks(hosts))
         verdict = faults_priced(with_nodes(verdict, checks), checks, asked.request or Request(), asked.layout)
     if asked.manifest is not None:
-        verdict = with_manifest(verdict, asked.manifest)
+        verdict = with_manifest(verdict, asked.manifest, asked.request or Request())
     record = _record(asked.run)
     if record is not None:
         verdict = costed(with_record(verdict, record), record, asked.request or Request(), seen)
@@ -483,15 +485,22 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
     return f", +{units.duration(extra)}{money}"
 
 
-def with_manifest(verdict: Verdict, path: Path) -> Verdict:
-    """Settings of the job's environment that `lint-env` warns of, and what to write instead."""
-    from agent.gate.lint import lint_text
+def with_manifest(verdict: Verdict, path: Path, request: Request) -> Verdict:
+    """Settings of the job's environment that `lint-env` warns of, and the file's patch without them."""
+    from agent.gate.lint import Linted, lint_text
+    from agent.jobs.patched import forecast_after, patched
 
     try:
-        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
+        raw = bounded.read(path, 16 << 20)
     except (OSError, bounded.TooLargeError) as error:
         raise WhyError(f"--manifest {path}: {error}") from None
-    linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+    text = raw.decode("utf-8", errors="replace")
+    try:
+        linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+    except InputError:
+        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE) or not _is_read(text, path.name):
+            raise
+        linted = Linted(read="sets no variable of NCCL", checks=())
     wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
     wrong.sort(key=lambda check: check.status != "fail")
     causes = tuple(
@@ -499,13 +508,35 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
               evidence=one.evidence[:2], action=one.remedy)
         for one in wrong[:8]
     )  # fmt: skip
-    change = tuple(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy)
+    change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
+    advised = dict(line.split("=", 1) for line in verdict.change)  # what the log's cause asks for
+    file = path if request.allow_files else Path(path.name)  # a posted one has no place
+    patch = patched(text, file, wrong, advised) if (wrong or advised) and raw == text.encode() else None
+    others = tuple(
+        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
+                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
+        for name in elsewhere(text, path.name)[:4]
+    )  # fmt: skip
     if verdict.state == "fine" and any(c.status == "fail" or c.id == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
-    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources)
+    verdict = replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
+                      patch=patch, unknown=(*verdict.unknown, *others))  # fmt: skip
+    if verdict.forecast or patch is None or not patch.diff:
+        return verdict
+    told, command = forecast_after(text, path.name, request)
+    unknown = Unknown(what="the forecast after the change", command=command)
+    return replace(verdict, forecast=told) if told else replace(verdict, unknown=(*verdict.unknown, unknown))
+
+
+def _is_read(text: str, name: str) -> bool:
+    try:
+        read_text(text, None, name)
+    except EnvironmentTextError:
+        return False
+    return True
 
 
 def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> Verdict:

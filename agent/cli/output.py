@@ -34,8 +34,8 @@ def console() -> Console:
 
 
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """A line, or the whole of a result, without what steers a terminal."""
-    click.echo(printable(text), nl=nl, err=err)
+    """A line, or the whole of a result, without what steers a terminal; a line may end as in DOS."""
+    click.echo("\r\n".join(map(printable, text.split("\r\n"))), nl=nl, err=err)
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:

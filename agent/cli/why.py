@@ -83,6 +83,8 @@ def why(
         else:
             found = gathered.answer(asked)
             emit(found, form, lambda out: show(out, found))
+            if form == "table" and found.patch is not None:
+                say(found.patch.diff, nl=False)
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)

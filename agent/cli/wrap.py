@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import click
 from agent.cli import inputs
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
 from agent.cli.output import say
-from agent.documents import write_atomic
+from agent.documents import difference, write_atomic
 
 _LIMIT_BYTES = 1 << 20
 
@@ -49,8 +48,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None
         raise inputs.InputError(f"{inputs.name_of(source)}: not UTF-8: {error}") from None
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
     made, notes = wrapped(text, found, given)
-    before, after = text.splitlines(keepends=True), made.splitlines(keepends=True)
-    say("".join(_whole(line) for line in difflib.unified_diff(before, after, source, str(output or source))), nl=False)
+    say(difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         say(f"note: {line}", err=True)
     if made == text:
@@ -60,8 +58,3 @@ def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None
             write_atomic(path, made)
         except OSError as error:
             raise click.ClickException(f"{path}: {error.strerror}") from None
-
-
-def _whole(line: str) -> str:
-    """A last line without its newline, as patch(1) reads it."""
-    return line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -131,3 +131,18 @@ def test_bodies_and_posts_are_bounded(tmp_path: Path) -> None:
     deep = b'{"traces": {"0": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
     assert http.post("/why", content=deep, headers=HEADERS).status_code == 400
     assert 429 in {http.post("/why", json={}, headers=HEADERS).status_code for _ in range(14)}
+
+
+def test_a_posted_manifest_is_answered_with_its_patch(tmp_path: Path) -> None:
+    manifest = (
+        "apiVersion: batch/v1\nkind: Job\nmetadata: {name: j}\nspec:\n  template:\n    spec:\n      containers:\n"
+        "        - name: t\n          env:\n            - {name: NCCL_IB_DISABLE, value: '1'}\n"
+        "            - {name: NCCL_DEBUG, value: INFO}\n"
+    )
+    told = agent(tmp_path).post("/why", json={"manifest": manifest, "machine": "dgx-h100"}, headers=HEADERS).json()
+    assert told["state"] == "slow"
+    assert told["patch"]["diff"].startswith("--- manifest-0\n+++ manifest-0\n@@ ")
+    assert "\n-            - {name: NCCL_IB_DISABLE, value: '1'}\n" in told["patch"]["diff"]
+    assert told["patch"]["settings"] == ["Job/j t: remove NCCL_IB_DISABLE=1"]
+    assert str(tmp_path) not in json.dumps(told)
+    assert "/why-" not in json.dumps(told)

@@ -1,0 +1,107 @@
+"""What a verdict's causes ask of the manifest that was given, as a patch of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agent import units
+from agent.advise import Request
+from agent.cli.hosts import snapshots
+from agent.cli.inputs import InputError
+from agent.documents import difference
+from agent.gate.lint import lint_text
+from agent.gate.verdict import Check
+from agent.jobs.wrapped import advised as advice_for
+from contracts.yaml_edit import EditError, documents
+from contracts.yaml_text import YamlTextError
+from planner.advice import Reason, Setting
+from planner.kubernetes.wrap import Additions, WrapError, jobs_in, wrap
+from planner.lint.change import Change, ChangeError, asked, changed
+from planner.lint.sources import read_text
+from planner.why import Patch
+
+_MOST_CHANGES = 16  # the text is read anew for each
+
+
+def patched(text: str, path: Path, wrong: Sequence[Check], advised: Mapping[str, str]) -> Patch:
+    """The file without what is wrong in it: each change is kept where its finding is gone by it and no other comes."""
+
+    def judged(made: str) -> set[tuple[str, str, str]]:
+        try:
+            checks = lint_text(made, "auto", nccl_version=None, snapshot=None, name=path.name).checks
+        except InputError:  # no variable is left
+            return set()
+        return {(one.id, one.subject, one.node) for one in checks if one.status in ("fail", "warn")}
+
+    made, settings, left = text, [], []
+    for check in wrong[:_MOST_CHANGES]:
+        change = asked(check.subject, check.evidence[0].partition("=")[2] if check.evidence else "", check.remedy)
+        here, before = (check.id, check.subject, check.node), judged(made)
+        if here not in before:  # gone with another
+            continue
+        if change is None:
+            left.append(f"{check.node}: {check.subject}: {check.remedy}")
+            continue
+        try:
+            tried = changed(made, path.name, change, check.node)
+        except ChangeError as error:
+            left.append(f"{check.node}: {change.words}: {error}")
+            continue
+        after = judged(tried)
+        if here in after or after - before:
+            left.append(f"{check.node}: {change.words}: would be wrong otherwise; {check.remedy}")
+            continue
+        made = tried
+        settings.append(f"{check.node}: {change.words}")
+    for name, value in advised.items() if "apiVersion" in text else ():
+        tried, said, kept = _advised(made, path.name, name, value)
+        if judged(tried) - judged(made):
+            kept, tried, said = [f"{name}={value}: would be wrong here, by lint-env"], made, []
+        made, settings, left = tried, [*settings, *said], [*left, *kept]
+    left += [f"{len(wrong) - _MOST_CHANGES} more: give the patched file again"] if len(wrong) > _MOST_CHANGES else []
+    diff = difference(text, made, str(path), str(path))
+    return Patch(file=str(path), diff=diff, settings=tuple(settings), left=tuple(left))
+
+
+def _advised(text: str, file: str, name: str, value: str) -> tuple[str, list[str], list[str]]:
+    """(The text in which each job's container has the setting, each change in words, what could not be changed)."""
+    said, left = [], []
+    for each in read_text(text, None, file).environments:
+        was = each.environment.get(name, value)
+        if was != value and name in each.names:
+            change = Change(name=name, was=was, to=value)
+            try:
+                text = changed(text, file, change, each.source)
+                said.append(f"{each.source}: {change.words}")
+            except ChangeError as error:
+                left.append(f"{each.source}: {change.words}: {error}")
+    reason = Reason(rule="why", evidence="the log's transport is sockets, and the nodes have RDMA", source="why")
+    setting = Setting(name=name, value=value, reason=reason)
+    try:
+        jobs = [job for job in jobs_in(documents(text)) if not job.without_gpus]
+        made, notes = wrap(text, {job.name: Additions(settings=(setting,)) for job in jobs})
+    except (WrapError, EditError, YamlTextError) as error:
+        return text, said, [*left, f"{name}={value}: {error}"]
+    said += [f"add {name}={value}"] if made != text else []
+    left += [f"{name}={value}: no job of it asks for GPUs"] if not jobs else []
+    return made, said, [*left, *(note for note in notes if name in note)]
+
+
+def forecast_after(text: str, file: str, request: Request) -> tuple[str, str]:
+    """(What the layout of the first job's own arguments is due to take on sound nodes, the command that tells it)."""
+    command = f"topoflight why --manifest {file} --machine NAME, or --host FILE"
+    if "apiVersion" not in text:
+        return "", "topoflight advise --model NAME --machine NAME --nodes N"
+    if not request.allow_files or not (request.machine or request.hosts):  # its arguments name files, and the hub
+        return "", command
+    given = {"hosts": request.hosts, "root": request.root, "machine": request.machine, "config": None}
+    try:
+        job = jobs_in(documents(text))[0]
+        advice, said = advice_for(job, () if request.machine else snapshots(request.hosts), given)
+    except (WrapError, YamlTextError, InputError) as error:
+        return "", f"topoflight advise: {error}"
+    if advice.chosen is None:
+        return "", f"topoflight advise; {next((line for line in said if 'unknown' in line), 'no layout is allowed')}"
+    step = units.interval(advice.chosen.forecast.step_seconds, "s")
+    return f"patched, {job.kind}/{job.name} is due {step} a step", ""
