@@ -199,6 +199,17 @@ def test_what_this_release_does_not_judge_does_not_hold_for_ever(tray: Snapshot)
     assert {code for code, _ in view.since} >= {CODE} and "gpu.nothing.knows" not in {code for code, _ in view.since}
 
 
+def test_a_boot_between_two_pods_is_told(tray: Snapshot) -> None:
+    """By the host's uptime: the record has no boot's id."""
+    (made,) = records_of(look((tray,)), name="n1")
+    now = made.scanned_at_seconds + 3600
+    for uptime, told in ((1200.0, ["boot"]), (7200.0, [])):
+        kept = History(None, lambda seconds=uptime: seconds)
+        kept.elsewhere = lambda: _read_back(made)
+        view = kept.seen(look((replace(tray, taken_at_seconds=now),)))
+        assert [(event.kind, event.at_seconds) for event in view.events] == [(kind, now - uptime) for kind in told]
+
+
 def _read_back(held: Any) -> Kept:
     from agent.cluster.nodes import kept_in
 
