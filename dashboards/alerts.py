@@ -12,8 +12,8 @@ from typing import Any
 
 from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
 
-# Where documents, Grafana and the page of the fleet are is the operator's: `generate.py --docs URL --grafana URL --page URL`
-# or the chart's values.
+# Where documents, Grafana and the page of the fleet are is the operator's: `generate.py --docs URL --grafana URL
+# --page URL`, or the chart's values.
 DOCS, GRAFANA = "https://docs.example/topoflight", "https://grafana.example"
 AGENT = "http://{{$labels.instance}}"  # within the cluster: the node's own agent; its page is /
 NODE_PAGE = (
