@@ -72,7 +72,7 @@ class Event:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Seen:
+class Seen:
     """A finding that some scan found: pending until `raised`."""
 
     checks: tuple[Check, ...]  # of one code and subject: as a rule one
@@ -83,30 +83,45 @@ class _Seen:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kept:
-    """What the file holds."""
+class Kept:
+    """What the file holds, or the node's record for an agent that finds no file (agent.cluster.nodes)."""
 
     events: list[Event] = field(default_factory=list)
-    open: dict[Key, _Seen] = field(default_factory=dict)
+    open: dict[Key, Seen] = field(default_factory=dict)
     traits: dict[Key, str] = field(default_factory=dict)
     boot_id: str | None = None
+    until: float | None = None  # of a record: when it was scanned
 
 
 class History:
-    """Of one live host. `uptime` gives seconds since its boot; `path` is the file, None where nothing is kept."""
+    """Of one live host. `uptime` gives seconds since its boot; `path` is the file, None where nothing is kept.
+
+    `elsewhere`, where it is set, is what else keeps the history: asked with each scan until it does not say None.
+    """
 
     def __init__(self, path: Path | None, uptime: Callable[[], float] = lambda: float("inf")) -> None:
         self._path, self._uptime = path, uptime
-        self._kept = read(path) if path else _Kept()
+        self._kept = read(path) if path else Kept()
+        self._kept.open = _known(self._kept.open)
+        self.elsewhere: Callable[[], Kept | None] | None = None
         self._last: dict[Key, str] = {}
         self._runs: dict[str, str] = {}  # state by run, as last told
         self._driver = True  # whether it answered in the scan before, where there is one
         self._settled_at = 0.0
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was kept here."""
+        return self._kept == Kept()
+
     def seen(self, view: View) -> View:
         """The view with findings that hold in place of those of this moment, and with what changed."""
         snapshot = view.snapshots[0]
         now, before = snapshot.taken_at_seconds, self._state()
+        found = self.elsewhere() if self.elsewhere is not None else None
+        if found is not None:
+            self.elsewhere = None
+            self._take_in(found, view, now)
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
         self._stands(view, now)
@@ -119,6 +134,29 @@ class History:
             view, checks=checks, verdict=judge(checks), events=tuple(kept.events),
             since={key: seen.since for key, seen in kept.open.items() if seen.raised},
         )  # fmt: skip
+
+    def _take_in(self, found: Kept, view: View, now: float) -> None:
+        """Put what is older before what this agent has seen: its events stay, a finding begins where it began.
+
+        Of traits a record has the versions; what else differs since is not told. A later scan raises or clears.
+        """
+        kept = self._kept
+        cleared = {(event.code, event.subject) for event in kept.events if event.kind == "cleared"}
+        for key, old in _known(found.open).items():
+            again = [e for e in kept.events if (e.kind, e.code, e.subject) == ("raised", *key)]
+            kept.events = [event for event in kept.events if event not in again[:1]]  # it had held all the time
+            if key not in cleared:
+                mine = kept.open.setdefault(key, old)
+                mine.since, mine.raised = min(mine.since, old.since), True
+        booted = now - self._uptime()
+        if found.until is not None and booted > found.until:
+            self._tell(booted, "boot", "booted")
+        ours = kept.traits or {key: trait.value for key, trait in traits(view.snapshots[0]).items()}
+        versions = [key for key in found.traits if _is_version(key) and key in ours]
+        for told in compare(_traits({key: found.traits[key] for key in versions}),
+                            _traits({key: ours[key] for key in versions}), same_host=True):  # fmt: skip
+            self._tell(now, "version", told.message)
+        kept.events = sorted([*found.events, *kept.events], key=lambda event: event.at_seconds)
 
     def _state(self) -> tuple[object, ...]:
         """Changes where the file is to be written."""
@@ -197,7 +235,7 @@ class History:
         for key, checks in itertools.islice(found.items(), MOST_OPEN):
             if settling and AT_ONCE.get(key[0]) == _COMPARED:  # what counted while the host started is of the start
                 continue
-            seen = held.setdefault(key, _Seen(checks=checks, since=now, scans=0))
+            seen = held.setdefault(key, Seen(checks=checks, since=now, scans=0))
             seen.checks, seen.scans, seen.missing = checks, seen.scans + 1, 0
             at_once = key[0] in AT_ONCE
             if not seen.raised and (at_once or (seen.scans >= SCANS_TO_RAISE and not settling)):
@@ -235,6 +273,15 @@ class History:
             log.warning("%s was not kept: %s", self._path, error)
 
 
+def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
+    """Those that this release still judges: another would hold for ever."""
+    if not found:  # every check of the product is imported for it
+        return {}
+    from agent.gate.codes import ALL_CODES
+
+    return {key: seen for key, seen in found.items() if key[0] in ALL_CODES}
+
+
 def _is_version(key: Key) -> bool:
     return (key[0] in _VERSIONS and not key[1]) or key[1] == "firmware"
 
@@ -244,25 +291,25 @@ def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
             for key, value in values.items()}  # fmt: skip
 
 
-def read(path: Path) -> _Kept:
+def read(path: Path) -> Kept:
     """What was kept; nothing where there is no file, and where it cannot be read, with a word in the log."""
     try:
         found = loads(bounded.read_text(path, MOST_BYTES))
         opened = (
-            _Seen(checks=tuple(_check(check) for check in each["checks"]), since=each["since"], scans=SCANS_TO_RAISE,
+            Seen(checks=tuple(_check(check) for check in each["checks"]), since=each["since"], scans=SCANS_TO_RAISE,
                   raised=True)
             for each in found["open"][:MOST_OPEN] if each["checks"]
         )  # fmt: skip
-        return _Kept(
+        return Kept(
             events=[Event(**each) for each in found["events"][-MOST_EVENTS:]],
             open={(seen.checks[0].id, seen.checks[0].subject): seen for seen in opened},
             traits={(subject, what): value for subject, what, value in found["traits"]}, boot_id=found["boot_id"],
         )  # fmt: skip
     except FileNotFoundError:
-        return _Kept()
+        return Kept()
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s cannot be read, history begins anew: %s", path, error)
-        return _Kept()
+        return Kept()
 
 
 def _check(told: Mapping[str, Any]) -> Check:

@@ -12,8 +12,13 @@ from typing import Any
 
 from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
 
-# Where the documents and Grafana are is the operator's: `generate.py --docs URL --grafana URL`, or the chart's values.
+# Where documents, Grafana and the page of the fleet are is the operator's: `generate.py --docs URL --grafana URL
+# --page URL`, or the chart's values.
 DOCS, GRAFANA = "https://docs.example/topoflight", "https://grafana.example"
+AGENT = "http://{{$labels.instance}}"  # within the cluster: the node's own agent; its page is /
+NODE_PAGE = (
+    "/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # of any agent: the fleet, or the node by its name
+)
 # the scraper's label (PodMonitor); an address where nobody names the node
 NODE = "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}"
 HOST = {"instance": "10.0.0.7:9402", "job": "topoflight", "node": "node-a"}  # of the tests
@@ -47,16 +52,16 @@ class Alert:
             "annotations": {
                 "summary": self.summary,
                 "description": self.description,
-                **self.links("{{$labels.instance|urlquery}}", "{{$labels.instance}}", "{{$labels.job|urlquery}}"),
+                **self.links("{{$labels.instance|urlquery}}", "{{$labels.job|urlquery}}", f"{AGENT}/"),
             },
         }
 
-    def links(self, instance: str, address: str, job: str) -> dict[str, str]:
-        """Annotations that lead on: the section of the runbook, the node's board, the page of its agent."""
+    def links(self, instance: str, job: str, page: str) -> dict[str, str]:
+        """Annotations that lead on: the section of the runbook, the node's board, the node's page."""
         return {
             "runbook_url": f"{DOCS}/runbook.md#alert-name-{self.name.lower()}",
             "dashboard_url": f"{GRAFANA}/d/topoflight-node?var-job={job}&var-instance={instance}",
-            "page_url": f"http://{address}/",
+            "page_url": page,
         }
 
 
@@ -143,7 +148,7 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
             "exp_annotations": {
                 "summary": alert.summary,
                 "description": alert.says,
-                **alert.links("10.0.0.7%3A9402", "10.0.0.7:9402", "topoflight"),
+                **alert.links("10.0.0.7%3A9402", "topoflight", f"http://{HOST['instance']}/"),
             },
         }  # fmt: skip
         fires = alert.after + int(alert.hold.removesuffix("m"))

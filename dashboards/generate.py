@@ -23,12 +23,22 @@ import alerts  # noqa: E402 - found by the path above
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family  # noqa: E402 - found by the path above
 
 
-def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA) -> dict[str, str]:
-    """Path below the repository root, and what belongs there; alerts link to `docs` and `grafana`."""
+def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | None = None) -> dict[str, str]:
+    """Path below the repository root, and what belongs there; alerts link to `docs`, `grafana` and `page`.
+
+    `page` is where agents are reached from outside; None for the agent's address within the cluster.
+    """
     import boards
 
     def rules(document: dict[str, Any]) -> str:
-        return as_yaml(document).replace(alerts.DOCS, docs.rstrip("/")).replace(alerts.GRAFANA, grafana.rstrip("/"))
+        text = as_yaml(document).replace(alerts.DOCS, docs.rstrip("/")).replace(alerts.GRAFANA, grafana.rstrip("/"))
+        if page is None:
+            return text
+        at = "page_url: " + page.rstrip("/")
+        told = f"{at}/cluster?node={alerts.HOST['node']}"  # as the alert of the tests fires
+        return text.replace(f"page_url: {alerts.AGENT}/", at + alerts.NODE_PAGE).replace(
+            f"page_url: http://{alerts.HOST['instance']}/", told
+        )
 
     metrics = ROOT / "docs" / "metrics.md"
     drawn = boards.made()
@@ -132,8 +142,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write dashboards, alert rules and the tables of docs/metrics.md.")
     parser.add_argument("--docs", type=_address, default=alerts.DOCS, help="where docs/ is published")
     parser.add_argument("--grafana", type=_address, default=alerts.GRAFANA, help="where Grafana is")
+    parser.add_argument("--page", type=_address, help="where agents are reached from outside (default: their address)")
     given = parser.parse_args()
-    for name, text in made(given.docs, given.grafana).items():
+    for name, text in made(given.docs, given.grafana, given.page).items():
         path = ROOT / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -227,11 +227,18 @@ def application(state: Any, given: dict[str, Any]) -> Any:
     )  # fmt: skip
     publisher = None
     if given["publish"]:
-        from agent.cluster.publish import Publisher
+        from agent.cluster.publish import LeftBehind, Publisher
 
         assert client is not None  # noqa: S101 - made above
+        left = None
+        if state.history is not None and state.history.empty:
+            state.history.elsewhere = left = LeftBehind(client, str(name), lambda: state.view)
+
+        def latest() -> Any:
+            return next(iter(cluster.own()), None) if left is None or left.kept() else None
+
         publisher = Publisher(
-            client, lambda: next(iter(cluster.own()), None), namespace=_namespace(client),
+            client, latest, namespace=_namespace(client),
             interval_seconds=given["publish_interval"], labels=given["nfd"],
         )  # fmt: skip
         if given["runs"]:

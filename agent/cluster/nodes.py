@@ -26,6 +26,7 @@ from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
 from agent.gate.coverage import no_gpu_read
 from agent.gate.verdict import Check, judge, worst_first
+from agent.history import SCANS_TO_RAISE, Event, Kept, Seen
 from agent.version import VERSION
 from agent.view import View
 from collectives.bench.results import BenchResult
@@ -35,6 +36,7 @@ from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.build import build
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
+from topology.traits import traits
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
-MOST_CHANGES = 16
+MOST_CHANGES = 32  # the newest of 30 days; why so many: docs/decisions/0026
 DAY_SECONDS = 86400.0
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
@@ -71,7 +73,7 @@ class NodeRecord:
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
-    changes: tuple[Json, ...] = ()  # what came, went and changed within a day, oldest first: at, kind, text, code
+    changes: tuple[Json, ...] = ()  # what came, went and changed within 30 days, oldest first: at, kind, text, code
     acknowledged: tuple[Json, ...] = ()  # by people, in annotations; the agent itself writes none
     agent_version: str = VERSION
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
@@ -103,11 +105,32 @@ def records_of(view: View, *, name: str | None = None, interval_seconds: float =
 
 
 def _changes(view: View) -> tuple[Json, ...]:
-    recent = [event for event in view.events if event.at_seconds > view.made_at_seconds - DAY_SECONDS]
     return tuple(
         {"at": _time(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
-        for event in recent[-MOST_CHANGES:]
+        for event in view.events[-MOST_CHANGES:]
+    )  # fmt: skip
+
+
+def kept_in(record: NodeRecord) -> Kept:
+    """The history that the record holds: its changes, the findings that held, and by its facts the versions.
+
+    Raises ValueError, KeyError or TypeError where it is none of ours.
+    """
+    held = [one for one in record.findings if one.get("severity") in ("fail", "warn")]
+    return Kept(
+        events=[Event(at_seconds=seconds_of(one["at"]), kind=one["kind"], text=one.get("text", ""),
+                      code=one.get("code", ""), subject=one.get("subject", "")) for one in record.changes],
+        open={
+            _which(one): Seen(
+                checks=(Check(id=one["code"], status=one["severity"], node=record.host, subject=one.get("subject", ""),
+                              message=one.get("message", ""), remedy=one.get("remedy", "")),),
+                since=seconds_of(one.get("since")) or record.scanned_at_seconds, scans=SCANS_TO_RAISE, raised=True)
+            for one in held
+        },
+        traits={key: trait.value for key, trait in traits(node_facts.unpack(record.machine)).items()}
+        if record.machine else {},
+        until=record.scanned_at_seconds or None,
     )  # fmt: skip
 
 

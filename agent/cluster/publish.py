@@ -18,14 +18,17 @@ from dataclasses import replace
 from typing import Any
 
 from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
+from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource, kept_in, to_resource
+from agent.history import Kept
 from agent.metrics.counters import PublishTally
+from agent.view import View
 
 log = logging.getLogger(__name__)
 
 NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
 NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
 REFUSED = (401, 403, 404)
+READ_SECONDS = 2.0  # to connect, twice that to answer: a scan waits for the history in the record
 END_SECONDS = 2.0  # for the last word, within the pod's grace period
 MISSING_SECONDS = 300.0  # until a missing resource definition is looked for again
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -87,7 +90,11 @@ class Publisher:
         while not self._stop.is_set():
             pause = self._look
             try:
-                record = self._latest()
+                try:
+                    record = self._latest()
+                except ApiError:
+                    self.tally.attempts += 1
+                    raise
                 if record is not None and self._is_due(record):
                     self.write(record)
                     failures = 0
@@ -148,6 +155,40 @@ class Publisher:
             self._nfd_again = time.monotonic() + MISSING_SECONDS
             if error.status != 404:
                 log.warning("NFD labels: %s", error)
+
+
+class LeftBehind:
+    """What the node's record holds of its history, for an agent without a file: read before it is written over.
+
+    `view` is the newest that is handed out. Called by the scan, whose view holds what is taken in.
+    """
+
+    def __init__(self, client: Client, name: str, view: Callable[[], View | None]) -> None:
+        self._client, self._name, self._view = client.limited(tries=1, timeout_seconds=READ_SECONDS), name, view
+        self._read = False
+        self._error: ApiError | None = None
+        self._without: View | None = None  # made before it was read
+
+    def __call__(self) -> Kept | None:
+        """The history; empty where there is no record, None where it has to be asked for again."""
+        self._without, found = self._view(), Kept()
+        try:
+            found = kept_in(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))
+        except ApiError as error:
+            if error.status not in (403, 404):
+                self._error = error
+                return None
+            log.info("history: no record of %s is read: %s", self._name, error)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("history: the record of %s holds none, it begins anew: %r", self._name, error)
+        self._read = True
+        return found
+
+    def kept(self) -> bool:
+        """Whether the newest view, and so the next record, holds it. Raises ApiError where it could not be read."""
+        if not self._read and self._error is not None:
+            raise self._error
+        return self._read and self._view() is not self._without
 
 
 def owner_of(client: Client, node: str) -> dict[str, Any] | None:

@@ -59,6 +59,11 @@ class State:
         return self._view
 
     @property
+    def history(self) -> History | None:
+        """Which findings hold; None where each does at once."""
+        return self._history
+
+    @property
     def error(self) -> str | None:
         """Why the last scan failed as a whole; None where it did not."""
         return self._error

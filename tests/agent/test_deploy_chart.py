@@ -81,7 +81,7 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
         "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "kueue": True, "ownNode": True,
         "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
         "monitoring": {"enabled": True, "namespaces": ["watch"], "docsUrl": "https://d.test/x/",
-                       "grafanaUrl": "https://g.test"},
+                       "grafanaUrl": "https://g.test", "pageUrl": "https://p.test/fleet/"},
     }  # fmt: skip
     words = [w for key, value in values.items() for w in ("--set-json", f"{key}={json.dumps(value)}")]
     documents = template(*words, "--namespace", "elsewhere")
@@ -96,6 +96,7 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     assert agent["image"] == "your.registry/topoflight:9" and pod["spec"]["tolerations"] == values["tolerations"]
     assert agent["securityContext"]["privileged"] and "allowPrivilegeEscalation" not in agent["securityContext"]
     assert {"name": "TOPOFLIGHT_DRIVER_PATHS", "value": "/host/opt/nvidia:/opt/x"} in agent["env"]
+    assert agent["args"][-2:] == ["--allowed-host", "p.test"], "or reads under the name in the alerts are refused"
     assert pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == values["networks"]
     data = found["ConfigMap", "topoflight-expect"]["data"]
     assert {name: yaml.safe_load(text) for name, text in data.items()} == {
@@ -108,6 +109,10 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     for rule in found["PrometheusRule", "topoflight"]["spec"]["groups"][0]["rules"]:
         assert rule["annotations"]["runbook_url"].startswith("https://d.test/x/runbook.md#")
         assert rule["annotations"]["dashboard_url"].startswith("https://g.test/d/topoflight-node?")
+        wanted = (
+            "https://p.test/fleet/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # as dashboards/generate.py
+        )
+        assert rule["annotations"]["page_url"] == wanted
 
 
 def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:

@@ -100,13 +100,35 @@ def test_heat_and_the_power_brake_are_critical_under_a_job() -> None:
 
 def test_links_lead_where_the_operator_says() -> None:
     """Other addresses change the links of every rule and nothing else."""
-    made, plain = generate.made("https://d.test/x/", "https://g.test"), generate.made()
+    made, plain = generate.made("https://d.test/x/", "https://g.test", "https://p.test/fleet/"), generate.made()
     for name in ("dashboards/rules.yaml", "dashboards/rules_test.yaml", "deploy/monitoring/prometheusrule.yaml"):
         assert made[name].count("https://d.test/x/runbook.md#") == plain[name].count("https://docs.example/") > 0
         assert (
             made[name].count("https://g.test/d/topoflight-node?") == plain[name].count("https://grafana.example/") > 0
         )
-        assert ".example" not in made[name]
+        assert made[name].count("page_url: https://p.test/fleet/cluster") == plain[name].count("page_url: http://") > 0
+        assert ".example" not in made[name] and "page_url: http://" not in made[name]
+
+
+@pytest.mark.prometheus
+def test_promtool_sees_the_page_of_the_node_by_its_name(programs: dict[str, str], tmp_path: Path) -> None:
+    """With an address from outside the link names the node, and without a node's name it leads to the fleet."""
+    made = generate.made(page="https://p.test/fleet/")
+    whole = yaml.safe_load(made["dashboards/rules_test.yaml"])
+    (named,) = [case for case in whole["tests"] if case["name"] == "TopoflightFactTooOld fires"]
+    text = yaml.safe_dump(named)
+    assert "page_url: https://p.test/fleet/cluster?node=node-a\n" in text
+    odd = yaml.safe_load(text.replace("node-a", "a&b c").replace("?node=a&b c", "?node=a%26b+c"))
+    bare = yaml.safe_load(
+        text.replace(', node="node-a"', "").replace("?node=node-a", "").replace("node-a", "10.0.0.7:9402")
+    )
+    del bare["alert_rule_test"][0]["exp_alerts"][0]["exp_labels"]["node"]
+    (tmp_path / "rules.yaml").write_text(made["dashboards/rules.yaml"])
+    (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump({**whole, "tests": [*whole["tests"], odd, bare]}))
+    done = subprocess.run(
+        [programs["promtool"], "test", "rules", str(tmp_path / "rules_test.yaml")], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 
 def test_prometheus_rule_is_the_same_groups() -> None:

@@ -1,0 +1,226 @@
+"""The history outlives the agent's pod: an agent with an empty folder reads it from its node's record."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_server import ApiServer, write_kubeconfig
+from e2e_client import MACHINES, client_of
+from rigs.waiting import eventually
+from starlette.testclient import TestClient
+
+from agent import history
+from agent.cli import serve
+from agent.cluster.client import ApiError, path_of
+from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource, records_of, to_resource
+from agent.cluster.publish import LeftBehind
+from agent.history import Event, History, Kept, since_words
+from agent.http.state import State
+from agent.view import View, look
+from probes.api import Ok, Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.host.recording import load
+from probes.rdma.facts import RdmaFacts
+from probes.scan import scan
+
+NODES = path_of(API_VERSION, PLURAL)
+CODE, PORT = "rdma.port.down", "mlx5_2:1"
+START = float(int(time.time()) - 7200)
+STEP = 30.0
+
+
+@pytest.fixture(scope="module")
+def tray() -> Snapshot:
+    return scan(load(MACHINES / "gb200-nvl72-tray.json"))
+
+
+def with_facts(snapshot: Snapshot, facts: type, **changes: Any) -> Snapshot:
+    return replace(snapshot, outcomes={
+        name: replace(outcome, facts=replace(outcome.facts, **changes))
+        if isinstance(outcome, Ok) and isinstance(outcome.facts, facts) else outcome
+        for name, outcome in snapshot.outcomes.items()
+    })  # fmt: skip
+
+
+def sick(snapshot: Snapshot) -> Snapshot:
+    rdma = snapshot.facts(RdmaFacts)
+    assert rdma is not None
+    devices = tuple(
+        replace(each, ports=tuple(replace(port, state="DOWN") for port in each.ports))
+        if each.name == PORT.partition(":")[0] else each
+        for each in rdma.devices
+    )  # fmt: skip
+    return with_facts(snapshot, RdmaFacts, devices=devices)
+
+
+class Agent:
+    """What `topoflight serve --publish` runs, of a node that shows these snapshots, then the last of them."""
+
+    def __init__(self, folder: Path, snapshots: Sequence[Snapshot], first: float) -> None:
+        folder.mkdir()
+        self._script = [replace(each, taken_at_seconds=first + STEP * i) for i, each in enumerate(snapshots)]
+        self.state = State(self._scan, interval_seconds=3600, folder=folder, history=History(folder / history.FILE))
+        self.app = serve.application(self.state, {**serve.ALONE, "publish": True, "node_name": "n1", "nfd": False})
+
+    def _scan(self) -> tuple[Snapshot, ...]:
+        return (self._script.pop(0) if len(self._script) > 1 else self._script[0],)
+
+    def run(self, scans: int) -> View:
+        """The view after so many more scans."""
+        view = self.state.view
+        for _ in range(scans):
+            view = self.state.refresh()
+        assert view is not None
+        return view
+
+
+@pytest.fixture
+def agents(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
+    count = iter(range(9))
+    yield lambda snapshots, first: Agent(tmp_path / f"pod-{next(count)}", snapshots, first)
+
+
+def record(api: ApiServer) -> dict[str, Any]:
+    """The status as it is now; before it is written it reads as that of an agent that has ended."""
+    status: dict[str, Any] = api.objects.get((NODES, "", "n1"), {}).get("status", {"stoppedAt": ""})
+    return status
+
+
+def told_of(events: Iterable[tuple[str, str]]) -> list[str]:
+    """Kinds of what concerns the port's finding or a version, of pairs of kind and code."""
+    return [kind for kind, code in events if kind == "version" or code == CODE]
+
+
+def kinds(api: ApiServer) -> list[str]:
+    """The same of the record."""
+    return told_of((one["kind"], one.get("code", "")) for one in record(api).get("changes", ()))
+
+
+def began(api: ApiServer) -> set[str]:
+    """When the finding was raised, by the record."""
+    return {one["at"] for one in record(api)["changes"] if (one["kind"], one.get("code")) == ("raised", CODE)}
+
+
+def published(api: ApiServer, agent: Agent, told: Sequence[str]) -> None:
+    """Run the application until the record tells these changes, then end it as a pod ends."""
+    with TestClient(agent.app):
+        eventually(lambda: "stoppedAt" not in record(api) and kinds(api) == list(told), "it is published")
+    assert "stoppedAt" in record(api)
+
+
+def test_the_third_time_this_week_is_the_third_for_the_pod_after(api: ApiServer, agents: Any, tray: Snapshot) -> None:
+    """Each pod begins with an empty folder: since when, after what and how often are as if it were one agent."""
+    down, twice = sick(tray), ["raised", "cleared", "raised", "cleared"]
+    one = agents([tray, tray, down, down, tray, tray, tray, down, down, tray, tray, tray], START)
+    one.run(12)
+    published(api, one, twice)
+    newer = with_facts(down, GpuFacts, driver_version="580.65.06")
+    two = agents([newer] * 20, START + 3600)
+    view = two.run(20)
+    began = history.clock(START + 3600)
+    words = f"since {began}, after driver 570.124.06 -> 580.65.06 ({began}); third time this week"
+    assert since_words(view, CODE, PORT) == words
+    published(api, two, [*twice, "version", "raised"])
+    three = agents([newer], START + 5400)
+    first = three.run(1)
+    assert since_words(first, CODE, PORT) == words, "it holds with the first scan already"
+    assert CODE in {check.id for check in first.checks if check.status in ("fail", "warn")}
+    events = history.read(three.state.folder / history.FILE).events
+    assert told_of((e.kind, e.code) for e in events) == [*twice, "version", "raised"], "the new folder has it"
+    told = [one for one in record(api)["findings"] if one["code"] == CODE]
+    assert [one["since"] for one in told] == [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 3600))]
+
+
+def test_a_record_is_not_written_over_before_it_was_read(api: ApiServer, agents: Any, tray: Snapshot) -> None:
+    """The API server is away when the pod starts: scans go on, and the record keeps what it holds until it is read."""
+    down = sick(tray)
+    one = agents([tray, tray, down, down], START)
+    one.run(4)
+    published(api, one, ["raised"])
+    api.down()
+    two = agents([down] * 9, START + 3600)
+    alone = two.run(4)
+    assert since_words(alone, CODE, PORT) == f"since {history.clock(START + 3600)}"
+    api.up()
+    with TestClient(two.app):
+        eventually(lambda: "stoppedAt" not in record(api), "the record is written again")
+        view = two.state.view
+        assert view is not None and began(api) == {_time(START + 60)}
+        assert since_words(view, CODE, PORT) == f"since {history.clock(START + 60)}", "once, as it had held"
+        assert told_of((event.kind, event.code) for event in view.events) == ["raised"]
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
+def test_a_folder_that_has_the_history_asks_nobody(api: ApiServer, agents: Any, tray: Snapshot, tmp_path: Path) -> None:
+    """The file is newer than any record; and one read is all that an agent without it costs."""
+    agents([tray, tray], START).run(2)
+    assert [path for method, path in api.requests if method == "GET"] == [f"{NODES}/n1"]
+    state = State(lambda: (tray,), interval_seconds=3600, history=History(tmp_path / "pod-0" / history.FILE))
+    serve.application(state, {**serve.ALONE, "publish": True, "node_name": "n1"})
+    state.refresh()
+    assert len(api.requests) == 1
+
+
+@pytest.mark.parametrize("status", [403, 404, 500])
+def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServer, status: int) -> None:
+    handed_out: list[Any] = ["a view of before"]
+    left = LeftBehind(client_of(api), "n1", lambda: handed_out[0])
+    api.faults.append((status, {}))
+    assert not left.kept(), "nothing is written before it was asked"
+    found = left()
+    assert found == (None if status == 500 else Kept())
+    if status == 500:
+        with pytest.raises(ApiError):
+            left.kept()
+        assert left() == Kept()
+    assert not left.kept(), "nor while the newest view is without it"
+    handed_out[0] = "the view of that scan"
+    assert left.kept()
+
+
+def test_what_this_release_does_not_judge_does_not_hold_for_ever(tray: Snapshot) -> None:
+    """A finding that the agent before knew and this one has no check for."""
+    (made,) = records_of(look((sick(tray),)), name="n1")
+    gone = {"code": "gpu.nothing.knows", "severity": "fail", "subject": "GPU0", "message": "m", "remedy": ""}
+    held = replace(made, findings=(*made.findings, gone))
+    kept = History(None)
+    kept.elsewhere = lambda: _read_back(held)
+    view = kept.seen(look((sick(tray),)))
+    assert {code for code, _ in view.since} >= {CODE} and "gpu.nothing.knows" not in {code for code, _ in view.since}
+
+
+def test_a_boot_between_two_pods_is_told(tray: Snapshot) -> None:
+    """By the host's uptime: the record has no boot's id."""
+    (made,) = records_of(look((tray,)), name="n1")
+    now = made.scanned_at_seconds + 3600
+    for uptime, told in ((1200.0, ["boot"]), (7200.0, [])):
+        kept = History(None, lambda seconds=uptime: seconds)
+        kept.elsewhere = lambda: _read_back(made)
+        view = kept.seen(look((replace(tray, taken_at_seconds=now),)))
+        assert [(event.kind, event.at_seconds) for event in view.events] == [(kind, now - uptime) for kind in told]
+
+
+def _read_back(held: Any) -> Kept:
+    from agent.cluster.nodes import kept_in
+
+    return kept_in(from_resource(json.loads(json.dumps({**to_resource(held)[0], **to_resource(held)[1]}))))
+
+
+def test_the_record_holds_the_newest_and_says_so_by_its_schema(tray: Snapshot) -> None:
+    """As many as the definition admits, and no more bytes than fit beside every finding."""
+    events = tuple(Event(at_seconds=START + i, kind="raised", text="t" * 300, code="c" * 128, subject="s" * 128)
+                   for i in range(100))  # fmt: skip
+    (made,) = records_of(replace(look((tray,)), events=events), name="n1")
+    assert [one["at"] for one in made.changes] == [_time(START + i) for i in range(100)][-MOST_CHANGES:]
+    assert len(json.dumps(made.changes)) < 24 << 10
+    assert len(json.dumps(to_resource(made)[1])) < 64 << 10
