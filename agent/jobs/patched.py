@@ -35,7 +35,9 @@ def patched(text: str, path: Path, wrong: Sequence[Check], advised: Mapping[str,
             return set()
         return {(one.id, one.subject, one.node) for one in checks if one.status in ("fail", "warn")}
 
-    made, settings, left = text, [], []
+    made = text
+    settings: list[str] = []
+    left: list[str] = []
     most = min(_MOST_CHANGES, max(1, _MOST_READ // max(1, len(text))))
     standing, tries = judged(made), 0
     for number, check in enumerate(wrong):
