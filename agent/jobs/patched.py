@@ -21,7 +21,8 @@ from planner.lint.change import Change, ChangeError, asked, changed
 from planner.lint.sources import read_text
 from planner.why import Patch
 
-_MOST_CHANGES = 16  # the text is read anew for each
+_MOST_CHANGES = 16
+_MOST_READ = 128 << 10  # characters: the text is read anew for each change, at some 10 s for all of them
 
 
 def patched(text: str, path: Path, wrong: Sequence[Check], advised: Mapping[str, str]) -> Patch:
@@ -34,32 +35,39 @@ def patched(text: str, path: Path, wrong: Sequence[Check], advised: Mapping[str,
             return set()
         return {(one.id, one.subject, one.node) for one in checks if one.status in ("fail", "warn")}
 
-    made, settings, left = text, [], []
-    for check in wrong[:_MOST_CHANGES]:
+    made = text
+    settings: list[str] = []
+    left: list[str] = []
+    most = min(_MOST_CHANGES, max(1, _MOST_READ // max(1, len(text))))
+    standing, tries = judged(made), 0
+    for number, check in enumerate(wrong):
+        if tries == most or len(left) == _MOST_CHANGES:
+            left.append(f"{len(wrong) - number} findings more: give the patched file again")
+            break
         change = asked(check.subject, check.evidence[0].partition("=")[2] if check.evidence else "", check.remedy)
-        here, before = (check.id, check.subject, check.node), judged(made)
-        if here not in before:  # gone with another
+        here = (check.id, check.subject, check.node)
+        if here not in standing:  # gone with another
             continue
         if change is None:
             left.append(f"{check.node}: {check.subject}: {check.remedy}")
             continue
+        tries += 1
         try:
             tried = changed(made, path.name, change, check.node)
         except ChangeError as error:
             left.append(f"{check.node}: {change.words}: {error}")
             continue
         after = judged(tried)
-        if here in after or after - before:
+        if here in after or after - standing:
             left.append(f"{check.node}: {change.words}: would be wrong otherwise; {check.remedy}")
             continue
-        made = tried
+        made, standing = tried, after
         settings.append(f"{check.node}: {change.words}")
     for name, value in advised.items() if "apiVersion" in text else ():
         tried, said, kept = _advised(made, path.name, name, value)
-        if judged(tried) - judged(made):
+        if judged(tried) - standing:
             kept, tried, said = [f"{name}={value}: would be wrong here, by lint-env"], made, []
         made, settings, left = tried, [*settings, *said], [*left, *kept]
-    left += [f"{len(wrong) - _MOST_CHANGES} more: give the patched file again"] if len(wrong) > _MOST_CHANGES else []
     diff = difference(text, made, str(path), str(path))
     return Patch(file=str(path), diff=diff, settings=tuple(settings), left=tuple(left))
 

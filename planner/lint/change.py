@@ -15,7 +15,7 @@ from contracts.yaml_text import YamlTextError
 from planner.lint.documents import Carrier, DocumentError, carriers_of, scalar
 from planner.lint.sources import guess_kind
 
-MOST_CHARACTERS = 256 << 10  # it is read anew after each change
+MOST_CHARACTERS = 64 << 10  # it is read anew after each change
 
 _WORD = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s;&|<>()\"'`\\])*"
 _FLAGS = ("-x", "-e", "--env", "-env")  # of mpirun, docker and srun, with a setting after them

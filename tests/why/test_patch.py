@@ -275,3 +275,13 @@ def test_what_a_remedy_asks_for() -> None:
     assert asked("NCCL_X", "1", 'Write "1" in quotes.') == Change(name="NCCL_X", was="1", to="1")
     assert asked("NCCL_X", "1", "Unset NCCL_X or NCCL_Y.") is None
     assert asked("NCCL_X", "1", "Did you mean NCCL_Y? Correct the name, or unset it.") is None
+
+
+def test_many_changes_of_a_long_file_come_in_turns(tmp_path: Path) -> None:
+    script = "".join(f"if [ $A = {n} ]; then\n  export NCCL_ALGO=Rign{n}\nfi\n" for n in range(20))
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    found = verdict(path).patch
+    assert found is not None
+    assert len(found.settings) == 16
+    assert found.left == ("4 findings more: give the patched file again",)
