@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 from agent import units
-from agent.cluster.gate import checks_of
+from agent.cluster.gate import CLUSTER_CODES, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
 from agent.gate.coverage import no_gpu_read, no_hca_read
 from agent.gate.explain import mend
@@ -85,11 +85,19 @@ def said_gpus(record: NodeRecord) -> str:
 
 
 def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Check, ...]:
-    """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one."""
+    """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one.
+
+    A node that fell silent is unknown on the pages; the gate fails, for it was asked whether a job may run there.
+    """
     found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
+    silent, _ = CLUSTER_CODES
     return tuple(
-        check if check.status == "pass" else replace(check, remedy=check.remedy or mend(check.id)) for check in found
-    )
+        check if check.status == "pass" else replace(
+            check, remedy=check.remedy or mend(check.id), required=check.required or check.id == silent,
+            status="unknown" if check.id == silent else check.status,
+        )
+        for check in found
+    )  # fmt: skip
 
 
 def first_of(checks: Sequence[Check]) -> tuple[Group | None, int]:

@@ -63,6 +63,10 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
         "hgx-h100-sick-memlock", "hgx-h100-sick-nvlink", "hgx-h100-sick-thermal", "silent", "hgx-h100-01",
     ]  # fmt: skip
     assert "RLIMIT_MEMLOCK is 64 KiB" in html and "LimitMEMLOCK" in html
+    seen = shown(held)
+    failed = {check.node for check in seen.checks if check.status == "fail"}
+    assert len(failed) == seen.counts["fail"] == 3 and seen.counts["unknown"] == 1
+    assert {fault.group.status for fault in seen.faults if "silent" in fault.group.id} == {"unknown"}
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
     assert "source: kubernetes" in html
 
