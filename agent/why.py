@@ -24,10 +24,13 @@ from collectives.traces import calls, inspector, ras, watchdog
 from contracts import bounded, run_record
 from contracts.layout import LayoutError
 from contracts.run_record import RunRecord
+from contracts.yaml_edit import documents
+from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
 from planner import why
 from planner.forecast import machines
 from planner.forecast.faults import RULES
+from planner.kubernetes.manifests import attached
 from planner.lint.change import elsewhere
 from planner.lint.sources import EnvironmentTextError, read_text
 from planner.recommend import cost_of, forecast_named, plan
@@ -35,6 +38,7 @@ from planner.why import Cause, Seen, Unknown, Verdict
 from probes.api import Snapshot
 from probes.gpu import health
 from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
 from topology.graph import ClusterTopology
 
 _MOST_FILES = 8192
@@ -58,6 +62,7 @@ class Asked:
     manifest: Path | None = None
     request: Request | None = None  # where and which run, for the price
     checks: tuple[Check, ...] = ()  # of nodes, as their agents publish them
+    published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
 
 
@@ -85,18 +90,19 @@ def answer(asked: Asked) -> Verdict:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if asked.inspector is not None:
         verdict = with_inspector(verdict, asked.inspector)
+    request = asked.request or Request()
+    machines_of = _snapshots(request, asked.published)
     if found is not None:
         verdict = with_log(verdict, found)
-        verdict = priced(verdict, found, asked.request or Request(), asked.layout)
-    hosts = asked.request.hosts if asked.request else ()
-    if hosts or asked.checks:
-        checks = (*asked.checks, *_checks(hosts))
-        verdict = faults_priced(with_nodes(verdict, checks), checks, asked.request or Request(), asked.layout)
+        verdict = priced(verdict, found, request, asked.layout, machines_of, asked.manifest)
+    if request.hosts or asked.checks:
+        checks = (*asked.checks, *_checks(request.hosts))
+        verdict = faults_priced(with_nodes(verdict, checks), checks, request, asked.layout, machines_of)
     if asked.manifest is not None:
-        verdict = with_manifest(verdict, asked.manifest, asked.request or Request())
+        verdict = with_manifest(verdict, asked.manifest, request)
     record = _record(asked.run)
     if record is not None:
-        verdict = costed(with_record(verdict, record), record, asked.request or Request(), seen)
+        verdict = costed(with_record(verdict, record), record, request, seen)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     if verdict.state == "fine" and not verdict.sources:
         verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
@@ -402,6 +408,13 @@ def _checks(hosts: Sequence[Path]) -> tuple[Check, ...]:
     return look(snapshots(hosts)).checks if hosts else ()
 
 
+def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
+    """The recordings given, else what the nodes' agents publish."""
+    from agent.cli.hosts import snapshots as replay
+
+    return tuple(replay(request.hosts)) if request.hosts else published
+
+
 def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
     """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
 
@@ -432,7 +445,9 @@ def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
                    unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
 
 
-def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, layout: str) -> Verdict:
+def faults_priced(
+    verdict: Verdict, checks: Sequence[Check], request: Request, layout: str, snapshots: Sequence[Snapshot]
+) -> Verdict:  # fmt: skip
     """What each finding on the node behind costs by itself, lanes of a link or a slow clock: the forecast without it.
 
     Only failures and slow clocks have a price, as in the advice (planner.forecast.faults). Raises WhyError.
@@ -442,13 +457,12 @@ def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, l
     if not rows:
         return verdict
     what, model = f"what {rows[0].id} on {rows[0].node} costs", advise.model_of(request)
-    if model is None or not request.hosts or request.machine:
-        hint = Unknown(what=what, command="--host FILE of that node, --model NAME --nodes N --epochs N --lengths ...")
+    if model is None or not snapshots or request.machine:
+        node = "" if snapshots else "--host FILE of that node, "
+        hint = Unknown(what=what, command=f"{node}--model NAME --nodes N --epochs N --lengths ...")
         return replace(verdict, unknown=(*verdict.unknown, hint))
-    from agent.cli.hosts import snapshots as replay
-
-    snapshots = replay(request.hosts)
     said: dict[str, list[str]] = {}
+    unpriced: list[str] = []
     told, most = verdict.forecast, 0.0
     try:
         cluster = advise.cluster_of(request, snapshots, request.ranks_per_node)
@@ -457,6 +471,7 @@ def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, l
             if len(snapshots) == 1:  # one recording stands for all nodes of the job
                 found = {node.hostname: of_node for node in cluster.nodes for of_node in found.values()}
             if (cost := cost_of(cluster, snapshots, model, request.train, found, values_of(layout))) is None:
+                unpriced.append(f"{check.id} {check.subject} on {check.node}")
                 continue
             was, sound = cost
             would = sound.forecast.step_seconds.mid
@@ -472,7 +487,11 @@ def faults_priced(verdict: Verdict, checks: Sequence[Check], request: Request, l
     for cause in verdict.causes:
         prices = [cause.price, *(words for node in cause.nodes for words in said.get(node, ()))]
         causes.append(replace(cause, price="; ".join(filter(None, prices))))
-    return replace(verdict, causes=tuple(causes), forecast=told)
+    hints = tuple(
+        Unknown(what=f"what {one} costs: nothing that was read bounds it", command="topoflight bench on that node")
+        for one in unpriced[:2]
+    )
+    return replace(verdict, causes=tuple(causes), forecast=told, unknown=(*verdict.unknown, *hints))
 
 
 def _extra(request: Request, each_step: float, steps: int | None, cluster: ClusterTopology) -> str:
@@ -539,22 +558,25 @@ def _is_read(text: str, name: str) -> bool:
     return True
 
 
-def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> Verdict:
+def priced(
+    verdict: Verdict, found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot],
+    manifest: Path | None = None,
+) -> Verdict:  # fmt: skip
     """What TCP in place of RDMA costs: the same layout over both, by the forecast."""
     if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
         return verdict
     model = advise.model_of(request)
     what = f"what TCP over {found.socket_interface or 'its interface'} costs"
-    if model is None or not (request.machine or request.hosts):
+    if model is None or not (request.machine or snapshots):
         hint = Unknown(
             what=what, command="--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
         )
         return replace(verdict, unknown=(*verdict.unknown, hint))
-    snapshots: tuple[Snapshot, ...] = ()
-    if not request.machine:
-        from agent.cli.hosts import snapshots as replay
-
-        snapshots = replay(request.hosts)
+    over = rdma_of(snapshots, found, manifest)
+    hint = Unknown(what="over which interface RDMA would run", command="topoflight capture on a node: --host FILE")
+    unknown = verdict.unknown if over else (*verdict.unknown, hint)
+    if request.machine:
+        snapshots = ()
     try:
         cluster = advise.cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
         rate = request.network or _socket_rate(snapshots, found.socket_interface)
@@ -572,7 +594,8 @@ def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> 
     except (LayoutError, machines.MachineError, ValueError) as error:
         raise WhyError(str(error)) from None
     times = was.step_seconds.mid / would.step_seconds.mid
-    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of RDMA: {times:.1f} x"
+    rdma = f"RDMA over {over}" if over else "RDMA"
+    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {times:.1f} x"
     words += _extra(request, was.step_seconds.mid - would.step_seconds.mid, steps, cluster)
     causes = tuple(
         replace(cause, price=words) if number == 0 else cause for number, cause in enumerate(verdict.causes)
@@ -583,7 +606,30 @@ def priced(verdict: Verdict, found: Evidence, request: Request, layout: str) -> 
     if steps:
         step += f", {units.duration(would.step_seconds.mid * steps)} in place of "
         step += units.duration(was.step_seconds.mid * steps)
-    return replace(verdict, causes=causes, change=(*verdict.change, *change), forecast=f"with RDMA: {step}")
+    return replace(verdict, causes=causes, change=(*verdict.change, *change), unknown=unknown,
+                   forecast=f"with {rdma}: {step}")  # fmt: skip
+
+
+def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | None) -> str:
+    """ "net1, net2": what RDMA would run over; empty where no source tells.
+
+    By a scan the interfaces of the active ports, or devices without one; else the devices of the log; else the
+    interfaces that Multus makes of the manifest's networks.
+    """
+    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
+    names = [
+        port.netdev or device.name for told in facts for device in told.devices for port in device.ports
+        if device.kind in ("hca", "efa") and port.state == "ACTIVE"
+    ]  # fmt: skip
+    names = names or [name.partition(":")[0] for name in found.hcas]
+    said = ""
+    if not names and manifest is not None:
+        with suppress(OSError, bounded.TooLargeError, YamlTextError):
+            names = attached(documents(bounded.read_text(manifest, 16 << 20)))
+            said = " of the manifest's networks"
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}{said}" if names else ""
 
 
 def _has_budget(request: Request) -> bool:

@@ -33,6 +33,7 @@ class Mark:
     calls: int = 0
     samples: dict[str, int] = field(default_factory=dict)
     delayed: float | None = None  # seconds that the main thread has waited for a CPU (proc(5), schedstat)
+    unsent: dict[str, int] = field(default_factory=dict)  # as of the state, so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,14 +163,16 @@ class Beside(threading.Thread):
         if not ended and time.monotonic() - self.listed >= ENDS_SECONDS:
             self.ends = _ends()
             self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
-        self.marks.append(Mark(at=time.time(), calls=self.calls, samples=dict(self.samples), delayed=_delayed()))
+        unsent = {address: looks for address, looks in self.unsent.items() if looks}
+        mark = Mark(at=time.time(), calls=self.calls, samples=dict(self.samples), delayed=_delayed(), unsent=unsent)
+        self.marks.append(mark)
         if len(self.marks) > MOST_MARKS:
             del self.marks[1::2]
         state = RankState(
             rank=self.rank, world_size=self.world_size, written=time.time(), phase=self.phase, since=self.since,
             where=self.where, samples=dict(self.samples), calls=self.calls, marks=tuple(self.marks),
             cpu_seconds=time.process_time(),
-            io_bytes=_io_bytes(), groups=_groups(), unsent=dict(self.unsent), resent=dict(self.resent),
+            io_bytes=_io_bytes(), groups=_groups(), unsent=unsent, resent=dict(self.resent),
             held=dict(self.held), ended=ended,
             error=_error() if ended else None, ends=self.ends,
             **self.fixed,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
 from collectives.traces.watchdog import Join
@@ -674,14 +674,19 @@ def _by_calls(
     return "unknown", f"has not come to {call.words}, {_place(call)}{since}{where}"
 
 
-def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = ()) -> Cause:
-    """The cause between ranks that have all come: by pairs of hosts whether a link or a node."""
+def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
+    """The cause between ranks that have all come: by pairs of hosts whether a link or a node.
+
+    `between` are in a call that does not move; of others the looks count from `since` on, Unix seconds: before it, the
+    network was as it should be.
+    """
     pairs: Counter[tuple[str, str]] = Counter()
     owners = {address: state.host or "?" for state in seen.states.values() for address in state.addresses}
     for state in seen.states.values():
-        looks = state.held if between else state.unsent  # since the calls stand still; over the whole run
+        old = next((mark.unsent for mark in reversed(state.marks) if mark.at <= since), {})
+        looks = state.held if between else {one: n - old.get(one, 0) for one, n in state.unsent.items()}
         for address, times in looks.items():
-            if times and state.host and (there := owners.get(address, address)) != state.host:
+            if times > 0 and state.host and (there := owners.get(address, address)) != state.host:
                 pairs[state.host, there] += times
     hosts = sorted({seen.states[rank].host or "?" for rank in between if rank in seen.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
@@ -722,6 +727,7 @@ class Pace:
     quarters: dict[int, int] = field(default_factory=dict)  # of the time, in which it caused most of the wait
     calls: int = 0
     gaps: tuple[tuple[float, int], ...] = ()  # seconds and calls of blocks of calls, in their order
+    begins: tuple[float, ...] = ()  # of these blocks, Unix seconds
 
 
 def pace(traces: Mapping[int, RankTrace], world: int | None) -> Pace:
@@ -756,7 +762,9 @@ def pace(traces: Mapping[int, RankTrace], world: int | None) -> Pace:
     times = [max(row.values()) for row in full]
     if len(times) > 4 * MIN_CALLS:  # in sixteen blocks, longer than a step's calls
         size = (len(times) - 1) // 16
-        found.gaps = tuple((times[at + size] - times[at], size) for at in range(0, len(times) - size, size))
+        first_of = range(0, len(times) - size, size)
+        found.gaps = tuple((times[at + size] - times[at], size) for at in first_of)
+        found.begins = tuple(times[at] for at in first_of)
     return found
 
 
@@ -846,8 +854,10 @@ def _slower_together(found: Pace, seen: Seen) -> Verdict | None:
     times = changed.since / changed.before if changed.before > 0 else 0.0
     told = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
     cost = _cost(changed.before, changed.since)
-    if _all_in_collectives(seen) and len((cause := network(seen, "has become slow", told)).evidence) > 1:
-        return _verdict("slow", (replace(cause, **cost),), seen, (), ())
+    if _all_in_collectives(seen):
+        cause = network(seen, "has become slow", told, since=found.begins[changed.at])
+        if len(cause.evidence) > 1:
+            return _verdict("slow", (replace(cause, **cost),), seen, (), ())
     cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,), **cost)
     hint = Unknown(what="what the ranks do longer", command="topoflight why --run DIR, of a job with finetune.beside")
     return replace(_verdict("slow", (cause,), Seen(), (), ()), unknown=(hint,))
@@ -857,27 +867,34 @@ def _all_in_collectives(seen: Seen) -> bool:
     """Whether every rank's latest looks found it in its collectives, and none waited for a CPU instead."""
     latest = [_pieces(state)[-MIN_PIECES:] for state in seen.states.values()]
     for pieces in latest:
-        spent = {kind: sum(row.get(kind, 0.0) for _, row, _ in pieces) for kind in DOING}
+        spent = {kind: sum(piece.spent.get(kind, 0.0) for piece in pieces) for kind in DOING}
         kind, share = _most(spent)
-        waited = sum(delayed for _, _, delayed in pieces)
+        waited = sum(piece.delayed for piece in pieces)
         if len(pieces) < MIN_PIECES or kind != "collective" or share < EXPLAINS or waited > 0.5 * sum(spent.values()):
             return False
     return bool(latest)
 
 
-def _pieces(state: RankState) -> list[tuple[int, dict[str, float], float]]:
-    """Calls, seconds by phase, and seconds of waiting for a CPU, between a rank's marks.
+class Piece(NamedTuple):
+    """What a rank did between two of its marks."""
 
-    The first, which connects and compiles, is left out.
-    """
-    found: list[tuple[int, dict[str, float], float]] = []
+    at: float  # Unix seconds, of the earlier
+    calls: int
+    spent: dict[str, float]  # seconds by phase
+    delayed: float  # seconds of waiting for a CPU
+
+
+def _pieces(state: RankState) -> list[Piece]:
+    """The pieces of a rank's run without the first, which connects and compiles."""
+    found: list[Piece] = []
     marks = state.marks[1:]
     for old, new in pairwise(marks):
         looks = {kind: new.samples.get(kind, 0) - old.samples.get(kind, 0) for kind in new.samples}
         total = sum(looks.values())
         if new.calls > old.calls and total > 0 and new.at > old.at:
             spent = {kind: n / total * (new.at - old.at) for kind, n in looks.items()}
-            found.append((new.calls - old.calls, spent, max(0.0, (new.delayed or 0.0) - (old.delayed or 0.0))))
+            delayed = max(0.0, (new.delayed or 0.0) - (old.delayed or 0.0))
+            found.append(Piece(old.at, new.calls - old.calls, spent, delayed))
     return found
 
 
@@ -889,17 +906,19 @@ def _grown(seen: Seen) -> Verdict | None:
     more: dict[int, dict[str, float]] = {}
     delays: dict[int, float] = {}  # share of what calls take longer that a rank waits for a CPU
     changes: list[Change] = []
+    began = 0.0
     for rank, state in seen.states.items():
         pieces = _pieces(state)
-        changed = change([(sum(s for kind, s in spent.items() if kind not in INNOCENT), n) for n, spent, _ in pieces])
+        changed = change([(sum(s for k, s in one.spent.items() if k not in INNOCENT), one.calls) for one in pieces])
         if changed is None:
             return None
         changes.append(changed)
-        late = [delayed / calls for calls, _, delayed in pieces]
+        began = max(began, pieces[changed.at].at)
+        late = [one.delayed / one.calls for one in pieces]
         delays[rank] = (median(late[changed.at :]) - median(late[: changed.at])) / max(
             changed.since - changed.before, 1e-9
         )
-        each = {kind: [spent.get(kind, 0.0) / calls for calls, spent, _ in pieces] for kind in DOING}
+        each = {kind: [one.spent.get(kind, 0.0) / one.calls for one in pieces] for kind in DOING}
         more[rank] = {
             kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
             for kind, rows in each.items() if kind not in INNOCENT
@@ -910,7 +929,7 @@ def _grown(seen: Seen) -> Verdict | None:
     if since <= LONGER * before or before <= 0:
         return None
     told = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
-    held = [rank for rank, share in sorted(delays.items()) if share > 0.5]
+    held = [rank for rank, share in sorted(delays.items()) if share >= EXPLAINS]
     if 0 < len(held) < len(delays) / 2:
         causes = [
             replace(_suspect(rank, "compute", "is not let run: it waits for a CPU", seen, told, min(1.0, delays[rank])),
@@ -932,7 +951,7 @@ def _grown(seen: Seen) -> Verdict | None:
         message = f"all ranks alike have become {since / before:.1f} times slower, in {kind} and others"
         cause = Cause(code="all", message=message, share=share, evidence=(told,))
     elif kind == "collective":
-        cause = network(seen, "has become slow", told)
+        cause = network(seen, "has become slow", told, since=began)
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
             message = f"all ranks alike have become {since / before:.1f} times slower, in their collectives"
             cause = Cause(code="all.collective", message=message, evidence=(told,))

@@ -58,12 +58,13 @@ def why(
     from agent.jobs.ranks import watch as watch_run
     from agent.terminal.why import verdict as show
 
-    options["nodes"], checks = _nodes(options["nodes"])
+    options["nodes"], checks, published = _nodes(options["nodes"])
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         asked = gathered.Asked(
             logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
+            published=published,
         )  # fmt: skip
         if not any((logs, run, ras, inspector, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --inspector, --flight-recorder --diag or --manifest")
@@ -90,19 +91,20 @@ def why(
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
 
 
-def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...]]:
-    """(how many, ()), or (None, what the nodes' agents have found) of names and labels."""
+def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:
+    """(how many, (), ()), or (None, what the nodes' agents have found, what they read) of names and labels."""
     if word is None or (word.isascii() and word.isdigit()):
         if word and not 1 <= int(word[:7]) <= 100_000:
             raise click.UsageError(f"--nodes {word[:20]}: must be from 1 to 100000, names or labels")
-        return (int(word) if word else None), ()
+        return (int(word) if word else None), (), ()
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.gate import checks_of, fleet, named
+    from agent.cluster.gate import checks_of, fleet, named, readable
 
     try:
         client = connect(None)
         names = () if "=" in word else tuple(filter(None, word.split(",")))
-        return None, checks_of(named(client, names, word if "=" in word else None), fleet(client))
+        found, held = named(client, names, word if "=" in word else None), fleet(client)
+        return None, checks_of(found, held), readable(found, held)
     except (AccessError, ApiError) as error:
         raise click.ClickException(f"--nodes {word[:80]}: {error}") from None
 

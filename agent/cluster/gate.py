@@ -18,6 +18,7 @@ from agent.gate.expect import checks_of as expectations
 from agent.gate.judged import BUSBW, bar_words, status_of
 from agent.gate.verdict import Check, GateError, Status
 from collectives.bench.results import Bar
+from probes.api import Snapshot
 
 Json = dict[str, Any]
 CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
@@ -46,6 +47,12 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     """The record of each node; one that no agent publishes is unknown and was never heard of."""
     unknown = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
     return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
+
+
+def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
+    """What the agents of these nodes read, of each record that holds it."""
+    records = [record for name in names if (record := held.record(name)) is not None]
+    return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
 
 
 def checks_of(

@@ -53,7 +53,7 @@ _KEPT: dict[type[Any], frozenset[str]] = {
     Gpu: frozenset((
         "index", "bus_id", "name", "memory_bytes", "compute_capability", "numa_node", "gpu_numa_node", "cpu_affinity",
         "mig_enabled", "c2c_links", "c2c_enabled", "fabric_state", "fabric_clique", "error", "nvlinks", "nvlinks_known",
-        "memory_used_bytes", "power_limit_default_watts",
+        "memory_used_bytes", "power_limit_watts", "power_limit_default_watts",
     )),
     GpuPair: frozenset(("a", "b", "ancestor", "p2p_read", "p2p_nvlink")),
     PciFacts: frozenset((

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
 
+from contracts.plain import PlainError, loads
 from contracts.run_record import KILLED, RESUMABLE
 from planner.kubernetes.job import CACHE, END_SECONDS, MOUNT, JobSpec, toleration
 
@@ -22,6 +24,34 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 GROUP_ANNOTATION = "kueue.x-k8s.io/podset-group-name"  # of Kueue 0.13: two pod sets placed as one
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
+
+
+def attached(documents: Any) -> list[str]:
+    """Interfaces that Multus makes in the pods of these documents: as their networks name them, else net1 to netN."""
+    found: list[str] = []
+    if isinstance(documents, list):
+        for one in documents:
+            found += attached(one)
+    elif isinstance(documents, dict):
+        marks = documents.get("annotations")
+        networks = marks.get(NETWORKS_ANNOTATION) if isinstance(marks, dict) else None
+        found += _interfaces(networks) if isinstance(networks, str) else []
+        for one in documents.values():
+            found += attached(one)
+    return list(dict.fromkeys(found))
+
+
+def _interfaces(networks: str) -> list[str]:
+    """Of the annotation's value: "name", "namespace/name@interface", each after a comma, or a JSON list of objects."""
+    rows: Any = [{"interface": word.strip().partition("@")[2]} for word in networks.split(",") if word.strip()]
+    if networks.lstrip().startswith("["):
+        rows = []
+        with suppress(PlainError):
+            rows = loads(networks)
+    names = [one.get("interface") if isinstance(one, dict) else None for one in rows[:32]]
+    return [str(name or f"net{number}")[:15] for number, name in enumerate(names, 1)]
+
+
 # What each API's controller labels a job's pods with, its name as the value.
 POD_LABELS = {
     "job": "job-name",

@@ -11,13 +11,21 @@ import pytest
 
 from agent import why as gathered
 from agent.advise import Request
+from agent.cli.hosts import snapshots as replay
+from agent.cluster.gate import checks_of, readable
+from agent.cluster.node_facts import unpublished
+from agent.cluster.nodes import Fleet, records_of, to_resource
 from agent.gate.verdict import Check
+from agent.view import look
+from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
 from contracts.rank_state import Mark, RankState
 from contracts.run_record import Measured, RunRecord
 from finetune.beside import phase_of
 from planner.why import Cause, Seen, Verdict, judge
+from probes.api import Ok
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
@@ -365,6 +373,24 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert judge(Seen(states=rows, world=4, now=NOW)).unknown
     rows[1] = replace(rows[1], unsent={"10.0.0.2": 30, "10.0.0.3": 30, "10.0.0.0": 30})
     assert judge(Seen(states=rows, world=4, now=NOW)).causes[0].code == "link.node"
+    # what rank 3's bytes waited for before the change says nothing of it
+    busy = {"10.0.0.0": 90, "10.0.0.2": 90}
+    rows[3] = replace(rows[3], unsent=busy, marks=tuple(
+        replace(mark, unsent={one: looks * n // 9 for one, looks in busy.items()} if n < 9 else busy)
+        for n, mark in enumerate(rows[3].marks)))  # fmt: skip
+    found = judge(Seen(states=rows, world=4, now=NOW))
+    assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
+
+
+def test_who_waits_for_a_cpu_for_less_than_most_of_it_is_not_accused() -> None:
+    def ranks(seconds: float) -> dict[int, RankState]:
+        late = tuple(replace(mark, delayed=seconds * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
+        return {r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW,
+                             marks=late if r == 0 else marks(*WAITED)) for r in range(4)}  # fmt: skip
+
+    assert judge(Seen(states=ranks(9.0), world=4, now=NOW)).ranks == (0,)
+    shared = judge(Seen(states=ranks(4.5), world=4, now=NOW))
+    assert (shared.state, shared.ranks, shared.causes[0].code) == ("slow", (), "all.collective")
 
 
 def test_a_network_that_slowed_before_the_first_looks_is_named_where_bytes_wait() -> None:
@@ -614,19 +640,64 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
 def test_lanes_and_clocks_of_the_node_behind_have_their_own_price(machine: str, code: str, words: str) -> None:
     path = Path(__file__).parents[1] / f"machines/{machine}.json"
     request = Request.of(hosts=(path,), nodes=2, model="Llama-3.1-8B", steps=10_000, price="36", method="full")
-    checks = gathered._checks((path,))
+    checks, scanned = gathered._checks((path,)), gathered._snapshots(request, ())
     node = checks[0].node
     cause = Cause(code=code, message="behind", nodes=(node,))
-    found = gathered.faults_priced(Verdict(state="slow", line="slow", causes=(cause,)), checks, request, "")
+    found = gathered.faults_priced(Verdict(state="slow", line="slow", causes=(cause,)), checks, request, "", scanned)
     (price,) = [one for one in found.causes[0].price.split("; ") if one.startswith(words)]
     times = float(price.removeprefix(words).partition(" x")[0])
     assert 1.0 <= times < 20
     assert price.endswith("of your prices")
     assert found.forecast.startswith("without gpu.power.brake" if times > 1 else "")
     other = Verdict(state="slow", line="slow", causes=(replace(cause, nodes=("another",)),))
-    assert gathered.faults_priced(other, checks, request, "") == other
-    bare = gathered.faults_priced(replace(other, causes=(cause,)), checks, Request(), "")
+    assert gathered.faults_priced(other, checks, request, "", scanned) == other
+    bare = gathered.faults_priced(replace(other, causes=(cause,)), checks, Request(), "", ())
     assert "costs" in bare.unknown[0].what
+
+
+def test_what_agents_publish_of_nodes_is_priced_as_a_recording_is() -> None:
+    """Two nodes by their records alone, one of them with a sick link: as a list of the API server would hold them."""
+    path = Path(__file__).parents[1] / "machines/sick-l40s-x4.json"
+    sick = look(replay((path,)))
+    held = Fleet()
+    (record,) = records_of(replace(sick, made_at_seconds=NOW), name="node-a")
+    held.replace([to_resource(replace(record, name=name))[1] for name in ("node-a", "node-b")])
+    checks = checks_of(("node-a",), held, now=NOW + 10)
+    cause = Cause(code="link.node", message="behind", nodes=("node-a",))
+    slow = Verdict(state="slow", line="slow", causes=(cause,))
+    request = Request.of(model="Llama-3.1-8B", steps=10_000, price="36", method="full")
+    published = readable(("node-a", "node-b", "node-c"), held)
+    assert [one.hostname for one in published] == ["node-a", "node-b"]
+    found = gathered.faults_priced(slow, checks, request, "", published)
+    assert "pci.link.width 0000:a1:00.0: " in found.causes[0].price
+    assert "of your prices" in found.causes[0].price
+
+
+NETWORKS = """kind: Pod
+metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("networks", "words"),
+    [
+        ("rdma-net", "net1 of the manifest's networks"),
+        ("ns/rdma-a, ns/rdma-b@roce0", "net1, roce0 of the manifest's networks"),
+        ('[{"name": "a", "interface": "rdma0"}, {"name": "b"}]', "rdma0, net2 of the manifest's networks"),
+        ("", ""),
+        ("[", ""),
+    ],
+)
+def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(NETWORKS.format(networks))
+    assert gathered.rdma_of((), Evidence(), manifest) == words
+    assert gathered.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
+    port = RdmaPort(port=1, state="ACTIVE", netdev="net1")
+    device = RdmaDevice(name="mlx5_1", kind="hca", ports=(port, replace(port, port=2, state="DOWN", netdev="net2")))
+    scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(source="sysfs", devices=(device,)))})
+    assert gathered.rdma_of((scan,), Evidence(), manifest) == "net1"
+    assert gathered.rdma_of((), Evidence(), None) == ""
 
 
 def test_a_cause_costs_its_share_of_all_steps() -> None:
@@ -739,7 +810,12 @@ def test_sockets_are_priced_by_the_best_layout_where_none_is_named(tmp_path: Pat
     request = Request.of(machine="dgx-h100", nodes=2, network="25G", model="Llama-3.1-8B")
     found = gathered.answer(gathered.Asked(logs=(str(log),), request=request))
     assert found.state == "slow"
-    assert "instead of RDMA" in found.causes[0].price
+    assert "instead of RDMA: " in found.causes[0].price
+    assert any("over which interface RDMA" in one.what for one in found.unknown)
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(NETWORKS.format("rdma-net"))
+    named = gathered.answer(gathered.Asked(logs=(str(log),), request=request, manifest=manifest))
+    assert "instead of RDMA over net1 of the manifest's networks: " in named.causes[0].price
 
 
 def test_a_manifest_is_judged_as_lint_env_does(tmp_path: Path) -> None:
