@@ -328,6 +328,8 @@ def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
         rows = [row for line in inspector.lines_of(folder) if (row := inspector.read_line(line))]
     except OSError as error:
         raise WhyError(f"--inspector {error.filename}: {error.strerror}") from None
+    except LogFileError as error:
+        raise WhyError(f"--inspector {error}") from None
     found = inspector.slow_members(rows, why.OUTLIER)
     sources = (*verdict.sources, f"Inspector: {len(rows)} collectives")
     if verdict.causes or not found:

@@ -117,7 +117,7 @@ class Unpacked:
         self._first = file.read(BLOCK_BYTES)
         for magic, tool, command in _NOT_UNPACKED:
             if self._first.startswith(magic):
-                raise LogFileError(f"packed with {tool}, which is not read: {command} FILE | topoflight evidence -")
+                raise LogFileError(f"packed with {tool}, which is not read: unpack it with {command} FILE")
         made = next(((magic, engine) for magic, engine in _PACKED if self._first.startswith(magic)), None)
         self._pieces = self._unpack(*made) if made else None
 

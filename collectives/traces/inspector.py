@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Unpacked
 from contracts import plain
 
 MOST_LINES = 2_000_000  # of all files; 300 bytes each
@@ -92,16 +93,26 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
 
+_KINDS = {".log", ".json", ".jsonl", ".prom", ".txt"}
+
+
 def lines_of(folder: Path) -> Iterator[str]:
-    """The lines of all files of a dump folder."""
+    """The lines of all files of a dump folder, packed or not. Raises OSError, LogFileError."""
     left = MOST_LINES
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".log", ".json", ".jsonl", ".prom", ".txt"))[
+    for path in sorted(p for p in folder.rglob("*") if _KINDS & {suffix.lower() for suffix in p.suffixes[-2:]})[
         :MOST_FILES
     ]:
         with path.open("rb") as stream:
-            while left > 0 and (line := stream.readline(MOST_LINE_BYTES)):
-                left -= 1
-                yield line.decode("utf-8", errors="replace").strip()
+            rest = b""
+            try:
+                unpacked = Unpacked(stream)
+                while left > 0 and (block := unpacked.read(BLOCK_BYTES)):
+                    *whole, rest = (rest[-MOST_LINE_BYTES:] + block).split(b"\n")
+                    left -= len(whole)
+                    yield from (line[:MOST_LINE_BYTES].decode("utf-8", errors="replace").strip() for line in whole)
+            except LogFileError as error:
+                raise LogFileError(f"{path}: {error}") from None
+            yield rest.decode("utf-8", errors="replace").strip()
 
 
 def slow_members(rows: Iterable[Performed], outlier: float) -> list[tuple[str, str, float]]:

@@ -1,16 +1,19 @@
 """NCCL's RAS: which ranks of a communicator answered, and how many collectives each has launched.
 
-Specification: NCCL user guide, troubleshooting/ras (text since 2.24, counts by kind since 2.26, JSON since 2.28.7), and
-src/ras/client_support.cc of 2.24 to 2.30. The text lists members of a group only where they are outliers; the others
-are the rest of the communicator, so who is behind is often the group that is not listed.
+Specification: NCCL user guide, troubleshooting/ras (text since 2.24, counts by kind since 2.26, JSON since 2.28.7),
+and src/ras/client_support.cc of 2.24 to 2.30; by their user guides 2.31 and 2.32 answer the same. The text lists
+members of a group only where they are outliers; the others are the rest of the communicator, so who is behind is
+often the group that is not listed.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from contracts import plain
@@ -65,6 +68,10 @@ def read(raw: bytes) -> RasReport:
     start = text.find("{")
     if start >= 0 and '"communicators"' in text[start : start + 4096]:
         return _json(text[start:])
+    if '"PEER_' in text:
+        return RasReport(dead=tuple(_events(text)))
+    if "NCCL DIAG" in text:
+        raise RasError("this is its diagnostics: give them with --diag")
     if not _SAID.search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
     return _text(text)
@@ -97,6 +104,24 @@ def _json(text: str) -> RasReport:
     most = max((one.size for one in comms), default=0)
     return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most,
                      version=str(found.get("nccl_version"))[:40])  # fmt: skip
+
+
+# `ncclras -m -f json` since 2.29: an object for each event, one after the other
+_EVENT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
+
+
+def _events(text: str) -> Iterator[RasRank]:
+    """Processes that the monitor has declared dead."""
+    for found in islice(_EVENT.finditer(text), MOST_RANKS):
+        with suppress(plain.PlainError):
+            event = plain.loads(found[0])
+            peer = event.get("peer")
+            if event.get("event") != "PEER_DEAD" or not isinstance(peer, dict):
+                continue
+            gpus = peer.get("nvml_devs")
+            host = peer.get("host") or str(peer.get("addr") or "").partition("<")[0]  # of a peer that RAS has forgotten
+            yield RasRank(rank=-1, host=str(host)[:253] or None, pid=_whole(peer.get("pid")), missing="dead",
+                          gpu=_whole(gpus[0]) if isinstance(gpus, list) and gpus else None)  # fmt: skip
 
 
 def _rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ the brackets is the group's own. Before 2.3 a line names no group, so its number
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
@@ -196,10 +196,34 @@ class _Reader:
         return {name for (rank, name), own in self.own.items() if seen.setdefault((name, own), rank) != rank}
 
 
+_ENDS = (".", "!", ")", '"')
+_FOLDS = 4  # lines into which a page folds a message
+
+
+def _unfolded(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, a message of the watchdog that a page has folded in one again.
+
+    It ends with a full stop; its further lines have no prefix of a rank.
+    """
+    held, folds = "", 0
+    for line in lines:
+        if held and folds < _FOLDS and "[rank" not in line and "ProcessGroup" not in line and "[PG " not in line:
+            held, folds = f"{held} {line.strip()}", folds + 1
+        else:
+            if held:
+                yield held
+            held, folds = line.rstrip(), 0
+        if "ProcessGroupNCCL.cpp" not in held or held.endswith(_ENDS):
+            yield held
+            held = ""
+    if held:
+        yield held
+
+
 def read(lines: Iterable[str]) -> Told:
     """What the lines say, nothing where no rank spoke."""
     reader = _Reader()
-    for line in lines:
+    for line in _unfolded(lines):
         if any(needle in line for needle in _NEEDLES) or "[PG " in line:
             reader.line(line)
         else:

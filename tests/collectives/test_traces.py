@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from collectives.nccl_log.reader import LogFileError
 from collectives.traces import calls, inspector, plain_pickle, ras, watchdog
 
 
@@ -311,3 +314,61 @@ def test_inspectors_prometheus_text() -> None:
     assert (found.host, found.gpu, found.op) == ("host-a", "GPU0", "AllReduce")
     assert (found.size, found.busbw) == ("4-5GB", 678.263e9)
     assert inspector.read_line("# HELP nothing") is None
+
+
+def test_packed_dumps_of_the_inspector_are_read(tmp_path: Path) -> None:
+    timed = {"coll": "AllReduce", "coll_sn": 7, "coll_msg_size_bytes": 8, "coll_exec_time_us": 5}
+    row = {"header": {"id": "0x1", "rank": 3}, "metadata": {"hostname": "n1"}, "coll_perf": timed}
+    lines = "".join(json.dumps(row) + "\n" for _ in range(3)).encode()
+    (tmp_path / "a.log").write_bytes(lines)
+    (tmp_path / "b.log.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.json.XZ").write_bytes(lzma.compress(lines.rstrip()))
+    (tmp_path / "d.core").write_bytes(lines)
+    rows = [found for line in inspector.lines_of(tmp_path) if (found := inspector.read_line(line))]
+    assert [(one.rank, one.number) for one in rows] == [(3, 7)] * 9
+    (tmp_path / "e.log.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
+    with pytest.raises(LogFileError, match=r"e\.log\.zst: packed with zstd.*zstd -dc"):
+        list(inspector.lines_of(tmp_path))
+
+
+EVENT = """{
+  "timestamp": "2025-12-19 13:07:07",
+  "group": "LIFECYCLE",
+  "event": "%s",
+  "peer": {
+    %s
+  },
+  "details": "%s"
+}
+"""
+
+
+def test_events_of_the_monitor_are_read_in_json() -> None:
+    text = "RAS Monitor Mode - watching for peer changes (Ctrl+C to exit)...\n" + "".join((
+        EVENT % ("PEER_NEW", '"host": "n1", "pid": 6, "cuda_devs": [0], "nvml_devs": [0]', ""),
+        EVENT % ("PEER_DEAD", '"host": "n2", "pid": 7, "cuda_devs": [0], "nvml_devs": [1]', ""),
+        EVENT % ("PEER_DEAD", '"addr": "10.0.0.3<4711>"', ""),
+        '{"event": "PEER_DEAD", "peer": [],, "details": ""}', '{"event": "PEER_DEAD", "peer": {"host": "n9",',
+    ))  # fmt: skip
+    assert [(one.host, one.pid, one.gpu, one.missing) for one in ras.read(text.encode()).dead] == [
+        ("n2", 7, 1, "dead"), ("10.0.0.3", None, None, "dead")]  # fmt: skip
+    with pytest.raises(ras.RasError, match="--diag"):
+        ras.read(b"n1:7 NCCL DIAG === RAS Diagnostics ===\n")
+
+
+def test_a_message_that_a_page_has_folded_is_one_again() -> None:
+    whole = (
+        "[rank12]:[E909 09:55:29.308 ProcessGroupNCCL.cpp:607] [Rank 12] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=2070, OpType=REDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600036 milliseconds "
+        "before timing out.\n"
+        "[rank12]:[E909 09:55:29.313 ProcessGroupNCCL.cpp:1664] [PG 0 (default_pg) Rank 12] Exception (either an error "
+        "or timeout) detected by watchdog at work: 2070, last enqueued NCCL work: 2071, last completed NCCL work: 2069."
+    )
+    told = watchdog.read(whole.splitlines()).traces
+    assert (told[12].calls[0].number, told[12].enqueued) == (2070, {"0": 2071})
+    folded = whole
+    for words in ("timeout: ", "detected by", "NCCL work"):
+        folded = folded.replace(words, words.replace(" ", "\n"))
+    assert watchdog.read(folded.splitlines()).traces == told
+    loose = "[rank1]:[E909 ProcessGroupNCCL.cpp:1] [PG 0 (default_pg) Rank 1] cut\n[rank2]: ValueError: no rows"
+    assert watchdog.read(loose.splitlines()).errors == {2: "ValueError: no rows"}
