@@ -99,7 +99,7 @@ def answer(asked: Asked) -> Verdict:
         checks = (*asked.checks, *_checks(request.hosts))
         verdict = faults_priced(with_nodes(verdict, checks), checks, request, asked.layout, machines_of)
     if asked.manifest is not None:
-        verdict = with_manifest(verdict, asked.manifest, request)
+        verdict = with_manifest(verdict, asked.manifest, request, asked.layout, machines_of)
     record = _record(asked.run)
     if record is not None:
         verdict = costed(with_record(verdict, record), record, request, seen)
@@ -506,10 +506,12 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
     return f", +{units.duration(extra)}{money}"
 
 
-def with_manifest(verdict: Verdict, path: Path, request: Request) -> Verdict:
-    """Settings of the job's environment that `lint-env` warns of, and the file's patch without them."""
+def with_manifest(
+    verdict: Verdict, path: Path, request: Request, layout: str = "", snapshots: Sequence[Snapshot] = ()
+) -> Verdict:  # fmt: skip
+    """Settings of the job's environment that `lint-env` warns of, their price, and the file's patch without them."""
     from agent.gate.lint import Linted, lint_text
-    from agent.jobs.patched import forecast_after, patched
+    from agent.jobs.patched import forecast_after, patched, placed
 
     try:
         raw = bounded.read(path, 16 << 20)
@@ -529,6 +531,14 @@ def with_manifest(verdict: Verdict, path: Path, request: Request) -> Verdict:
               evidence=one.evidence[:2], action=one.remedy)
         for one in wrong[:8]
     )  # fmt: skip
+    request = placed(text, request)
+    sockets = {one.subject: one for one in wrong if one.id == "env.debug.leftover" and _off(one, request, snapshots)}
+    at = next((number for number, one in enumerate(wrong[:8]) if one.subject in sockets), None)
+    if at is not None and not any(cause.price for cause in verdict.causes):
+        by_name = Verdict(state="slow", line="", causes=(causes[at],))
+        over = priced(by_name, _over_sockets(text, path.name), request, layout, snapshots, path)
+        causes = (*causes[:at], *over.causes, *causes[at + 1 :])
+        verdict = replace(verdict, forecast=verdict.forecast or over.forecast, unknown=verdict.unknown + over.unknown)
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
     advised = dict(line.split("=", 1) for line in verdict.change)  # what the log's cause asks for
@@ -550,6 +560,28 @@ def with_manifest(verdict: Verdict, path: Path, request: Request) -> Verdict:
     told, command = forecast_after(text, path.name, request)
     unknown = Unknown(what="the forecast after the change", command=command)
     return replace(verdict, forecast=told) if told else replace(verdict, unknown=(*verdict.unknown, unknown))
+
+
+def _off(check: Check, request: Request, snapshots: Sequence[Snapshot]) -> bool:
+    """Whether a setting keeps NCCL off RDMA; NCCL_IB_DISABLE does not where EFA's plugin carries it."""
+    value = check.evidence[0].partition("=")[2].strip().lower() if check.evidence else ""
+    if check.subject == "NCCL_NET":
+        return value == "socket"
+    if check.subject != "NCCL_IB_DISABLE" or value in ("", "0"):
+        return False
+    if request.machine:
+        return machines.cluster(request.machine, 2).inter_node_transport != "efa"
+    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
+    return not any(device.kind == "efa" for told in facts for device in told.devices)
+
+
+def _over_sockets(text: str, name: str) -> Evidence:
+    """What a log of the manifest's job would say of its network: sockets, over the interface that it names."""
+    with suppress(EnvironmentTextError):
+        rows = (one.environment for one in read_text(text, None, name).environments)
+        named = next((row["NCCL_SOCKET_IFNAME"] for row in rows if row.get("NCCL_SOCKET_IFNAME")), "")
+        return Evidence(inter_node_transport="Socket", socket_interface=named.lstrip("=^").split(",")[0] or None)
+    return Evidence(inter_node_transport="Socket")
 
 
 def _is_read(text: str, name: str) -> bool:

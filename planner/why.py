@@ -839,8 +839,8 @@ def _looked_at(rank: int, seen: Seen) -> bool:
 
 
 def _rest(work: Mapping[int, float], rank: int) -> float:
-    """The median work of the other ranks."""
-    return median(value for other, value in work.items() if other != rank)
+    """The median of the other ranks; 0 where there are none."""
+    return median([value for other, value in work.items() if other != rank] or [0.0])
 
 
 def _slower_together(found: Pace, seen: Seen) -> Verdict | None:
@@ -929,7 +929,9 @@ def _grown(seen: Seen) -> Verdict | None:
     if since <= LONGER * before or before <= 0:
         return None
     told = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
-    held = [rank for rank, share in sorted(delays.items()) if share >= EXPLAINS]
+    slower = network(seen, "has become slow", told, since=began)
+    least = EXPLAINS if len(slower.evidence) > 1 else 0.5  # where bytes wait, too, most of it must be the CPU
+    held = [rank for rank, share in sorted(delays.items()) if share - _rest(delays, rank) > least]
     if 0 < len(held) < len(delays) / 2:
         causes = [
             replace(_suspect(rank, "compute", "is not let run: it waits for a CPU", seen, told, min(1.0, delays[rank])),
@@ -951,7 +953,7 @@ def _grown(seen: Seen) -> Verdict | None:
         message = f"all ranks alike have become {since / before:.1f} times slower, in {kind} and others"
         cause = Cause(code="all", message=message, share=share, evidence=(told,))
     elif kind == "collective":
-        cause = network(seen, "has become slow", told, since=began)
+        cause = slower
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
             message = f"all ranks alike have become {since / before:.1f} times slower, in their collectives"
             cause = Cause(code="all.collective", message=message, evidence=(told,))

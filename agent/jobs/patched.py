@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agent import units
-from agent.advise import Request
+from agent.advise import Request, advise
 from agent.cli.hosts import snapshots
 from agent.cli.inputs import InputError
 from agent.documents import difference
@@ -16,6 +19,7 @@ from agent.jobs.wrapped import advised as advice_for
 from contracts.yaml_edit import EditError, documents
 from contracts.yaml_text import YamlTextError
 from planner.advice import Reason, Setting
+from planner.forecast.machines import names
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, wrap
 from planner.lint.change import Change, ChangeError, asked, changed
 from planner.lint.sources import read_text
@@ -96,8 +100,53 @@ def _advised(text: str, file: str, name: str, value: str) -> tuple[str, list[str
     return made, said, [*left, *(note for note in notes if name in note)]
 
 
+_INSTANCE = "node.kubernetes.io/instance-type"  # kubernetes.io/docs/reference/labels-annotations-taints
+
+
+def placed(text: str, request: Request) -> Request:
+    """The question with the machine that the manifest asks for by its instance type, and its nodes, where not given."""
+    if "apiVersion" not in text or ((request.hosts or request.machine) and request.nodes):
+        return request
+    with suppress(WrapError, YamlTextError):
+        found = documents(text)
+        if not request.hosts and request.machine is None:
+            known = (name for word in _values(found, _INSTANCE) if (name := word.removeprefix("Standard_")) in names())
+            request = replace(request, machine=next(known, None))
+        if request.machine and request.nodes is None:
+            request = replace(request, nodes=jobs_in(found)[0].nodes)
+    return request
+
+
+def _values(document: Any, label: str) -> Iterator[str]:
+    """Values of a label in selectors: `label: value`, and `key: label, values: [value]`."""
+    if isinstance(document, list):
+        for one in document:
+            yield from _values(one, label)
+    elif isinstance(document, dict):
+        if isinstance(document.get(label), str):
+            yield document[label]
+        if document.get("key") == label and isinstance(document.get("values"), list):
+            yield from (one for one in document["values"] if isinstance(one, str))
+        for one in document.values():
+            yield from _values(one, label)
+
+
 def forecast_after(text: str, file: str, request: Request) -> tuple[str, str]:
-    """(What the layout of the first job's own arguments is due to take on sound nodes, the command that tells it)."""
+    """(What the layout of the first job's own arguments is due to take on sound nodes, the command that tells it).
+
+    Of a job whose arguments do not tell, the best layout of the model asked for.
+    """
+    told, command = _by_arguments(text, file, request)
+    if told or request.model is None or not (request.machine or request.hosts):
+        return told, command
+    advice = advise(request, lambda: snapshots(request.hosts))
+    if advice.chosen is None:
+        return "", "topoflight advise: " + (advice.rejected[0].reason if advice.rejected else "no layout is allowed")
+    step = units.interval(advice.chosen.forecast.step_seconds, "s")
+    return f"patched, in its best layout ({advice.chosen.layout.family}) it is due {step} a step", ""
+
+
+def _by_arguments(text: str, file: str, request: Request) -> tuple[str, str]:
     command = f"topoflight why --manifest {file} --machine NAME, or --host FILE"
     if "apiVersion" not in text:
         return "", "topoflight advise --model NAME --machine NAME --nodes N"

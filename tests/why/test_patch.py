@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,40 @@ def test_the_forecast_of_the_manifests_own_job_after_the_change(tmp_path: Path) 
     unknown = verdict(path)
     assert unknown.forecast == ""
     assert any(one.what == "the forecast after the change" for one in unknown.unknown)
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [("2xa40-roce", "with RDMA over net1 of the manifest's networks: "), ("p5.48xlarge", "patched, in ")],
+)
+def test_a_manifest_alone_has_a_price_and_a_forecast_after_the_change(tmp_path: Path, machine: str, words: str) -> None:
+    """Its settings keep NCCL off RDMA, but for a machine whose network has a plugin; its selector names the machine."""
+    text = f"""kind: Pod
+apiVersion: v1
+metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: rdma-net}}}}
+spec:
+  nodeSelector: {{node.kubernetes.io/instance-type: {machine}}}
+  containers:
+  - name: pytorch
+    image: x
+    command: [torchrun, train.py]
+    env:
+    - {{name: NCCL_IB_DISABLE, value: "1"}}
+    - {{name: NCCL_SOCKET_IFNAME, value: eth0}}
+    resources: {{limits: {{nvidia.com/gpu: 2}}}}
+"""
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    request = Request.of(model="Llama-3.1-8B", nodes=2, network="8.4G", steps=100, price="10")
+    told = gathered.answer(gathered.Asked(manifest=path, request=request))
+    assert told.forecast.startswith(words), told.unknown
+    price = told.causes[0].price
+    assert ("TCP over eth0 (8.4G) instead of RDMA over net1" in price) is (machine == "2xa40-roce"), price
+    assert ("of your prices" in price) is (machine == "2xa40-roce")
+    script = tmp_path / "job.sh"
+    script.write_text("export NCCL_IB_DISABLE=1\ntorchrun train.py\n")
+    alone = gathered.answer(gathered.Asked(manifest=script, request=replace(request, machine=machine)))
+    assert alone.forecast.startswith(words.partition(" over")[0]), alone
 
 
 @pytest.mark.parametrize(

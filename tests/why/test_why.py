@@ -382,15 +382,26 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
 
 
-def test_who_waits_for_a_cpu_for_less_than_most_of_it_is_not_accused() -> None:
-    def ranks(seconds: float) -> dict[int, RankState]:
-        late = tuple(replace(mark, delayed=seconds * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
-        return {r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW,
-                             marks=late if r == 0 else marks(*WAITED)) for r in range(4)}  # fmt: skip
-
-    assert judge(Seen(states=ranks(9.0), world=4, now=NOW)).ranks == (0,)
-    shared = judge(Seen(states=ranks(4.5), world=4, now=NOW))
-    assert (shared.state, shared.ranks, shared.causes[0].code) == ("slow", (), "all.collective")
+@pytest.mark.parametrize(
+    ("seconds", "of", "unsent", "ranks", "code"),
+    [
+        (9.0, {0}, {}, (0,), "rank.compute"),
+        (4.5, {0}, {}, (0,), "rank.compute"),  # with its share
+        (4.5, {0}, {"10.0.0.2": 30}, (), "link.node"),
+        (4.5, {0, 1, 2, 3}, {}, (), "all.collective"),  # the machine has no more
+        (3.0, {0}, {}, (), "all.collective"),
+    ],
+)
+def test_who_waits_for_a_cpu_is_accused_of_what_the_others_and_the_network_do_not_explain(
+    seconds: float, of: set[int], unsent: dict[str, int], ranks: Any, code: str
+) -> None:
+    late = tuple(replace(mark, delayed=seconds * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
+    states = {
+        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, unsent=unsent if r != 2 else {},
+                     marks=late if r in of else marks(*WAITED)) for r in range(4)
+    }  # fmt: skip
+    found = judge(Seen(states=states, world=4, now=NOW))
+    assert (found.state, found.ranks, found.causes[0].code) == ("slow", ranks, code), found
 
 
 def test_a_network_that_slowed_before_the_first_looks_is_named_where_bytes_wait() -> None:
