@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import importlib
+import ipaddress
 import json
 import os
 import random
 import re
+import socket
 import sys
+import termios
 import threading
 import time
 from collections import Counter
@@ -35,6 +40,8 @@ WRITE_LOOKS = 10  # looks between two writes
 ENDS_SECONDS = 60.0  # between two lists of this process's connections
 STALL_SECONDS = 15.0  # a dump; the verdict is another's, who knows what the rank does
 _DEEPEST = 200
+_MOST_SOCKETS = 4096
+_ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
 _SHOWN = 6
 
 # First match from the innermost frame outward wins: a data loader's queue inside an evaluation is data.
@@ -116,7 +123,10 @@ class Beside(threading.Thread):
             stalled = (
                 now - self.moved >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, now - self.moved) / 2
             )
-            if stalled or self.wanted():
+            if wanted := self.wanted():  # all at one time, since all wait for each that dumps
+                most = 2 * self.look_seconds  # every rank has looked by then
+                self.over.wait(min(max(0.0, self.asked + most - time.time()), most))
+            if stalled or wanted:
                 self.dump()
                 written = 0.0
             if now - written >= WRITE_LOOKS * self.look_seconds:
@@ -289,15 +299,27 @@ def _delayed() -> float | None:
 
 
 def _sending() -> list[tuple[str, bool, bool]]:
-    """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again (proc_net_tcp)."""
+    """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again (tcp(7)).
+
+    Asks this process's own sockets, by libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a
+    socket object of Python's may change how the job's own one blocks.
+    """
     found: dict[str, tuple[bool, bool]] = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:2000]:
-            words = line.split()
-            remote = bytes.fromhex(words[2].partition(":")[0])[::-1]
-            if words[3] != "01" or remote[0] == 127:
+    libc, info, peer = ctypes.CDLL(None), (ctypes.c_ubyte * 3)(), (ctypes.c_ubyte * 128)()
+    with contextlib.suppress(OSError):
+        for fd in sorted(int(one.name) for one in Path("/proc/self/fd").iterdir())[:_MOST_SOCKETS]:
+            long, length = ctypes.c_uint32(len(info)), ctypes.c_uint32(len(peer))
+            if libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(long)):
+                continue  # no TCP
+            if info[0] != _ESTABLISHED or libc.getpeername(fd, peer, ctypes.byref(length)):
                 continue
-            address = ".".join(str(one) for one in remote)
-            waits, again = found.get(address, (False, False))
-            found[address] = (waits or int(words[4].partition(":")[0], 16) > 0, again or int(words[6], 16) > 0)
+            six = int.from_bytes(bytes(peer[:2]), sys.byteorder) == socket.AF_INET6
+            address = ipaddress.ip_address(bytes(peer[8:24] if six else peer[4:8]))
+            address = getattr(address, "ipv4_mapped", None) or address
+            if address.is_loopback:
+                continue
+            with contextlib.suppress(OSError):  # closed meanwhile
+                queued = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+                waits, again = found.get(str(address), (False, False))
+                found[str(address)] = (waits or queued > 0, again or info[2] > 0)
     return [(address, *told) for address, told in found.items()]

@@ -20,6 +20,7 @@ from planner import why
 from planner.why import Seen, Verdict
 
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
+MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
 SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
 RECENT_SECONDS = 3600.0  # a run whose ranks have written nothing for so long is over
 MOST_RUNS = 8
@@ -101,7 +102,7 @@ def watch(
     folder: Path, tell: Callable[[Verdict], None], *, seconds: float = 5.0, until: float | None = None
 ) -> Verdict:
     """Look at a run until it ends, or until `until`; each new verdict is told and kept beside the record."""
-    told, asked = "", 0.0
+    told, asked, pause = "", 0.0, 0.0
     while True:
         verdict = look(folder)
         if verdict.state == "failed":  # the others are still to tell how they ended
@@ -115,9 +116,11 @@ def watch(
         over = bool(seen.states) and all(state.ended for state in seen.states.values())
         if over or verdict.state == "failed" or (until is not None and time.time() >= until):
             return verdict
-        if time.monotonic() - asked >= ASK_SECONDS:
+        if verdict.state != "fine":
+            pause = min(pause, ASK_SECONDS)
+        if time.monotonic() - asked >= pause:
             ask(folder)
-            asked = time.monotonic()
+            asked, pause = time.monotonic(), min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
         time.sleep(seconds)
 
 
