@@ -3,9 +3,9 @@
 torchrun --nproc-per-node 2 bench/why_cost.py [PAIRS]
 
 Windows with and without the thread take turns within one run, in a random order within each pair. A machine's noise
-is greater than what is looked for, so the thread does everything TIMES as often as it would beside a watcher that
-finds a fault, and what it costs is divided by that. Told is the median over pairs of the ratio, with its 95 % interval
-(bootstrap over pairs): of wall time a step, and of the process's CPU time a step.
+is greater than what is looked for, so the thread does everything TIMES as often as beside a watcher that finds all
+fine, one dump a window, and what it costs is divided by that. Told is the median over pairs of the ratio, with its
+95 % interval (bootstrap over pairs): of wall time a step, and of the process's CPU time a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contracts.rank_state import ASK  # noqa: E402
 from finetune import beside  # noqa: E402
 
 WINDOW_SECONDS = 2.5
-TIMES = 20
+TIMES = round(MOST_ASK_SECONDS / WINDOW_SECONDS)
 
 
 def cpu(work: Callable[[], object], times: int) -> float:
@@ -78,11 +78,10 @@ def window(one: Switched, weights: torch.Tensor) -> tuple[float, float]:
     """Wall and CPU seconds of a step, in one window of training steps that all ranks make alike."""
     dist.barrier()
     steps, wall, cpu_began = 0, time.monotonic(), time.process_time()
-    asked, over = 0.0, torch.zeros(1)
+    over = torch.zeros(1)
+    if one.on and dist.get_rank() == 0:
+        (one.folder / ASK).touch()
     while not over.item():
-        if one.on and dist.get_rank() == 0 and time.monotonic() - asked > ASK_SECONDS / TIMES:
-            asked = time.monotonic()
-            (one.folder / ASK).touch()
         for _ in range(8):
             gradient = weights @ weights
             dist.all_reduce(gradient)
@@ -106,8 +105,10 @@ def beside_steps(pairs: int) -> tuple[str, str]:
     weights, chance = torch.randn(384, 384), random.Random(0)
     walls, cpus = [], []
     with tempfile.TemporaryDirectory() as name:
+        names = [name]
+        dist.broadcast_object_list(names)  # one folder, as a run has it
         look_seconds = beside.LOOK_SECONDS / TIMES
-        one = Switched(Path(name), dist.get_rank(), dist.get_world_size(), look_seconds=look_seconds)
+        one = Switched(Path(names[0]), dist.get_rank(), dist.get_world_size(), look_seconds=look_seconds)
         beside.ENDS_SECONDS /= TIMES
         one.folder.mkdir(parents=True, exist_ok=True)
         one.start()
@@ -120,6 +121,7 @@ def beside_steps(pairs: int) -> tuple[str, str]:
             cpus.append(rows[True][1] / rows[False][1])
         one.over.set()
         one.join()
+        dist.barrier()
     return interval(walls), interval(cpus)
 
 
@@ -141,7 +143,7 @@ def main() -> None:
         print(f"{share:.4%} of a CPU unwatched, {watched:.4%} with --watch, {suspected:.4%} where it finds a fault")
     wall, process = beside_steps(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
     if dist.get_rank() == 0:
-        print(f"a step with such a watcher: wall time {wall}, CPU time {process}")
+        print(f"a step with --watch: wall time {wall}, CPU time {process}")
     dist.barrier()
     dist.destroy_process_group()
 
