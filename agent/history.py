@@ -25,7 +25,7 @@ from contracts.plain import loads
 from probes.api import Ok, Severity, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from topology.diff import compare
+from topology.diff import Difference, compare
 from topology.traits import Trait, traits
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,10 @@ AT_ONCE = {
 }  # fmt: skip
 """Findings that one scan raises, with the reason: docs/findings.md says it with each."""
 _MOVES_BY_ITSELF = "held back by"  # the trait of a GPU under load
-_VERSIONS = {"driver", "CUDA", "kernel", "OS"}
+_VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
+_COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host
+PARTS = ("driver", "firmware", "kernel", "hardware")
+"""What a change is of; `memlock`, a link that comes up and the like are of none."""
 
 Key = tuple[str, str]  # code and subject
 
@@ -66,9 +69,14 @@ class Event:
     at_seconds: float
     kind: Literal["raised", "cleared", "changed", "version", "boot"]
     text: str
-    code: str = ""
+    code: str = ""  # of a finding; of a change one of PARTS, or empty
     subject: str = ""
     severity: str = ""
+
+    @property
+    def finding(self) -> bool:
+        """Whether it tells of a finding."""
+        return self.kind in ("raised", "cleared")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +163,7 @@ class History:
         versions = [key for key in found.traits if _is_version(key) and key in ours]
         for told in compare(_traits({key: found.traits[key] for key in versions}),
                             _traits({key: ours[key] for key in versions}), same_host=True):  # fmt: skip
-            self._tell(now, "version", told.message)
+            self._differs(now, told)
         kept.events = sorted([*found.events, *kept.events], key=lambda event: event.at_seconds)
 
     def _state(self) -> tuple[object, ...]:
@@ -196,10 +204,19 @@ class History:
         if not silent:
             held = {key: value for key, value in held.items() if key in found or key in last}
         if kept:
-            for told in compare(_traits(kept), _traits(held), same_host=True):
-                version = _is_version((told.subject, told.what)) or told.what == "firmware"
-                self._tell(now, "version" if version else "changed", told.message)
+            differ = compare(_traits(kept), _traits(held), same_host=True)
+            # What is seen for the first time as its probe or driver answers was there: it has not come.
+            answers = any(told.subject.startswith("probe ") or (told.subject, told.what) == ("driver", "error")
+                          for told in differ)  # fmt: skip
+            for told in differ:
+                self._differs(now, told, hardware=not answers)
         self._kept.traits = held
+
+    def _differs(self, now: float, told: Difference, *, hardware: bool = True) -> None:
+        part = _part(told)
+        kind: Any = "version" if part not in ("", "hardware") else "changed"
+        code = part if hardware or part != "hardware" else ""
+        self._kept.events.append(Event(at_seconds=now, kind=kind, text=told.message[:TEXT], code=code))
 
     def _stands(self, view: View, now: float) -> None:
         """A watched run that is stuck, slow, has failed, or goes on again."""
@@ -286,6 +303,17 @@ def _is_version(key: Key) -> bool:
     return (key[0] in _VERSIONS and not key[1]) or key[1] == "firmware"
 
 
+def _part(told: Difference) -> str:
+    """What changed, of PARTS; hardware is what came, went or is another, not a part that is sick."""
+    if told.what == "firmware":
+        return "firmware"
+    if not told.what and told.subject in _VERSIONS:
+        return _VERSIONS[told.subject]
+    came_or_went = told.what in ("device", "state") and None in (told.a, told.b)
+    whole = not told.what and told.subject in _COUNTED
+    return "hardware" if came_or_went or whole or told.what in ("model", "memory") else ""
+
+
 def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
     return {key: Trait(subject=key[0], what=key[1], value=value, severity=Severity.INFO)
             for key, value in values.items()}  # fmt: skip
@@ -343,8 +371,8 @@ def lines(events: Iterable[Event], after: float) -> list[str]:
     """Events since then, newest first, a line each."""
     told = []
     for event in sorted((e for e in events if e.at_seconds >= after), key=lambda e: -e.at_seconds):
-        about = " ".join(filter(None, (event.code, f"on {event.subject}" if event.subject else "")))
-        word = "" if event.kind in ("changed", "version", "boot") else f"{event.kind} "
+        about = " ".join((event.code, *([f"on {event.subject}"] if event.subject else []))) if event.finding else ""
+        word = f"{event.kind} " if event.finding else ""
         told.append(f"{clock(event.at_seconds)}  {word}{about}{': ' if about else ''}{event.text}")
     return told
 

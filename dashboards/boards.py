@@ -77,6 +77,12 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
         .use_value_for_time("on").step("60s").title_format("{{code}}")
         .text_format("{{node}} {{instance}}: {{severity}}").tag_keys("severity")
     )  # fmt: skip
+    made.annotation(
+        build.AnnotationQuery().name("Changes").datasource(SOURCE).enable(True).icon_color(BLUE)
+        .expr(f"max by (node, instance, kind) ({m('topoflight_change_timestamp_seconds')}) * 1000")
+        .use_value_for_time("on").step("60s").title_format("{{kind}}")
+        .text_format("{{node}} {{instance}}: {{kind}} changed").tag_keys("kind")
+    )  # fmt: skip
     made.link(
         build.DashboardLink("Topoflight").type(dashboard.DashboardLinkType.DASHBOARDS).tags(["topoflight"])
         .as_dropdown(True).include_vars(True).keep_time(True).icon("external link").tooltip("").url("")

@@ -39,7 +39,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "hypervisor": ("name of the hypervisor", ""),
     "inter_node": ("transport between nodes", ""),
     "intra_node": ("transport within the node", ""),
-    "kind": ("kind of device, interface or error", "6"),
+    "kind": ("kind of device, interface, error or change", "6"),
     "link": ("NVLink of one GPU", "18"),
     "link_layer": ("InfiniBand or Ethernet", ""),
     "mode": ("IOMMU mode", ""),
@@ -119,6 +119,7 @@ OWN: tuple[Family, ...] = (
     _agent("probe_duration_seconds", "Duration of the probe's last run.", "probe"),
     _agent("findings", "Checks of the last scan that did not pass.", "code", "severity"),
     _agent("finding_since_seconds", "Unix time since which a finding of that code is there.", "code", "severity"),
+    _agent("change_timestamp_seconds", "Unix time of the last driver, firmware, kernel or hardware change.", "kind"),
     _agent("checks", "Checks of the last scan by their outcome.", "status"),
     _agent("gate_status", "1 for the status the gate is in: pass, warn, unknown, fail.", "status"),
     # --- the cluster: of an agent that publishes, and of one that was asked for the cluster; as of the last scan

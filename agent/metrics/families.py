@@ -17,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from agent.gate.judged import is_judged_result, least_of
 from agent.gate.measured import gdrdma_possible
+from agent.history import PARTS
 from agent.metrics.catalogue import (
     CATALOGUE,
     KEPT_COLLECTIVES,
@@ -163,8 +164,12 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     began: dict[tuple[str, ...], float] = {}
     for check in view.checks:
         if (at := view.since.get((check.id, check.subject))) is not None:
+            at = float(int(at))  # as the node's record has it: an agent that reads it there says the same
             began[check.id, check.status] = min(at, began.get((check.id, check.status), at))
     yield "finding_since_seconds", list(began.items())
+    changed = {event.code: event.at_seconds for event in sorted(view.events, key=lambda e: e.at_seconds)
+               if event.code in PARTS and not event.finding}  # fmt: skip
+    yield "change_timestamp_seconds", [((part,), float(int(at))) for part, at in changed.items()]
     yield "checks", [((status,), float(outcomes[status])) for status in STATUSES]
     words = ("pass", "warn", "unknown", "fail")
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]

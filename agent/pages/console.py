@@ -276,7 +276,7 @@ def _moments(records: Iterable[NodeRecord], now: float) -> list[Event]:
             (str(one.get("code")), str(one.get("subject"))) for one in record.changes if one.get("kind") == "raised"
         }
         for one in record.changes:
-            text = str(one.get("code") or one.get("text") or "")
+            text = str((one.get("kind") in ("raised", "cleared") and one.get("code")) or one.get("text") or "")
             found.add((seconds_of(one.get("at")), str(one.get("kind")), text, record.name))
         for one in record.findings:
             if (str(one.get("code")), str(one.get("subject"))) not in told and one.get("severity") in ("fail", "warn"):

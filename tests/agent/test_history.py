@@ -146,6 +146,50 @@ def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -
     assert "mlx5_0 missing" in [event.text for event in shown[-1].events]
 
 
+def changes_of(view: View) -> dict[str, float]:
+    """The samples of topoflight_change_timestamp_seconds by kind."""
+    found = re.findall(r'topoflight_change_timestamp_seconds{kind="(\w+)"} (\S+)', exposition(view, "")[0].decode())
+    return {kind: float(at) for kind, at in found}
+
+
+def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None:
+    """Versions at the scan that shows them, hardware once it persists; nothing on a node that starts, or is sick."""
+    rdma, host = tray.facts(RdmaFacts), tray.facts(HostinfoFacts)
+    assert rdma is not None and host is not None
+    kept = History(None)
+    one = with_facts(tray, HostinfoFacts, kernel="6.99.0")
+    new = tuple(replace(each, firmware="99.1.1") if each.name == "mlx5_1" else each for each in rdma.devices)
+    two = with_facts(one, RdmaFacts, devices=new)
+    three = with_facts(two, RdmaFacts, devices=new[1:])
+    four = with_facts(three, GpuFacts, driver_version="580.65.06")
+    five = with_facts(four, GpuFacts, driver_version="580.82.07")
+    steps = [tray, tray, port_down(tray), port_down(tray), one, two, three, three, four, five]
+    shown = [changes_of(kept.seen(at(look((each,)), STEP * i))) for i, each in enumerate(steps)]
+    when = [float(int(START + STEP * i)) for i in range(len(steps))]
+    assert shown[:4] == [{}] * 4
+    assert shown[4:6] == [{"kernel": when[4]}, {"kernel": when[4], "firmware": when[5]}]
+    assert shown[6] == shown[5], "hardware that is gone in one scan may be back in the next"
+    assert shown[7] == {**shown[5], "hardware": when[7]}
+    assert shown[8:] == [{**shown[7], "driver": when[8]}, {**shown[7], "driver": when[9]}]
+
+
+@pytest.mark.parametrize("silent", ["gpu", "rdma"])
+def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None:
+    """An agent that starts before the driver does sees GPUs later: nobody put them in."""
+    mute = replace(tray, outcomes={**tray.outcomes, silent: Absent(why="no driver")})
+    kept = History(None)
+    shown = [kept.seen(at(look((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
+    assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
+    assert "hardware" not in changes_of(shown[-1])
+    gpus = tray.facts(GpuFacts)
+    assert gpus is not None
+    kept, lost = History(None), with_facts(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
+    for start, each in ((0.0, tray), (100.0, lost), (200.0, tray)):
+        for i in range(20):
+            view = kept.seen(at(look((each,)), STEP * (start + i)))
+    assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
+
+
 def test_the_file_is_bounded_and_a_broken_one_begins_anew(tray: Snapshot, tmp_path: Path) -> None:
     path = tmp_path / history.FILE
     events = [{"at_seconds": START - i, "kind": "changed", "text": "x" * 300} for i in reversed(range(5000))]

@@ -97,10 +97,17 @@ def test_panels(document: dict[str, Any]) -> None:
 
 
 def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
-    """A finding is an annotation where it came: its Unix time, which Grafana takes in milliseconds."""
-    (found,) = document["annotations"]["list"]
-    assert found["enable"] and found["datasource"]["uid"] == "$datasource" and found["useValueForTime"] == "on"
-    assert "topoflight_finding_since_seconds" in found["expr"] and found["expr"].endswith(" * 1000")
+    """A finding and a change are annotations where they came: a Unix time, which Grafana takes in milliseconds."""
+    marked = {each["name"]: each for each in document["annotations"]["list"]}
+    times = {"Findings": "topoflight_finding_since_seconds", "Changes": "topoflight_change_timestamp_seconds"}
+    assert set(marked) == set(times)
+    for name, metric in times.items():
+        found = marked[name]
+        assert found["enable"] and found["datasource"]["uid"] == "$datasource" and found["useValueForTime"] == "on"
+        assert metric in found["expr"] and found["expr"].endswith(" * 1000")
+        shown = set(re.findall(r"{{(\w+)}}", found["titleFormat"] + found["textFormat"])) | {found["tagKeys"]}
+        by = re.search(r"max by \((.*?)\)", found["expr"])
+        assert by and shown <= set(by[1].split(", ")), "a format names a label that the query drops"
 
 
 def test_the_fleet_begins_with_what_is_wrong() -> None:

@@ -22,6 +22,7 @@ from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource
 from agent.cluster.publish import LeftBehind
 from agent.history import Event, History, Kept, since_words
 from agent.http.state import State
+from agent.metrics.families import agent_values
 from agent.view import View, look
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
@@ -136,6 +137,26 @@ def test_the_third_time_this_week_is_the_third_for_the_pod_after(api: ApiServer,
     assert told_of((e.kind, e.code) for e in events) == [*twice, "version", "raised"], "the new folder has it"
     told = [one for one in record(api)["findings"] if one["code"] == CODE]
     assert [one["since"] for one in told] == [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 3600))]
+
+
+def test_a_replaced_pod_tells_the_same_changes_and_no_other(api: ApiServer, agents: Any, tray: Snapshot) -> None:
+    """What an annotation in Grafana is drawn from: the kinds and their times, to the second."""
+    rdma = tray.facts(RdmaFacts)
+    assert rdma is not None
+    less = with_facts(tray, RdmaFacts, devices=rdma.devices[1:])
+    newer = with_facts(less, GpuFacts, driver_version="580.65.06")
+    one = agents([tray, tray, less, less, newer], START + 0.7)
+    before = one.run(5)
+    published(api, one, ["version"])
+    two = agents([newer] * 3, START + 3600)
+    for view in (two.run(1), two.run(2)):
+        assert _changes(view) == _changes(before) == {"hardware": START + 3 * STEP, "driver": START + 4 * STEP}
+    published(api, two, ["version"])
+
+
+def _changes(view: View) -> dict[str, float]:
+    values = dict(agent_values(view))["change_timestamp_seconds"]
+    return {labels[0]: at for labels, at in values}
 
 
 def test_a_record_is_not_written_over_before_it_was_read(api: ApiServer, agents: Any, tray: Snapshot) -> None:
