@@ -17,6 +17,7 @@ import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,13 @@ NODE_SECONDS = 180
 AT_ONCE = 8
 CHECKPOINT = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 SOCKET = "var/lib/kubelet/pod-resources/kubelet.sock"
-# The pods of NVIDIA's plugin, as its operator, its chart, its own manifest and GKE label them.
+# The pods of NVIDIA's plugin, as its operator (assets/state-device-plugin), its chart (templates/_helpers.tpl), its own
+# manifest (deployments/static) and GKE label them. Older charts label gpu-feature-discovery and the MPS daemon so too:
+# the container's name ("nvidia-device-plugin-ctr", of the operator "nvidia-device-plugin") tells them apart.
 PLUGINS = ("app=nvidia-device-plugin-daemonset", "app.kubernetes.io/name=nvidia-device-plugin",
            "name=nvidia-device-plugin-ds", "k8s-app=nvidia-gpu-device-plugin")  # fmt: skip
+PLUGIN_CONTAINER = re.compile(r"nvidia-(gpu-)?device-plugin(-ctr)?$")
+_SLICED = re.compile(r"nvidia\.com/mig-((?:\d+c\.)?\d+g\.\d+gb[\w.-]*)", re.ASCII)  # strategy "mixed"; "+me" is ".me"
 UNHEALTHY = re.compile(r"device marked unhealthy: (\S{1,200})")  # NVIDIA/k8s-device-plugin, internal/plugin/server.go
 PACKAGES = ("nvidia-ml-py", "psutil", "pyroute2", "pyverbs", "fastapi", "uvicorn", "prometheus-client", "torch",
             "kubernetes", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # fmt: skip
@@ -116,6 +121,7 @@ def devices(snapshot: Snapshot, root: Path) -> dict[str, Any]:
     told: dict[str, Any] = {
         "nvml": [gpu.uuid or gpu.bus_id or f"GPU{gpu.index}" for gpu in gpus.gpus] if gpus else "unknown",
         "mig": [gpu.uuid for gpu in gpus.gpus if gpu.mig_enabled and gpu.uuid] if gpus else "unknown",
+        "mig_slices": _mig_slices(gpus),
         "nvml_bus": [gpu.bus_id for gpu in gpus.gpus if gpu.bus_id and not gpu.error] if gpus else "unknown",
         "bus": [device.bus_id for device in on_the_bus(pci)] if pci else "unknown",
         "podresources": f"not asked: /{SOCKET} speaks gRPC" if (root / SOCKET).exists() else f"no /{SOCKET} here",
@@ -124,6 +130,13 @@ def devices(snapshot: Snapshot, root: Path) -> dict[str, Any]:
         return compared(told, bounded.read_text(root / CHECKPOINT, MOST_FILE_BYTES))
     except OSError as error:
         return compared(told, error)
+
+
+def _mig_slices(gpus: GpuFacts | None) -> list[dict[str, Any]] | str:
+    """Every slice that NVML shows, with its GPU; "unknown" where it did not tell of each."""
+    if gpus is None or any(gpu.mig_enabled and gpu.mig_slices is None for gpu in gpus.gpus):
+        return "unknown"
+    return [{"gpu": gpu.uuid, **asdict(one)} for gpu in gpus.gpus for one in gpu.mig_slices or ()]
 
 
 def compared(told: Mapping[str, Any], checkpoint: str | Exception) -> dict[str, Any]:
@@ -146,7 +159,9 @@ def compared(told: Mapping[str, Any], checkpoint: str | Exception) -> dict[str, 
         )
         return found
     found |= {"registered": registered, "handed_out": handed}
-    found["differences"] += differences(registered, handed, told["nvml"], told["mig"])
+    found["differences"] += differences(
+        registered, handed, told["nvml"], told["mig"], told.get("mig_slices", "unknown")
+    )
     return found
 
 
@@ -169,17 +184,18 @@ def _on_the_bus(told: Mapping[str, Any]) -> list[str]:
 
 def differences(
     registered: Mapping[str, Sequence[str]], handed: Sequence[Mapping[str, Any]], nvml: Sequence[str] | str,
-    mig: Sequence[str] | str,
+    mig: Sequence[str] | str, cut: Sequence[Mapping[str, Any]] | str,
 ) -> list[str]:  # fmt: skip
     """Each way in which kubelet's account of the GPUs departs from what NVML shows, in words.
 
-    RegisteredDevices has what the plugin calls healthy alone. A device is known by its id, whatever its resource is
-    named: "GPU-<uuid>", "MIG-<uuid>", "GPU-<uuid>::3" (a share of one); another plugin may count in its own names.
+    `mig` are GPUs with MIG on, `cut` their slices. RegisteredDevices has what the plugin calls healthy alone. A device
+    is known by its id, whatever its resource is named: "GPU-<uuid>", "MIG-<uuid>", "GPU-<uuid>::3" (a share of one);
+    another plugin may count in its own names.
     """
     found = []
     ids = [each for all_ids in registered.values() for each in all_ids]
     whole = list(dict.fromkeys(each.split("::")[0] for each in ids if each.startswith("GPU-")))
-    slices = [each for each in ids if each.startswith("MIG-")]
+    slices = list(dict.fromkeys(each.split("::")[0] for each in ids if each.startswith("MIG-")))
     named = [name for name in registered if name.startswith("nvidia.com/")]
     other = [each for name in named for each in registered[name] if not each.startswith(("GPU-", "MIG-"))]
     if isinstance(nvml, str) or isinstance(mig, str):
@@ -187,10 +203,7 @@ def differences(
     else:
         found += [f"the device plugin advertises {each}, NVML does not show it" for each in whole if each not in nvml]
         found += [f"the device plugin advertises {each} whole, NVML shows MIG on" for each in whole if each in mig]
-        if mig and not slices:
-            found += [f"NVML shows MIG on on {each}, the device plugin advertises no slice" for each in mig]
-        if not mig:
-            found += [f"the device plugin advertises {each}, NVML shows MIG off on every GPU" for each in slices]
+        found += _slices_differ(registered, slices, [each for each in mig if each not in whole], mig, cut)
         plain = [each for each in nvml if each.startswith("GPU-") and each not in mig and each not in whole]
         if other and len(other) != len(nvml) - len(mig):
             found.append(f"the device plugin advertises {len(other)} by names of its own ({', '.join(other)}), NVML "
@@ -203,6 +216,40 @@ def differences(
         gone = [i for i in each["devices"] if each["resource"] in registered and i not in registered[each["resource"]]]
         found += [f"pod {each['pod']} holds {i} of {each['resource']}, which its plugin does not advertise as healthy"
                   for i in gone]  # fmt: skip
+    return found
+
+
+def _slices_differ(
+    registered: Mapping[str, Sequence[str]], slices: Sequence[str], split: Sequence[str], mig: Sequence[str],
+    cut: Sequence[Mapping[str, Any]] | str,
+) -> list[str]:  # fmt: skip
+    """By UUID, what the plugin advertises of MIG against NVML; `split` are GPUs that it does not advertise whole.
+
+    Strategy "single" names slices nvidia.com/gpu, "mixed" nvidia.com/mig-PROFILE and has no resource for a part of a
+    GPU instance ("1c.3g.40gb"): NVIDIA/k8s-device-plugin, internal/rm.
+    """
+    if not mig:
+        return [f"the device plugin advertises {each}, NVML shows MIG off on every GPU" for each in slices]
+    if isinstance(cut, str):
+        found = [f"NVML shows MIG on on {each}, the device plugin advertises no slice" for each in split if not slices]
+        return [*found, "unknown whether the device plugin advertises every MIG slice: NVML did not tell of each"]
+    profiles = {str(one["uuid"]): str(one["profile"] or "") for one in cut}
+    owner = {str(one["uuid"]): one["gpu"] for one in cut}
+    found = [f"NVML shows MIG on on {each} and no slice: a pod can use nothing of it"
+             for each in split if each not in owner.values()]  # fmt: skip
+    found += [f"the device plugin advertises {each}, NVML does not show it" for each in slices if each not in profiles]
+    for each, profile in profiles.items():
+        if each in slices or owner[each] not in split:
+            continue
+        part = ": it has no resource for a part of a GPU instance" if re.match(r"\d+c\.", profile) else ""
+        found.append(f"NVML shows {each} ({profile or 'unknown profile'} of {owner[each]}), the device plugin does not "
+                     f"advertise it as healthy{part}")  # fmt: skip
+    for name, ids in registered.items():
+        named = _SLICED.fullmatch(name.removesuffix(".shared"))
+        for each in dict.fromkeys(i.split("::")[0] for i in ids) if named else ():
+            shown = profiles.get(each, "").replace("+", ".")
+            if named and shown and shown != named[1]:
+                found.append(f"the device plugin advertises {each} as {name}, NVML shows it as {profiles[each]}")
     return found
 
 
@@ -292,15 +339,18 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
     return found
 
 
-def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str]], str]:
-    """(namespace, name) of the pod of NVIDIA's device plugin on each node, and why none could be listed."""
+def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str, str]], str]:
+    """(namespace, pod, container) of NVIDIA's device plugin on each node, and why none could be listed."""
     found, refused = {}, ""
     for label in PLUGINS:
         try:
             listed = json.loads(_kubectl([*base[:-2], "get", "pods", "-A", "-l", label, "-o", "json"]))
             for pod in listed["items"]:
-                node = str(pod["spec"].get("nodeName"))
-                found[node] = str(pod["metadata"].get("namespace")), str(pod["metadata"]["name"])
+                names = [str(each.get("name")) for each in pod["spec"].get("containers") or ()]
+                container = next(filter(PLUGIN_CONTAINER.match, names), "")
+                if container:
+                    node = str(pod["spec"].get("nodeName"))
+                    found[node] = str(pod["metadata"].get("namespace")), str(pod["metadata"]["name"]), container
         except (BundleError, ValueError, KeyError, TypeError) as error:
             refused = str(error)
     return found, refused
@@ -326,26 +376,37 @@ def _against_api(found: Mapping[str, Files], plugins: Mapping[str, Any]) -> list
                 told.append(f"{name}: {count - int(healthy[key])} of {count} {key} unhealthy, by the device plugin "
                             f"(allocatable {healthy[key]})")  # fmt: skip
         here = json.loads(found[name].get("devices.json", b"{}"))
-        nvml, mig = here.get("nvml"), here.get("mig")
-        if not isinstance(nvml, list) or mig:
+        nvml, mig, cut = here.get("nvml"), here.get("mig"), here.get("mig_slices", [])
+        if not isinstance(nvml, list) or not isinstance(mig, list) or not isinstance(cut, list):
             continue
+        shown = [*(each for each in nvml if each not in mig), *(one["uuid"] for one in cut)]
         labels = node["metadata"].get("labels") or {}
-        replicas = max(int(r) if (r := str(labels.get("nvidia.com/gpu.replicas", "1"))).isdigit() else 1, 1)
-        whole = sum(n for key, n in capacity.items() if key in ("nvidia.com/gpu", "nvidia.com/gpu.shared")) / replicas
+        counted = {key: count / _replicas(labels, key) for key, count in capacity.items()
+                   if key.removesuffix(".shared") == "nvidia.com/gpu" or _SLICED.match(key)}  # fmt: skip
+        whole, names = sum(counted.values()), " and ".join(counted) or "nvidia.com/gpu"
+        has = f"{len(shown)}" if not mig else f"{len(shown) - len(cut)} whole and {len(cut)} MIG slices"
         if name in slices:
-            told += [f"{name}: NVML shows {each}, no ResourceSlice has it" for each in nvml if each not in slices[name]]
+            told += [
+                f"{name}: NVML shows {each}, no ResourceSlice has it" for each in shown if each not in slices[name]
+            ]
             told += [f"{name}: a ResourceSlice has {each}, NVML does not show it"
-                     for each in slices[name] if each not in nvml]  # fmt: skip
-        elif nvml and not capacity:
+                     for each in slices[name] if each not in shown]  # fmt: skip
+        elif shown and not capacity:
             plugin = "" if name in plugins else ", no plugin was found"
-            told.append(f"{name}: the node offers no nvidia.com/gpu{plugin}; NVML shows {len(nvml)}")
-        elif whole != len(nvml):
-            told.append(f"{name}: capacity nvidia.com/gpu is {whole:g}, NVML shows {len(nvml)}")
+            told.append(f"{name}: the node offers no nvidia.com/gpu{plugin}; NVML shows {has}")
+        elif whole != len(shown):
+            told.append(f"{name}: capacity {names} is {whole:g}, NVML shows {has}")
     return told
 
 
+def _replicas(labels: Mapping[str, Any], resource: str) -> int:
+    """How often a device is shared, by the label that gpu-feature-discovery gives the node."""
+    told = str(labels.get(f"{resource.removesuffix('.shared')}.replicas", "1"))
+    return max(int(told), 1) if told.isdigit() else 1
+
+
 def _slices(content: bytes) -> dict[str, list[str]]:
-    """Whole GPUs' UUIDs by node, as a DRA driver publishes them: resource.k8s.io v1, and v1beta1 below `basic`."""
+    """UUIDs of GPUs and MIG slices by node, as a DRA driver publishes them: resource.k8s.io v1; v1beta1 in `basic`."""
     found: dict[str, list[str]] = {}
     for each in json.loads(content).get("items") or ():
         spec = each.get("spec") or {}
@@ -353,12 +414,12 @@ def _slices(content: bytes) -> dict[str, list[str]]:
             for device in spec.get("devices") or ():
                 told = (device.get("basic") or device).get("attributes") or {}
                 uuid = str((told.get("uuid") or {}).get("string") or "")
-                if uuid.startswith("GPU-"):
+                if uuid.startswith(("GPU-", "MIG-")):
                     found.setdefault(str(spec["nodeName"]), []).append(uuid)
     return found
 
 
-def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str] | None) -> Files:
+def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str, str] | None) -> Files:
     files: Files = {}
     try:
         inside = unpacked(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
@@ -369,11 +430,12 @@ def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str] | None) 
     if plugin is not None:
         # The agent mounts nothing of the host; the plugin's pod has kubelet's folder, since it registers there.
         there = [*base[:-2], "-n", plugin[0]]
-        files["plugin-log.txt"] = _log([*there, "logs", plugin[1]])
+        files["plugin-log.txt"] = _log([*there, "logs", plugin[1], "-c", plugin[2]])
         told = json.loads(files.get("devices.json", b"{}"))
         if "registered" not in told and "nvml" in told:
             try:
-                text = _kubectl([*there, "exec", plugin[1], "--", "cat", f"/{CHECKPOINT}"]).decode(errors="replace")
+                words = [*there, "exec", plugin[1], "-c", plugin[2], "--", "cat", f"/{CHECKPOINT}"]
+                text = _kubectl(words).decode(errors="replace")
                 told = compared(told, text)
             except BundleError as error:
                 told = compared(told, error)

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from probes.gpu.facts import LINKS_MAX, UNREAD, GpuProcess, NvLink
-from probes.host.nvml import ERROR_NAMES, sysfs_bus_id
+from probes.gpu.facts import LINKS_MAX, UNREAD, GpuProcess, MigSlice, NvLink
+from probes.host.nvml import ERROR_NAMES, MIG_SLICE, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
 
+MIG_MAX = 64  # slices of a GPU: A100 to B300 have seven
 LOST = frozenset({"GPU_IS_LOST", "RESET_REQUIRED"})
 _NOT_THERE = frozenset({"NOT_SUPPORTED", "VGPU_ECC_NOT_SUPPORTED", "FREQ_NOT_SUPPORTED", "NO_DATA"})
 """The board, its mode or its InfoROM has none: nothing is left to know."""
@@ -39,6 +40,8 @@ _OLD_DRIVER = frozenset({"FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "DEP
 
 def does_not_apply(error: NvmlError) -> bool:
     """Whether the error says that this board or this driver has no such thing."""
+    if (error.symbol, error.name) == (MIG_SLICE, "NOT_FOUND"):  # an empty place
+        return True
     return error.name in _NOT_THERE or (error.name in _OLD_DRIVER and error.symbol in _RECENT)
 
 
@@ -324,6 +327,31 @@ _FABRIC_CONFIGURATIONS = {
     2: "incorrect_system_guid", 3: "incorrect_chassis_serial", 4: "no_partition", 5: "insufficient_nvlinks",
     6: "incompatible_gpu_firmware", 7: "invalid_location", 8: "gpu_state_invalid",
 }  # fmt: skip
+
+
+def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
+    """Of a GPU with MIG on, in NVML's order; None where the driver did not tell of each."""
+    most = ask.count("nvmlDeviceGetMaxMigDeviceCount")
+    if most is None or not 0 <= most <= MIG_MAX:
+        return None
+    before = len(ask.unread)
+    told = [ask(MIG_SLICE, place) for place in range(most)]
+    if len(ask.unread) > before or ask.lost:
+        return None
+    return tuple(
+        MigSlice(uuid=one["uuid"], profile=_profile(one["name"]),
+                 gpu_instance=one["gpuInstance"], compute_instance=one["computeInstance"])
+        for one in told if one is not None
+    )  # fmt: skip
+
+
+def _profile(name: str) -> str | None:
+    told = _PROFILE.search(name)
+    return told[1] if told else None
+
+
+# nvmlDeviceGetName of a MIG device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "... MIG 1c.3g.40gb", "... MIG 1g.10gb+me"
+_PROFILE = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:\+[\w.,+-]+)?)", re.ASCII)
 
 
 def processes(answer: Any) -> tuple[GpuProcess, ...] | None:

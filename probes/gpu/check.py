@@ -352,9 +352,16 @@ def _c2c(gpu: Gpu) -> Iterator[Finding]:
 
 def _modes(gpu: Gpu) -> Iterator[Finding]:
     if gpu.mig_enabled:
+        kinds = Counter(one.profile or "an unknown profile" for one in gpu.mig_slices or ())
+        cut = ", ".join(f"{count} of {profile}" for profile, count in kinds.items())
+        listed = "; ".join(f"{one.uuid} {one.profile or ''} (GPU instance {one.gpu_instance}, compute instance "
+                           f"{one.compute_instance})" for one in gpu.mig_slices or ())  # fmt: skip
+        unread = "its slices were not read" if gpu.mig_slices is None else "no slice"
         yield finding(
-            "gpu.mig.enabled", Severity.FAIL, subject_of(gpu), "MIG is on: no NVLink and no P2P between its slices",
-            "nvmlDeviceGetMigMode: enabled", "Turn MIG off for multi-GPU training: nvidia-smi -mig 0.",
+            "gpu.mig.enabled", Severity.FAIL, subject_of(gpu),
+            f"MIG is on ({cut or unread}): no NVLink and no P2P between its slices",
+            f"nvmlDeviceGetMigMode: enabled; {listed or unread}",
+            "Turn MIG off for multi-GPU training: nvidia-smi -mig 0.",
         )  # fmt: skip
     if gpu.compute_mode in ("prohibited", "exclusive_process", "exclusive_thread"):
         never = gpu.compute_mode == "prohibited"

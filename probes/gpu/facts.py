@@ -36,6 +36,16 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigSlice:
+    """A compute instance of a GPU with MIG on: what a device plugin hands out."""
+
+    uuid: str  # "MIG-<uuid>"
+    profile: str | None  # "1g.10gb", "1c.3g.40gb", "1g.10gb+me"; None where its name tells none
+    gpu_instance: int
+    compute_instance: int  # within the GPU instance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU. `error` is set, and the rest unknown, where the driver does not give it: "GPU_IS_LOST (symbol)"."""
 
@@ -59,6 +69,7 @@ class Gpu:
     pcie_replays: int | None = None
     bar1_bytes: int | None = None
     mig_enabled: bool | None = None
+    mig_slices: tuple[MigSlice, ...] | None = None  # that this process may see; None where one of them was not read
     c2c_links: int | None = None
     c2c_enabled: bool | None = None  # nvmlDeviceGetC2cModeInfoV
     fabric_state: str | None = None  # "not_supported", "not_started", "in_progress", "completed"

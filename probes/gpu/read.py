@@ -34,6 +34,7 @@ from probes.gpu.answers import (
     fabric_status,
     flag,
     link_states,
+    mig_slices,
     named,
     non_negative,
     nvlinks,
@@ -262,6 +263,7 @@ def _faults(ask: Asker) -> _Found:
     remapped = remapped or (None, None, None, None)
     action, exhausted, pending, ask.link_count = ask.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
     mig = ask("nvmlDeviceGetMigMode")
+    split = bool(mig[0]) if mig else None
     return {
         "recovery_action": recovery_action(action),
         "ecc_uncorrected": ask.count("nvmlDeviceGetTotalEccErrors", 1, 0),
@@ -269,7 +271,8 @@ def _faults(ask: Asker) -> _Found:
         "remapping_pending": flag(remapped[2] or pending) if remapped[2] is not None else flag(pending),
         "remapping_failed": flag(remapped[3]),
         "remap_banks_exhausted": max((n for n in (banks.get("none"), exhausted) if n is not None), default=None),
-        "mig_enabled": bool(mig[0]) if mig else None,
+        "mig_enabled": split,
+        "mig_slices": mig_slices(ask) if split else () if split is False else None,
         "throttle_reasons": _throttle_reasons(ask),
         "temperature_celsius": _temperature(ask),
     }

@@ -57,6 +57,7 @@ _FOLDERS = (
 INIT = "nvmlInit"
 HANDLE = "nvmlDeviceGetHandleByIndex"
 XIDS = "nvmlEventSetWait"
+MIG_SLICE = "nvmlDeviceGetMigDeviceHandleByIndex"
 
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
 _DRIVER_CHANGED = {1, 9, 12, 15, 16, 18}  # a GPU or the driver went: what comes back need not be the same
@@ -370,6 +371,18 @@ def _sram_status(handle: Any) -> Json:
     return plain(status)
 
 
+def _mig_slice(handle: Any, place: int) -> Json:
+    """nvmlDeviceGetMigDeviceHandleByIndex, and who that slice is: its handle stays here."""
+    import pynvml
+
+    device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+    return {
+        "uuid": plain(pynvml.nvmlDeviceGetUUID(device)), "name": plain(pynvml.nvmlDeviceGetName(device)),
+        "gpuInstance": pynvml.nvmlDeviceGetGpuInstanceId(device),
+        "computeInstance": pynvml.nvmlDeviceGetComputeInstanceId(device),
+    }  # fmt: skip
+
+
 def _events(*_arguments: Any) -> Json:
     """In the table of functions only: `_Events` answers."""
     raise NotImplementedError
@@ -377,6 +390,7 @@ def _events(*_arguments: Any) -> Json:
 
 _SPECIAL: dict[str, Callable[..., Json]] = {
     XIDS: _events,
+    MIG_SLICE: _mig_slice,
     "nvmlDeviceGetSramEccErrorStatus": _sram_status,
     "nvmlDeviceGetPciInfo": _pci_info,
     "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,

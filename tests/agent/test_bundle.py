@@ -106,23 +106,75 @@ def test_shares_and_names_of_another_plugin_are_no_difference(tmp_path: Path) ->
     assert ["NVML shows 8" in line for line in told(tmp_path)] == [True]
 
 
-def test_mig_is_compared_by_slices(tmp_path: Path) -> None:
-    """A GPU with MIG on is advertised by its slices alone; whole, or not at all, it is a difference."""
+def with_mig(folder: Path, slices: list[tuple[str, str]] | None, gpus: int = 1) -> Path:
+    """A recording whose first GPUs have MIG on, GPU0 with these slices (UUID, profile); None: NVML does not tell."""
     recording = json.loads(SOUND.read_text())
-    recording["answers"]["nvml"]["nvmlDeviceGetMigMode"]["gpu0"] = [1, 1]
-    machine = tmp_path / "mig.json"
-    machine.write_text(json.dumps(recording))
+    nvml = recording["answers"]["nvml"]
+    for index in range(gpus):
+        nvml["nvmlDeviceGetMigMode"][f"gpu{index}"] = [1, 1]
+        mine = (slices or []) if index == 0 else []
+        if slices is not None:
+            nvml.setdefault("nvmlDeviceGetMaxMigDeviceCount", {})[f"gpu{index}"] = 7
+        nvml.setdefault("nvmlDeviceGetMigDeviceHandleByIndex", {}).update({
+            f"gpu{index},{i}": {"uuid": mine[i][0], "name": f"NVIDIA H100 80GB HBM3 MIG {mine[i][1]}",
+                                "gpuInstance": i + 7, "computeInstance": 0}
+            if i < len(mine) else {"$nvml": "NOT_FOUND"} for i in range(7)})  # fmt: skip
+    path = folder / "mig.json"
+    path.write_text(json.dumps(recording))
+    return path
+
+
+def test_mig_is_compared_by_slices(tmp_path: Path) -> None:
+    """By UUID, whatever the strategy names the resource: what is missing, what is too much, what is named wrongly."""
+    machine = with_mig(tmp_path, [("MIG-a", "1g.10gb"), ("MIG-b", "3g.40gb"), ("MIG-m", "1g.10gb+me")])
     found = bundle.devices(scan(load(machine)), tmp_path)
     nvml, (split,) = found["nvml"], found["mig"]
+    assert [(one["uuid"], one["profile"], one["gpu"], one["gpu_instance"]) for one in found["mig_slices"]] == [
+        ("MIG-a", "1g.10gb", split, 7), ("MIG-b", "3g.40gb", split, 8), ("MIG-m", "1g.10gb+me", split, 9)
+    ]  # fmt: skip
     rest = [each for each in nvml if each != split]
-    checkpoint(tmp_path, {"nvidia.com/gpu": rest, "nvidia.com/mig-1g.10gb": ["MIG-a", "MIG-b"]}, [])
-    assert told(tmp_path, machine) == []
-    checkpoint(tmp_path, {"nvidia.com/gpu": rest}, [])
-    assert told(tmp_path, machine) == [f"NVML shows MIG on on {split}, the device plugin advertises no slice"]
-    checkpoint(tmp_path, {"nvidia.com/gpu": nvml, "nvidia.com/mig-1g.10gb": ["MIG-a"]}, [])
+
+    def said(**registered: list[str]) -> list[str]:
+        checkpoint(tmp_path, {"nvidia.com/gpu": rest, **{f"nvidia.com/{k}": v for k, v in registered.items()}}, [])
+        return told(tmp_path, machine)
+
+    one, three, media = "mig-1g.10gb", "mig-3g.40gb", "mig-1g.10gb.me"
+    assert said(**{one: ["MIG-a"], three: ["MIG-b"], media: ["MIG-m"]}) == []
+    shared = {f"{one}.shared": ["MIG-a::0", "MIG-a::1"], three: ["MIG-b"], media: ["MIG-m"]}
+    assert said(**shared) == [], "a share of a slice is that slice"
+    checkpoint(tmp_path, {"nvidia.com/gpu": [*rest, "MIG-a", "MIG-b", "MIG-m"]}, [])
+    assert told(tmp_path, machine) == [], "the strategy single"
+    assert said(**{one: ["MIG-a"], media: ["MIG-m"]}) == [
+        f"NVML shows MIG-b (3g.40gb of {split}), the device plugin does not advertise it as healthy"
+    ]
+    assert said(**{one: ["MIG-a", "MIG-old"], three: ["MIG-b"], media: ["MIG-m"]}) == [
+        "the device plugin advertises MIG-old, NVML does not show it"
+    ]
+    assert said(**{one: ["MIG-a", "MIG-b"], media: ["MIG-m"]}) == [
+        "the device plugin advertises MIG-b as nvidia.com/mig-1g.10gb, NVML shows it as 3g.40gb"
+    ]
+    assert len(said()) == 3
+    checkpoint(tmp_path, {"nvidia.com/gpu": nvml}, [])
     assert told(tmp_path, machine) == [f"the device plugin advertises {split} whole, NVML shows MIG on"]
     checkpoint(tmp_path, {"nvidia.com/gpu": nvml, "nvidia.com/mig-1g.10gb": ["MIG-a"]}, [])
     assert told(tmp_path) == ["the device plugin advertises MIG-a, NVML shows MIG off on every GPU"]
+
+
+def test_mig_without_slices_parts_of_an_instance_and_slices_that_were_not_read(tmp_path: Path) -> None:
+    part = with_mig(tmp_path, [("MIG-p", "1c.3g.40gb")])
+    found = bundle.devices(scan(load(part)), tmp_path)
+    (split,), rest = found["mig"], found["nvml"][1:]
+    checkpoint(tmp_path, {"nvidia.com/gpu": rest}, [])
+    assert told(tmp_path, part) == [f"NVML shows MIG-p (1c.3g.40gb of {split}), the device plugin does not advertise it"
+                                    " as healthy: it has no resource for a part of a GPU instance"]  # fmt: skip
+    none = with_mig(tmp_path, [])
+    assert told(tmp_path, none) == [f"NVML shows MIG on on {split} and no slice: a pod can use nothing of it"]
+    unread = with_mig(tmp_path, None)
+    assert bundle.devices(scan(load(unread)), tmp_path)["mig_slices"] == "unknown"
+    doubt = "unknown whether the device plugin advertises every MIG slice: NVML did not tell of each"
+    assert told(tmp_path, unread) == [f"NVML shows MIG on on {split}, the device plugin advertises no slice", doubt]
+    checkpoint(tmp_path, {"nvidia.com/gpu": rest, "nvidia.com/mig-1g.10gb": ["MIG-x"]}, [])
+    assert told(tmp_path, unread) == [doubt], "what NVML did not tell is no difference"
 
 
 def test_a_gpu_that_nvml_lost_is_said_by_its_place(tmp_path: Path) -> None:
@@ -164,7 +216,11 @@ node = lambda name, gpus, healthy: {{"metadata": {{"name": name}}, "status": {{
     "capacity": {{"nvidia.com/gpu": gpus}}, "allocatable": {{"nvidia.com/gpu": healthy}}}}}}
 if " -l app=nvidia-device-plugin-daemonset " in words:
     plugin = {{"name": "plugin-n1", "namespace": "gpus"}}
-    print(json.dumps({{"items": [{{"metadata": plugin, "spec": {{"nodeName": "n1"}}}}]}}))
+    print(json.dumps({{"items": [{{"metadata": plugin, "spec": {{"nodeName": "n1",
+        "containers": [{{"name": "config-manager"}}, {{"name": "nvidia-device-plugin-ctr"}}]}}}}]}}))
+elif " -l app.kubernetes.io/name=nvidia-device-plugin " in words:  # older charts label this one so too
+    other = {{"nodeName": "n1", "containers": [{{"name": "gpu-feature-discovery-ctr"}}]}}
+    print(json.dumps({{"items": [{{"metadata": {{"name": "gfd-n1", "namespace": "gpus"}}, "spec": other}}]}}))
 elif " -A " in " " + words:
     print('{{"items": []}}')
 elif " get pods " in words:
@@ -176,9 +232,9 @@ elif " get resourceslices " in words:
     sys.exit("the server doesn't have a resource type resourceslices")
 elif " get nodetopologies " in words:
     sys.exit("nodetopologies is forbidden")
-elif " exec plugin-n1 " in words:
+elif " exec plugin-n1 -c nvidia-device-plugin-ctr " in words:
     print({checkpoint!r})
-elif " logs plugin-n1 " in words:
+elif " logs plugin-n1 -c nvidia-device-plugin-ctr " in words:
     print("I1 server.go:1] 'nvidia.com/gpu' device marked unhealthy: GPU-marked")
 elif " exec agent-n1 " in words:
     sys.stdout.buffer.write(open({file!r}, "rb").read())
@@ -219,8 +275,8 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     assert (tmp_path / "all.tgz").stat().st_mode & 0o077 == 0
 
 
-def offered(node: dict[str, object], slices: list[str] | None = None, gpus: int = 8) -> list[str]:
-    """What is said of one node, n1, of eight GPUs GPU-0 ... that the API has so."""
+def offered(node: dict[str, object], slices: list[str] | None = None, mig: list[str] | None = None) -> list[str]:
+    """What is said of one node, n1, of eight GPUs GPU-0 ... that the API has so; GPU-0 has these MIG slices."""
     one = {"metadata": {"name": "n1", "labels": node.pop("labels", {})}, "status": node}
     devices = [
         {"name": f"gpu-{n}", "basic": {"attributes": {"uuid": {"string": u}}}} for n, u in enumerate(slices or [])
@@ -228,7 +284,8 @@ def offered(node: dict[str, object], slices: list[str] | None = None, gpus: int 
     spec = {"driver": "gpu.nvidia.com", "nodeName": "n1", "devices": devices}
     cluster = {"nodes.json": json.dumps({"items": [one]}).encode(),
                "resourceslices.json": json.dumps({"items": [{"spec": spec}] if slices else []}).encode()}  # fmt: skip
-    here = json.dumps({"nvml": [f"GPU-{n}" for n in range(gpus)], "mig": []}).encode()
+    here = json.dumps({"nvml": [f"GPU-{n}" for n in range(8)], "mig": ["GPU-0"] if mig else [],
+                       "mig_slices": [{"uuid": each} for each in mig or ()]}).encode()  # fmt: skip
     return bundle._against_api({"cluster": cluster, "n1": {"devices.json": here}}, {})
 
 
@@ -244,3 +301,19 @@ def test_what_the_api_has_of_a_node_is_compared() -> None:
     assert offered({"capacity": {}}, ["GPU-x", *(f"GPU-{n}" for n in range(7))]) == [
         "n1: NVML shows GPU-7, no ResourceSlice has it", "n1: a ResourceSlice has GPU-x, NVML does not show it"
     ]  # fmt: skip
+
+
+def test_what_the_api_has_of_mig_is_compared() -> None:
+    """Both strategies count slices; a shared slice counts once."""
+    two = ["MIG-a", "MIG-b"]
+    assert offered({"capacity": {"nvidia.com/gpu": "7", "nvidia.com/mig-1g.10gb": "2"}}, mig=two) == []
+    assert offered({"capacity": {"nvidia.com/gpu": "9"}}, mig=two) == []
+    replicas = {"nvidia.com/mig-1g.10gb.replicas": "4"}
+    shared = {"nvidia.com/gpu": "7", "nvidia.com/mig-1g.10gb.shared": "8"}
+    assert offered({"capacity": shared, "labels": replicas}, mig=two) == []
+    assert offered({"capacity": {"nvidia.com/gpu": "7", "nvidia.com/mig-1g.10gb": "1"}}, mig=two) == [
+        "n1: capacity nvidia.com/gpu and nvidia.com/mig-1g.10gb is 8, NVML shows 7 whole and 2 MIG slices"
+    ]
+    seven = [f"GPU-{n}" for n in range(1, 8)]
+    assert offered({"capacity": {}}, [*seven, *two], mig=two) == []
+    assert offered({"capacity": {}}, [*seven, "MIG-a"], mig=two) == ["n1: NVML shows MIG-b, no ResourceSlice has it"]

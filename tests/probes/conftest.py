@@ -40,8 +40,11 @@ def scanner_of(
 ) -> Callable[..., Scanner]:
     """A scanner whose child process finds a recorded machine's GPUs through the fake NVML, with failures on demand."""
 
-    def make(name: str, inject: str = "", **options: Any) -> Scanner:
+    def make(name: str, inject: str = "", nvml: dict[str, dict[str, Any]] | None = None, **options: Any) -> Scanner:
+        """`nvml` are answers in place of recorded ones, by symbol and question."""
         answers = recording(name)["answers"]
+        for symbol, told in (nvml or {}).items():
+            answers["nvml"][symbol] = answers["nvml"].get(symbol, {}) | told
         profile, root = tmp_path / "profile", tmp_path / "root"
         profile.write_text(nvml_profile.profile(answers["nvml"]), encoding="utf-8")
         nvml_profile.restore_files(answers, root)

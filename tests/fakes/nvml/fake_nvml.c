@@ -24,16 +24,17 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int ret;
-typedef struct device { u32 index; } *device;
+typedef struct device { u32 index; u32 mig; } *device; /* mig: 0 is the GPU, n + 1 its slice n */
 
 enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
-enum { GPUS_MAX = 64, BUCKETS = 8192 };
+enum { GPUS_MAX = 64, SLICES_MAX = 8, BUCKETS = 8192 };
 
 struct entry { char *key; char *value; struct entry *next; };
 struct answer { ret code; int garbage; const char *value; };
 
 static struct entry *table[BUCKETS];
 static struct device devices[GPUS_MAX];
+static struct device slices[GPUS_MAX][SLICES_MAX];
 static u32 device_count;
 static int initialised;
 
@@ -178,6 +179,8 @@ static struct answer look(const char *symbol, device gpu, const char *arguments,
     if (inject(&answer, symbol, gpu ? (int)gpu->index : -1))
         return answer;
     used = gpu ? snprintf(key, sizeof key, "%s\tgpu%u", symbol, gpu->index) : snprintf(key, sizeof key, "%s\t", symbol);
+    if (gpu && gpu->mig)
+        used += snprintf(key + used, sizeof key - (size_t)used, "mig%u", gpu->mig - 1);
     va_start(list, arguments);
     vsnprintf(key + used, sizeof key - (size_t)used, arguments, list);
     va_end(list);
@@ -383,6 +386,22 @@ ret nvmlDeviceGetCudaComputeCapability(device gpu, u32 *major, u32 *minor)
 ret nvmlDeviceGetMigMode(device gpu, u32 *now, u32 *pending)
 {
     return put_each(look("nvmlDeviceGetMigMode", gpu, ""), 2, now, pending);
+}
+
+U32(nvmlDeviceGetMaxMigDeviceCount)
+U32(nvmlDeviceGetGpuInstanceId)
+U32(nvmlDeviceGetComputeInstanceId)
+
+ret nvmlDeviceGetMigDeviceHandleByIndex(device gpu, u32 place, device *out)
+{
+    struct answer answer = look("nvmlDeviceGetMigDeviceHandleByIndex", gpu, ",%u", place);
+    if (answer.code != OK)
+        return answer.code;
+    if (place >= SLICES_MAX)
+        return INVALID_ARGUMENT;
+    slices[gpu->index][place] = (struct device){gpu->index, place + 1};
+    *out = &slices[gpu->index][place];
+    return OK;
 }
 
 ret nvmlDeviceGetEccMode(device gpu, u32 *now, u32 *pending)
