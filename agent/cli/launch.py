@@ -164,14 +164,24 @@ def launch(
 
         rejected(console(), advice)
         raise NothingFitsError(_nothing(advice))
-    _say_forecast(advice)
+    shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
+    if shown != "brief":
+        _say_forecast(advice)
     folder = folder or _folder(given)
     if given["api"] != "local":
-        _launch_there(advice, found, form or "yaml" if dry_run else None, given)
-    elif dry_run:
-        _print_here(advice, folder, form or "yaml", given)
+        _launch_there(advice, found, shown, given)
+    elif shown:
+        _print_here(advice, folder, shown, given)
     else:
         _launch_here(advice, found, folder, timeout, given)
+
+
+def _in_brief(advice: Recommendation) -> None:
+    """What a dry run tells at a terminal; the document is for a file or a pipe."""
+    from agent.terminal.advice import in_brief
+
+    say("✓ it would start → leave --dry-run away; the document: -o yaml, or a pipe")
+    in_brief(console(), advice, "reasons and other layouts: topoflight recommend --explain")
 
 
 def _folder(given: Mapping[str, Any]) -> Path:
@@ -218,7 +228,7 @@ def _refuse_options_of_elsewhere(api: str) -> None:
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
-    """Print the job in `form`, or create it where that is None."""
+    """Print the job in `form` ("brief": what it is), or create it where that is None."""
     from agent.jobs import cluster_job
     from agent.jobs.launch import storage_rate, told_to_end
     from planner.advice import ExportError
@@ -240,6 +250,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
             documents = (*cluster_job.network(found, spec.namespace, given["host_mofed"]), *documents)
     except (JobError, ExportError) as error:
         raise click.UsageError(str(error)) from None
+    if form == "brief":
+        _in_brief(advice)
     if given["with_network"]:
         unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
         for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
@@ -253,7 +265,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         say("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
         say(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
-    elif form:
+    elif form == "yaml":
         say(render_documents(documents), nl=False)
     if form:
         return
@@ -385,8 +397,12 @@ def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str
     except launcher.LaunchError as error:
         raise click.UsageError(str(error)) from None
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
+    if form == "brief":
+        _in_brief(advice)
     for line in plan.notes:
         say(f"note: {line}", err=True)
+    if form == "brief":
+        return
     say(render(codec.write(plan), "json" if form == "json" else "yaml"), nl=False)
     say("# " + " ".join(words), err=form == "json")  # JSON has no comments
 

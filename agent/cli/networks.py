@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from agent.cli.hosts import host_option, root_option
 from agent.cli.inputs import InputError
 from agent.cli.launch import OF_A_CLUSTER, cluster_options
-from agent.cli.output import Progress, emit, format_option, say, waiting
+from agent.cli.output import Progress, emit, format_option, say, verbose_option, waiting
 from agent.cli.preflight import with_model_options, with_options
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def _name(option: Any) -> str:
 @click.option("--report", "folder", default=Path("reports"), show_default=True, help="For networks.svg, networks.json "
               "and the records.", type=click.Path(file_okay=False, path_type=Path))  # fmt: skip
 @format_option
-def compare_networks(form: str, if_possible: bool, **given: Any) -> None:
+@verbose_option
+def compare_networks(form: str, if_possible: bool, verbose: bool, **given: Any) -> None:
     """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
 
     Here: two network namespaces, one rank each on the CPU, as root; each network is measured first, which gives the
@@ -77,7 +78,7 @@ def compare_networks(form: str, if_possible: bool, **given: Any) -> None:
             return
         raise click.ClickException(f"not compared: {error}") from None
     _leave(found, given["folder"])
-    emit(found, form, lambda out: show(out, found))
+    emit(found, form, lambda out: show(out, found, verbose=verbose))
     say(f"report: {given['folder'] / 'networks.svg'}, {given['folder'] / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
 
@@ -223,8 +224,8 @@ def _leave(found: NetworkBars, folder: Path) -> None:
         raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
 
 
-def show(out: Console, found: NetworkBars) -> None:
-    """The bars on the terminal."""
+def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
+    """The verdict and the bars on the terminal; what proves them where they are `verbose`, or were not proven."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -235,15 +236,33 @@ def show(out: Console, found: NetworkBars) -> None:
     drawn = [charts.Run(label=bar.network, value=bar.step_seconds, shown="") for bar in found.bars if bar.step_seconds]
     blocks = {label: block for label, block, _ in charts.blocks(drawn, 20)}
     best = min((run.value for run in drawn), default=0.0)
-    out.print(f"\n[bold]{escape(found.title)}[/bold]\n{escape(found.where)}")
+    out.print(escape(_verdict(found)))
+    out.print(f"[dim]{escape(found.title)}[/dim]")
     rows = Table.grid(padding=(0, 2))
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
         rows.add_row(escape(bar.network), blocks.get(bar.network, ""), escape(words))
     out.print(rows)
+    if verbose:
+        out.print(escape(found.where))
     for bar in found.bars:
-        if bar.step_seconds:
+        if bar.step_seconds and verbose:
             rate = f"; measured before: {units.rate(bar.busbw_bytes_per_second)}" if bar.busbw_bytes_per_second else ""
             out.print(escape(f"{bar.network}: {bar.carries}; proven by {'; '.join(bar.proof)}{rate}"), highlight=False)
     for note in found.notes:
         out.print(escape(note))
+
+
+def _verdict(found: NetworkBars) -> str:
+    """Which network is the fastest, and what to do."""
+    ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
+    wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not had")]
+    if wrong:
+        return (
+            f"{'✗' if found.exit_code == 3 else '?'} not every network was measured: {', '.join(wrong)} → the reasons"
+        )
+    if len(ran) < 2:
+        return f"? {len(ran)} network ran: nothing to compare → name another with --over"
+    first, *rest = ran
+    times = ", ".join(f"{(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x {bar.network}" for bar in rest)
+    return f"✓ {first.network} is the fastest: {times} take its time → give it to the job (-v: the proof)"

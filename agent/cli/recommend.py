@@ -166,13 +166,13 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         say(linted.read, err=True)
     if form == "table":
         from agent.cli.output import console
-
-        console().print(linted.read, markup=False, highlight=False)
         from agent.terminal.findings import findings
 
-        findings(console(), linted.checks, everything=True)
         if not linted.checks:
-            say("nothing to say against this environment")
+            more = "keep it" if hosts else "keep it; --host judges it against a machine"
+            say(f"✓ nothing to say against this environment → {more}")
+        console().print(linted.read, markup=False, highlight=False)
+        findings(console(), linted.checks, everything=True)
     else:
         say(render(list(linted.checks), form), nl=False)
     sys.exit(linted.exit_code)

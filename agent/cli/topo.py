@@ -171,4 +171,6 @@ def diff(files: tuple[Path, ...], fleet: Path | None, since: str | None, state: 
         raise click.UsageError(f"diff takes two recordings, {len(files)} were given")
     before, after = snapshots(files)
     differences = differ.diff(before, after)
-    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences), markup=False))
+    alike = "✓ nothing that matters for training differs → if one is slower, measure: topoflight bench"
+    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences) if differences else alike,
+                                                        markup=False))  # fmt: skip

@@ -11,6 +11,7 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
+MORE = "reasons, other layouts, what a pod needs: --explain; use it: -o env, -o k8s"
 
 
 def recommendation(out: Console, advice: Recommendation, *, brief: bool = False, explain: bool = False) -> None:
@@ -35,8 +36,8 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
         point(out, "·", f"the pod needs {escape(units.need(need.name, need.value))}: {escape(need.reason.rule)}")
 
 
-def in_brief(out: Console, advice: Recommendation) -> None:
-    """The layout, its speed, hours, money and memory, and the first settings; where the reasons are."""
+def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
+    """The layout, its speed, hours, money and memory, and the first settings; `where` says where the reasons are."""
     if advice.chosen is None and advice.model is not None:
         layout(out, advice)
         return
@@ -54,7 +55,7 @@ def in_brief(out: Console, advice: Recommendation) -> None:
     rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))
     pairs(out, rows)
     _remarks(out, advice)
-    out.print("[dim]reasons, other layouts, what a pod needs: --explain; use it: -o env, -o k8s[/dim]")
+    out.print(f"[dim]{where}[/dim]")
 
 
 def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:

@@ -17,7 +17,7 @@ from contracts.run_record import RunRecord
 
 if TYPE_CHECKING:
     from agent.gate.report import Report
-from agent.terminal.tables import SHOWN, table
+from agent.terminal.tables import SHOWN, some, table
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
@@ -36,13 +36,15 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
         if expected:
             cells.append(expected_words(m))
         rows.add_row(*cells, "yes" if m.verified else "NO")
-    where = f"{result.world_size} {result.backend} ranks on {', '.join(sorted(set(result.hosts))) or 'this host'}"
+    where = f"{result.world_size} {result.backend} ranks on {some(sorted(set(result.hosts))) or 'this host'}"
     wrong = sum(not m.verified for m in result.measurements)
     mark = "[bold red]✗ FAIL[/bold red]" if wrong or result.problems else "[green]✓[/green]"
     told = f"{wrong} of {len(result.measurements)} results not verified" if wrong else "every result verified"
     shown = len(rows.rows)
     more = f"; {len(result.measurements) - shown} smaller sizes: -v" if shown < len(result.measurements) else ""
-    out.print(f"{mark} [bold]Measured[/bold], {escape(where)}: {told}{more}")
+    todo = "" if wrong or result.problems else " → keep it as the bar: --save FILE, then --baseline FILE"
+    out.print(f"{mark} [bold]Measured[/bold]: {told}{todo}")
+    out.print(escape(f"{where}{more}"))
     out.print(rows)
     if result.step is not None and verbose:
         pieces = table("one training step", "bytes", "calls", "ranks", "time")

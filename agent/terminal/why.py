@@ -15,7 +15,8 @@ def verdict(out: Console, found: Verdict) -> None:
     """The verdict, its causes with their evidence, and what is not known."""
     colour = _COLOURS.get(found.state, "yellow")
     state, _, rest = found.line.partition(": ")
-    out.print(f"[{colour} bold]{escape(state if rest else found.state)}[/]: {escape(rest or found.line)}")
+    todo = "" if found.causes or found.state != "fine" else " → nothing to change"
+    out.print(f"[{colour} bold]{escape(state if rest else found.state)}[/]: {escape(rest or found.line)}{todo}")
     for name, row in (("nodes", found.nodes), ("GPUs", found.gpus), ("NICs", found.nics)):
         if row:
             out.print(f"{name}: {escape(', '.join(row))}")

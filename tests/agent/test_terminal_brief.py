@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
+from rich.console import Console
 
+from agent.cli import networks
 from agent.cli.main import VERBS, cli
+from agent.jobs.networks import Bar, NetworkBars
+from agent.terminal.measured import bench
 from agent.units import hostlist
+from collectives.bench.results import BenchResult, Measurement
 
 MACHINES = Path(__file__).parent.parent / "machines"
 SOUND = ("hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "titan-rtx-2x-nv2", "cpu-only-vm")
@@ -47,6 +58,72 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
         assert [line.split()[0] for line in lines[1:5]] == ["speed", "time", "money", "memory"]
     else:
         assert re.match(r"Environment: ✓ (set \d+ variable|nothing to set).* → for a layout", lines[0])
+
+
+def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
+    """Two equal recordings, an environment and a log without a fault: the verdict and what to do come first."""
+    machine = str(MACHINES / f"{SOUND[0]}.json")
+    (tmp_path / "nccl.log").write_text(LOG)
+    (tmp_path / "job.env").write_text("NCCL_DEBUG=INFO\n")
+    for words, first in (
+        (("diff", machine, machine), "✓ nothing that matters for training differs → "),
+        (("lint-env", str(tmp_path / "job.env"), "--host", machine), "✓ nothing to say against this environment → "),
+        (("why", str(tmp_path / "nccl.log")), "fine: nothing found in what was read → "),
+    ):
+        lines = told(*words)
+        assert lines[0].startswith(first) and len(lines) <= 10, "\n".join(lines)
+        assert max(map(len, lines)) <= 80
+
+
+def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> None:
+    """As the verbs print them: every result verified, every network run and proven."""
+    measured = tuple(
+        Measurement(op=op, backend="gloo", ranks=(0, 1), hosts=("n1", "n1"), bytes=size, iteration_seconds=(0.001,) * 9,
+                    median_seconds=0.001, spread_ratio=0.04, algbw_bytes_per_second=1e9, busbw_bytes_per_second=1e9,
+                    verified=True)
+        for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)
+    )  # fmt: skip
+    result = BenchResult(measurements=measured, world_size=2, backend="gloo", hosts=("n1", "n1"), environment={},
+                         versions={}, started_at_seconds=0.0, seconds=6.0)  # fmt: skip
+    bars = tuple(
+        Bar(network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), carries="shaped")
+        for name, step in (("eth0", 0.5), ("net1", 0.25))
+    )
+    found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,
+                        steps=10, node_hour_price=None, bars=bars)  # fmt: skip
+    for draw, first in (
+        (lambda out: bench(out, result), "✓ Measured: every result verified → keep it as the bar: --save FILE"),
+        (lambda out: networks.show(out, found), "✓ net1 is the fastest: 2 x eth0 take its time → "),
+    ):
+        out = Console(width=80, file=io.StringIO(), color_system=None)
+        draw(out)
+        lines = out.file.getvalue().rstrip("\n").splitlines()  # type: ignore[attr-defined]
+        assert " ".join(lines[:2]).startswith(first) and len(lines) <= 10, "\n".join(lines)
+    failed = replace(found, bars=(bars[0], replace(bars[1], status="failed", step_seconds=None, why="no route")))
+    out = Console(width=80, file=io.StringIO(), color_system=None)
+    networks.show(out, failed)
+    assert out.file.getvalue().startswith("✗ not every network was measured: net1 failed →")  # type: ignore[attr-defined]
+
+
+def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_document(tmp_path: Path) -> None:
+    words = ["launch", "--dry-run", "--host", str(MACHINES / f"{SOUND[0]}.json"), "--global-batch", "64", "--set",
+             "max_steps=100", "--set", f"output_dir={tmp_path}"]  # fmt: skip
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "agent.cli", *words]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"}) as done:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal is EIO
+            while part := os.read(ours, 65536):
+                shown += part
+        assert done.stderr is not None
+        complaint = done.stderr.read().decode()
+    os.close(ours)
+    lines = shown.decode().rstrip().splitlines()
+    assert done.returncode == 0, complaint
+    assert lines[0].startswith("✓ it would start → ") and len(lines) <= 10, shown.decode()
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert yaml.safe_load(piped.stdout)["layout"]["world_size"] == 8
 
 
 def test_evidence_of_a_good_log_is_ten_lines(tmp_path: Path) -> None:
