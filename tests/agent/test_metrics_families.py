@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agent.history import Event
 from agent.jobs.ranks import Standing
 from agent.metrics import families as metrics
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
@@ -172,7 +173,9 @@ def test_whole_catalogue_can_appear(full: View) -> None:
     watch.restarts["expired"] += 1
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
     stands = (Standing(run="job", verdict=Verdict(state="stuck", line="stuck")),)
-    dated = replace(full, since={(check.id, check.subject): 1.0 for check in full.checks}, runs=stands)
+    changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)
+    since = {(check.id, check.subject): 1.0 for check in full.checks}
+    dated = replace(full, since=since, runs=stands, events=changed)
     shown = set(samples(dated, tallies(publish, watch)))
     assert names - shown <= {"topoflight_flight_mfu_ratio"}  # not known on this record
 
