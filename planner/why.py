@@ -171,11 +171,18 @@ def jam(traces: Mapping[int, RankTrace], seen: Seen) -> Jam:
     found.met = {
         rank for rank, call in found.waits.items()
         if rank not in roots and len(found.here[rank]) == found.sizes[rank] and rank not in found.stale
+        and not any(_elsewhere(other, call, found, traces) for other in found.here[rank])
         and (call.created is None or _until(traces[rank], seen) - call.created >= STALL_SECONDS)
     }  # fmt: skip
     found.held, found.left = _held_up(found), _left_behind(found, traces, seen)
     found.roots = (roots - old) | found.held | found.left
     return found
+
+
+def _elsewhere(other: int, call: Call, found: Jam, traces: Mapping[int, RankTrace]) -> bool:
+    """Whether a rank, of which a log tells, waits in another call of the group: before this one, or past it."""
+    its = found.waits.get(other)
+    return traces[other].partial and its is not None and its.group == call.group and its.number != call.number
 
 
 def _until(trace: RankTrace, seen: Seen) -> float:
@@ -619,8 +626,17 @@ def _open(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Verdi
         f"{jammed.waits[rank].number}"
         for rank, size in sorted(jammed.sizes.items()) if size and len(jammed.here[rank]) < size
     )  # fmt: skip
+    numbers: dict[str, set[int]] = {}
+    for call in jammed.waits.values():
+        if call.group and not call.p2p:
+            numbers.setdefault(call.group, set()).add(call.number)
+    apart = tuple(
+        f"some have left number {min(here)} of group {group}, and wait in number {max(here)}: calls that do not match, "
+        f"or a GPU that hangs in number {min(here)}"
+        for group, here in numbers.items() if len(here) > 1
+    )  # fmt: skip
     cause = Cause(code="call.timeout", message=waits_of(jammed, waiting) + rest,
-                  evidence=tuple(dict.fromkeys((wait, *counts)))[:4],
+                  evidence=tuple(dict.fromkeys((wait, *apart, *counts)))[:4],
                   action="collect the logs and dumps of every rank")  # fmt: skip
     hint = Unknown(what="which rank has not come to the call",
                    command="topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
@@ -1034,7 +1050,7 @@ def judge(seen: Seen) -> Verdict:
         or _by_torchrun(seen)
         or _by_hang(seen)
     )
-    verdict = verdict or _by_peer(seen) or slow(seen) or _nothing(seen)
+    verdict = verdict or _by_peer(seen) or _in_vain(seen) or slow(seen) or _nothing(seen)
     return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(seen))
 
 
@@ -1075,6 +1091,12 @@ def _by_number(seen: Seen) -> Verdict | None:
 
 def _by_joins(seen: Seen) -> Verdict | None:
     """A process group that is being made, and the ranks that have not come to make it."""
+    more = next((join for join in seen.joins.values() if join.joined > join.world > 0), None)
+    if more is not None:
+        message = f"{more.joined} ranks have joined a process group of {more.world}: some are of another run"
+        cause = Cause(code="bootstrap_mismatch", message=message,
+                      action="end processes that an earlier run left; the same world size on every node")  # fmt: skip
+        return _verdict("failed" if more.over else "stuck", (cause,), seen, (), ())
     short = [join for join in seen.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
         return None
@@ -1137,6 +1159,18 @@ def _by_peer(seen: Seen) -> Verdict | None:
     cause = Cause(code="rank.lost", message=message, action=f"read the logs of the ranks on {', '.join(hosts[:4])}")
     hint = Unknown(what="why that peer closed it", command="topoflight why with the logs of every node")
     return replace(_verdict("failed", (cause,), seen, (), tuple(sorted(seen.lost))), unknown=(hint,))
+
+
+def _in_vain(seen: Seen) -> Verdict | None:
+    """Ranks that ended as they had waited for too long, where nothing tells more: gloo names neither call nor peer."""
+    rows = {rank: error for rank, error in sorted(seen.errors.items()) if _IN_VAIN.search(error)}
+    if not rows or seen.states:
+        return None
+    message = f"{ranks_of(list(rows))} waited in vain; who has not come, no source tells"
+    cause = Cause(code="call.timeout", message=message, evidence=tuple(rows.values())[:2],
+                  action="collect the logs of every rank")  # fmt: skip
+    hint = Unknown(what="which rank has not come", command="topoflight why LOG_OF_EVERY_RANK, or --run DIR")
+    return replace(_verdict("failed", (cause,), seen, (), tuple(rows)), unknown=(hint,))
 
 
 def _differences(found: Mapping[str, Verdict]) -> tuple[str, ...]:

@@ -335,10 +335,12 @@ CODES: dict[str, Meaning] = {
         "the GPU driver's libraries do not fit: NVML failed, or the driver is too old for this CUDA",
         "run nvidia-smi in the container; after a driver update restart the host",
     ),
-    "gpu_xid": _fail("the GPU driver reported an error (Xid)", "look the number up in NVIDIA's list of Xid errors"),
+    "gpu_xid": _fail(
+        "the GPU driver reported that a GPU failed (Xid)", "look the number up in NVIDIA's list of Xid errors"
+    ),
     "call_failed": _end("an NCCL call failed, and the log names no cause", "collect the logs of all ranks"),
     "watchdog_timeout": _end(
-        "PyTorch's watchdog ended a collective that did not finish", "find the rank that did not enter it"
+        "a collective did not finish within its group's timeout", "find the rank that did not enter it"
     ),
     "watchdog_hung": _end(
         "PyTorch's watchdog itself stood still: a CUDA call hangs, or a thread holds Python's lock (GIL)",

@@ -203,6 +203,7 @@ _JOB_ENDS: tuple[Sign, ...] = (
     _sign(b"by an unexpected system error", "job_failed"),
     _sign(b"distributed service detected fatal errors", "job_failed"),
     _sign(b"EngineDeadError", "job_failed"),
+    _sign(b"EngineCore encountered a", "job_failed", pattern=rb"EngineCore encountered a fatal error"),
     _sign(b"backoff limit", "job_failed", pattern=rb"reached the specified backoff limit"),
     _sign(b"BackoffLimitExceeded", "job_failed"),
     _sign(b"CrashLoopBackOff", "job_failed"),
@@ -423,6 +424,9 @@ SIGNS: tuple[Sign, ...] = (
     _sign(b"Heartbeat monitor timed out", "watchdog_hung"),
     _sign(b"watchdog got stuck for", "watchdog_hung"),
     _sign(b"timed out in blocking wait", "watchdog_timeout"),
+    _sign(b"Timed out waiting", "watchdog_timeout", pattern=rb"Timed out waiting \d+ms for (?:recv|send) operation"),
+    _sign(b"connectFullMesh failed", "socket_connect_failed"),
+    _sign(b"fallen off the bus and is not", "gpu_xid", pattern=rb"NVRM: .*fallen off the bus and is not responding"),
     _sign(b"NCCL operations have failed or timed out", "watchdog_timeout"),
     _sign(
         b"opology file", "topo_file_missing", pattern=rb"Could not open XML topology file (?!/var/run/nvidia-topologyd)"

@@ -37,11 +37,13 @@ _JOINS = re.compile(
 _JOINED = re.compile(r"Completed store-based barrier for key:\s?(\S{1,200}) with")
 _HUNG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds")
 _LEFT = re.compile(r"workMetaList_\.size\(\)=(\d{1,9})")
-_PEER = re.compile(r"losed by remote peer (\S{1,253}?)<\d{1,5}>")
+_PEER = re.compile(  # NCCL's words, and gloo's
+    r"losed by remote peer (\S{1,253}?)<\d{1,5}>|losed by peer \[(?:::ffff:)?([0-9a-fA-F.:]{2,45})\]:\d{1,5}"
+)
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
-_NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by remote",
-            "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier")  # fmt: skip
+_NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by",
+            "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier")  # fmt: skip
 MOST = 1 << 16  # ranks, or calls, that are kept
 
 
@@ -137,7 +139,7 @@ class _Reader:
         if (left := _LEFT.search(line)) and int(left[1]) == 0:
             self.told.idle.add(rank)
         if peer := _PEER.search(line):
-            self.told.lost.setdefault(rank, peer[1])
+            self.told.lost.setdefault(rank, peer[1] or peer[2])
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
         own = int(work[1])
@@ -205,19 +207,26 @@ def _unfolded(lines: Iterable[str]) -> Iterator[str]:
 
     It ends with a full stop; its further lines have no prefix of a rank.
     """
-    held, folds = "", 0
+    held: list[str] = []
     for line in lines:
-        if held and folds < _FOLDS and "[rank" not in line and "ProcessGroup" not in line and "[PG " not in line:
-            held, folds = f"{held} {line.strip()}", folds + 1
+        if held and len(held) <= _FOLDS and not any(word in line for word in ("[rank", "ProcessGroup", "[PG ")):
+            held.append(line.strip())
         else:
             if held:
-                yield held
-            held, folds = line.rstrip(), 0
-        if "ProcessGroupNCCL.cpp" not in held or held.endswith(_ENDS):
-            yield held
-            held = ""
+                yield _joined(held)
+            held = [line.strip()]
+        if "ProcessGroupNCCL.cpp" not in held[0] or held[-1].endswith(_ENDS):
+            yield _joined(held)
+            held = []
     if held:
-        yield held
+        yield _joined(held)
+
+
+def _joined(parts: list[str]) -> str:
+    """A page folds between words, a terminal within them."""
+    words, letters = " ".join(parts), "".join(parts)
+    exact = len(parts) > 1 and any(one.search(letters) and not one.search(words) for one in (_WORK, _STATUS, _HUNG))
+    return letters if exact else words
 
 
 def read(lines: Iterable[str]) -> Told:

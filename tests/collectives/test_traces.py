@@ -370,5 +370,7 @@ def test_a_message_that_a_page_has_folded_is_one_again() -> None:
     for words in ("timeout: ", "detected by", "NCCL work"):
         folded = folded.replace(words, words.replace(" ", "\n"))
     assert watchdog.read(folded.splitlines()).traces == told
+    cut = "\n".join(line[i : i + 100] for line in whole.split("\n") for i in range(0, len(line), 100))
+    assert watchdog.read(cut.splitlines()).traces == told  # a terminal's width
     loose = "[rank1]:[E909 ProcessGroupNCCL.cpp:1] [PG 0 (default_pg) Rank 1] cut\n[rank2]: ValueError: no rows"
     assert watchdog.read(loose.splitlines()).errors == {2: "ValueError: no rows"}

@@ -182,6 +182,43 @@ def test_a_rank_is_named_only_where_a_line_says_that_it_has_not_come(
     assert (found.state, found.ranks, found.causes[0].code) == ("stuck", ranks, code)
 
 
+BARRIER = "Waiting in store based barrier to initialize process group for {} rank: {}, key: k:1 (world_size=4, {}=3, t"
+
+
+def test_ranks_in_different_calls_of_a_group_are_no_fault_of_the_network() -> None:
+    """One has enqueued what the other waits in, and the other has left what it is in."""
+    seen = logged((0, "0", 122, 127), (1, "0", 126, 128), size=2)
+    found = judge(seen)
+    assert (found.state, found.ranks, found.causes[0].code) == ("stuck", (), "call.timeout")
+    assert any("some have left number 122" in said for said in found.causes[0].evidence)
+    assert judge(logged((0, "0", 126, 127), (1, "0", 126, 128), size=2)).causes[0].code == "network"
+
+
+@pytest.mark.parametrize(
+    ("lines", "state", "code", "words"),
+    [
+        (["[rank2]: RuntimeError: [/pytorch/third_party/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
+          "1800000ms for recv operation to complete"], "failed", "call.timeout", "rank 2 waited in vain"),
+        (["[rank1]: RuntimeError: [pair.cc:598] Connection closed by peer [::ffff:10.0.0.9]:28048"], "failed",
+         "rank.lost", "rank 1 lost a peer: 10.0.0.9"),
+        ([BARRIER.format("", 0, "worker_count").replace("=3", "=5")], "stuck", "bootstrap_mismatch", "5 ranks"),
+        (["RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error"], "failed", "socket_connect_failed",
+         "could not be reached"),
+        (["RuntimeError: [unbound_buffer.cc:81] Timed out waiting 1800000ms for send operation to complete"], "failed",
+         "watchdog_timeout", "did not finish"),
+        (["NVRM: fallen off the bus and is not responding to commands."], "failed", "gpu_xid", "GPU driver"),
+    ],
+)  # fmt: skip
+def test_what_gloo_and_the_kernel_say_is_read(
+    tmp_path: Path, lines: list[str], state: str, code: str, words: str
+) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("\n".join(lines))
+    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    assert (found.state, found.ranks, found.causes[0].code) == (state, (), code)
+    assert words in found.line
+
+
 def test_the_dumps_count_before_the_watchdog() -> None:
     seen = replace(dumped(WAITS, WAITS, {}, WAITS), told=logged((0, "0", 4, 4)).told)
     assert judge(seen).ranks == (2,)
@@ -528,9 +565,6 @@ def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
     )
     assert (found.state, found.ranks, found.causes[0].code) == ("failed", (), "call.other")
     assert "rank 0 calls broadcast of [9]" in found.line
-
-
-BARRIER = "Waiting in store based barrier to initialize process group for {} rank: {}, key: k:1 (world_size=4, {}=3, t"
 
 
 @pytest.mark.parametrize(
