@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -174,8 +175,9 @@ def _first_ended(logs: Sequence[str]) -> int | None:
     for log in logs:
         with suppress(OSError), Path(log).open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
-            found = run_record.first_rank(stream.read().decode("utf-8", errors="replace"))
-            if found is not None:
+            text = stream.read().decode("utf-8", errors="replace")
+            # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
+            if run_record.first_ended(text) != -signal.SIGABRT and (found := run_record.first_rank(text)) is not None:
                 return found
     return None
 

@@ -219,6 +219,23 @@ def test_what_gloo_and_the_kernel_say_is_read(
     assert words in found.line
 
 
+@pytest.mark.parametrize(("signal", "ranks"), [(9, (3,)), (11, (3,)), (6, ())])
+def test_who_aborts_first_may_only_have_waited(tmp_path: Path, signal: int, ranks: Any) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(f"""torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  time      : 2025-05-21_15:43:03
+  host      : n1
+  rank      : 3 (local_rank: 3)
+  exitcode  : -{signal} (pid: 14750)
+  error_file: <N/A>
+  traceback : Signal {signal} received by PID 14750
+""")
+    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    assert (found.state, found.ranks) == ("failed", ranks), found.line
+
+
 def test_the_dumps_count_before_the_watchdog() -> None:
     seen = replace(dumped(WAITS, WAITS, {}, WAITS), told=logged((0, "0", 4, 4)).told)
     assert judge(seen).ranks == (2,)
