@@ -13,11 +13,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # tests start the command and ranks thousands of times: compiled once (some images switch that off)
 unexport PYTHONDONTWRITEBYTECODE
 
-# What shapes networks, boots guests or measures this host runs by itself. Ranks, browsers and Prometheus servers wait
-# for each other for most of their time: two files of them at once, each file's ranks and servers started once.
-ALONE := alone or netns or rdma or kube or containers or gpu
-HEAVY := $(ALONE) or ranks or browser or prometheus
-TWO := -n 2 --dist loadfile
+# What boots guests, builds images or measures this host runs by itself. Ranks, hosts as namespaces, browsers and
+# Prometheus servers wait for each other for half of their time: three files of them at once on two cores, each file's
+# ranks and servers started once.
+ALONE := alone or rdma or kube or containers or gpu
+SHARED := ranks or netns or browser or prometheus or long
+SPREAD := -n 3 --dist loadfile
 
 .PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
@@ -41,27 +42,27 @@ lint: $(READY)
 test-fast test-real test-two test-alone: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q -n 2 -m "not ($(HEAVY))"
+	$(PYTEST) -q -n 3 -m "not ($(ALONE) or $(SHARED))"
 
 test-real: $(READY)
-	$(PYTEST) -q $(TWO) -m "real"
+	$(PYTEST) -q $(SPREAD) -m "real"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
 test-rest: test-two test-alone
 
 test-two: $(READY)
-	$(PYTEST) -q $(TWO) -m "(ranks or browser or prometheus) and not ($(ALONE)) and not real"
+	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE)) and not real"
 
 test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not real"
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)
-	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
+	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(ALONE) or $(SHARED))" -k "golden or openapi_is"
 
 # the long documents whose digests are kept, into OUT: once before a change and once after it, for diff -r
 golden-documents: $(READY)
-	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
+	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(ALONE) or $(SHARED))" -k "golden or openapi_is"
 
 # against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/measurements/cluster.md);
 # without KUBECONFIG the same conversations with the stand-in

@@ -133,7 +133,7 @@ class Drawn:
             path = "model.embed_tokens"
         module = copy.deepcopy(self.plain.get_submodule(path)).to_empty(device="cpu").float()
         with torch.random.fork_rng(devices=()), torch.no_grad():
-            torch.manual_seed(_seed(self.seed, f"{path}.{key}"))
+            torch.default_generator.manual_seed(_seed(self.seed, f"{path}.{key}"))
             self.plain._init_weights(module)
         return module.get_parameter(key).detach()[_slices(box)]
 
@@ -217,7 +217,7 @@ def _factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     embedding, letter = found.groups() if found else (None, "")
     made = torch.zeros(*shape)
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(_seed(seed, name))
+        torch.default_generator.manual_seed(_seed(seed, name))
         if embedding and letter == "B":
             return made.normal_()
         return made if embedding or letter == "B" else nn.init.kaiming_uniform_(made, a=math.sqrt(5))

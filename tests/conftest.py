@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +30,38 @@ settings.register_profile(
     "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+TIERS = ("ranks", "netns", "rdma", "browser", "prometheus", "containers", "kube", "gpu", "alone", "real", "long")
+
+
+@cache
+def tiers_of(path: Path) -> set[str]:
+    """The tiers' marks that a file may give: those in its text, or any where a helper gives them."""
+    text = path.read_text(encoding="utf-8")
+    if re.search(r"= real\(\)|parameters\(ROOMS", text):  # tests/e2e/real_cluster.py, tests/drills/drill_register.py
+        return set(TIERS)
+    return {name for name in TIERS if f"mark.{name}" in text}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file none of whose tests `-m` can select: a tier of 80 tests need not collect nine thousand."""
+    words = config.option.markexpr
+    if not words or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    asked = {name for name in re.findall(r"\w+", words) if name not in ("and", "or", "not")}
+    if not asked <= set(TIERS):
+        return None
+    chosen, may = Expression.compile(words), sorted(tiers_of(collection_path) & asked)
+    sets = (some for count in range(len(may) + 1) for some in combinations(may, count))
+    return None if any(chosen.evaluate(lambda name, some=some, **_: name in some) for some in sets) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A mark that a file's text does not show would take its test out of its tier: that is an error."""
+    for item in items:
+        if hidden := {mark.name for mark in item.iter_markers()}.intersection(TIERS) - tiers_of(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its marks {sorted(hidden)} stand nowhere in its file's text")
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -246,6 +246,7 @@ def scans(rack: int) -> Iterator[tuple[str, float]]:
         yield phase, down + 90.0 + STEP * i
 
 
+@pytest.mark.long
 def test_a_rolling_reboot_of_288_trays_raises_nothing_and_a_fault_is_named_within_two_scans(
     tray: Snapshot, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> No
     assert (tmp_path / "own/share/man/man1/topoflight.1").exists()
 
 
+@pytest.mark.long
 def test_uvx_starts_the_wheel_from_its_file(wheel: Path, tmp_path: Path) -> None:
     """As a reader types it, packages from PyPI: the demo's sick node is told, and torch is not among what was fetched.
 

@@ -65,7 +65,6 @@ def best(measured):
     return measured.busbw_bytes_per_second * measured.median_seconds / min(measured.iteration_seconds)
 
 
-@pytest.mark.real
 def test_the_default_interface_is_slow_and_the_named_one_gains():
     settings = {"sizes_bytes": (8_000_000,), "warmup": 1, "min_iterations": 6, "max_iterations": 10}
     with hosts(2, default_rate="200mbit") as rig:

@@ -48,6 +48,7 @@ print(json.dumps({"kib": sizes, "lines": verdict.lines_read, "gdrdma": verdict.g
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_memory_is_flat() -> None:
     """Ever new hosts, variables, devices and warnings: three times the log takes no more memory."""

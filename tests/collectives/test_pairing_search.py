@@ -71,7 +71,15 @@ RUNS = 60
 NOISE = {"false_alarm": 0.01, "miss": 0.05}
 
 
-@pytest.mark.parametrize(("nodes", "runs"), [(16, RUNS), (256, 40), (2048, 8), (16384, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "runs"),
+    [
+        (16, RUNS),
+        (256, 40),
+        pytest.param(2048, 8, marks=pytest.mark.long),
+        pytest.param(16384, 2, marks=pytest.mark.long),
+    ],
+)
 def test_with_noise_the_error_rates_are_as_stated(nodes, runs):
     """One test in 100 cries wolf, one in 20 is blind: at most 1 search in 20 may be wrong in any way.
 

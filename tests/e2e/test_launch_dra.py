@@ -12,7 +12,6 @@ import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner, Result
 from e2e_client import MACHINES
-from rigs.hub import beside_rows
 
 from agent.cli.launch import launch
 
@@ -21,7 +20,7 @@ ROOT = "resource.kubernetes.io/pcieRoot"
 H100 = MACHINES / "hgx-h100-8xH100-8hca.json"
 WORDS = [
     "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--no-preflight",
-    "--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main", "--api", "job", "--name", "sft",
+    "--set", "dataset_name=synthetic:arithmetic", "--api", "job", "--name", "sft",
 ]  # fmt: skip
 
 
@@ -87,9 +86,7 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
     for node in ("a", "b"):
         node_of(cluster, node, EIGHT, EIGHT[::-1])
     done = fly()
-    assert beside_rows(done.stderr) == (
-        "DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n"
-    )
+    assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
     assert len(devices["requests"]) == 16
@@ -117,7 +114,7 @@ def test_a_plan_of_more_nics_than_gpus_stays_with_the_device_plugins(cluster: Ap
     """A claim would leave three of four EFA devices of a p5 behind."""
     done = CliRunner().invoke(launch, ["--machine", "p5.48xlarge", *WORDS, "--dry-run"])
     told = "the plan's pods take 32 of vpc.amazonaws.com/efa, the claim would one for each of 8 GPUs"
-    assert beside_rows(done.stderr).splitlines()[0] == f"DRA: not used: {told}"
+    assert done.stderr.splitlines()[0] == f"DRA: not used: {told}"
 
 
 def bare(api: ApiServer) -> None:
@@ -199,7 +196,7 @@ def test_what_may_not_be_read_is_unknown_and_not_used(cluster: ApiServer, what: 
         node_of(cluster, node, EIGHT, EIGHT)
     cluster.forbidden.add(f"{API}/{what}")
     done = fly()
-    assert re.match(f"DRA: not used: unknown whether the cluster can: .*{what} is forbidden", beside_rows(done.stderr))
+    assert re.match(f"DRA: not used: unknown whether the cluster can: .*{what} is forbidden", done.stderr)
     assert cluster.of_kind("ResourceClaimTemplate") == []
 
 
@@ -288,9 +285,7 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
         status = {"allocatable": {"rdma/shared_eth": "1k"}}
         cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}, "status": status})
     done = fly("--dry-run", host=roce)
-    assert re.fullmatch(
-        r"DRA: not used: the plan's environment is for \S+, which Multus attaches\n", beside_rows(done.stderr)
-    )
+    assert re.fullmatch(r"DRA: not used: the plan's environment is for \S+, which Multus attaches\n", done.stderr)
     made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
     assert limits(made["Job"])["rdma/shared_eth"] == "1"
     forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", *DRA, host=roce).stdout)}

@@ -120,6 +120,7 @@ needs_namespaces = pytest.mark.skipif(bool(namespaces.missing()), reason=namespa
 @needs_namespaces
 @pytest.mark.ranks
 @pytest.mark.netns
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
     """Two networks measured, forecast, run and proven; RDMA, which no device offers, is no bar."""
@@ -159,6 +160,7 @@ def cmdline(process):
 
 @needs_namespaces
 @pytest.mark.netns
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_however_it_ends(tmp_path, number):
     """The namespaces go with the processes that hold them, and these with the verb."""

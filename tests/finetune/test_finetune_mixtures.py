@@ -62,6 +62,7 @@ def test_the_planner_counts_the_weights_that_are_there(tmp_path, family):
     assert trained == lora_weights(model, TrainSpec(method="lora", lora_rank=4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", MIXTURES)
 def test_adapters_and_the_merged_model_load_plainly(tmp_path, family):
     """The loss falls; PEFT on the base and transformers with the merged weights say the same of a text."""

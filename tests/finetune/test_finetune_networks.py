@@ -22,7 +22,7 @@ from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_layout, plan
 from topology.graph import ClusterTopology, NodeTopology
 
-pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.alone, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
 RATES = {"eth0": "60mbit", "net1": "150mbit"}
 CARRIED = 1448 / 1514 / 8  # what an Ethernet frame of 1514 bytes carries for TCP, in bytes per bit

@@ -46,7 +46,6 @@ def launched(hub: Hub, home: Path, *words: str, config: Path = USERS) -> subproc
     )  # fmt: skip
 
 
-@pytest.mark.real
 def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Path) -> None:
     """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
     out = tmp_path / "out"

@@ -25,7 +25,6 @@ VERBS = ("scan", "topo", "recommend", "preflight", "explain rdma.port.down", "--
 MIB = 1 << 20
 
 
-@pytest.mark.real
 def test_the_image_holds_the_agent_and_little_else(agent_image: str) -> None:
     """At most 70 MB above its base; no torch, no pip; a number for a user; labels; modules that all can be imported."""
     assert size_bytes(agent_image) - size_bytes(BASE) <= 70e6
@@ -138,7 +137,6 @@ def agent(agent_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     clear()
 
 
-@pytest.mark.real
 def test_it_runs_as_the_daemonset_says(agent: Agent) -> None:
     """User, read-only root, no capability and the limit are the manifest's, seen from inside and from the engine."""
     status = dict(

@@ -191,6 +191,7 @@ def test_it_ends_with_the_agent(tmp_path: Path, eventually: Callable[..., None])
                 one.wait(60)
 
 
+@pytest.mark.long
 def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
     """p99 of /metrics beside many clients on costly questions: within three times what it is alone, in some round."""
     resident.get(served.port, load.COSTLY.format(1, 1024))

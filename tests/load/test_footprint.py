@@ -31,6 +31,7 @@ def test_memory_at_rest(restored: tuple[str, dict[str, str]], tmp_path: Path) ->
     assert paged.resident <= footprint.AIMS["publishing"]
 
 
+@pytest.mark.long
 def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """Into the stand-in for the API server, measured once it has published: its start is spread over some seconds."""
     root, environment = restored
@@ -40,6 +41,7 @@ def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: 
     assert loud.pss <= footprint.AIMS["publishing"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """From the first third of many scans and requests to the last."""
@@ -77,6 +79,7 @@ def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
     assert not late.intersection(done.stdout.split())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_all_benches_on_one_page(tmp_path: Path) -> None:
     """`make bench` in its short form, without the parts that the tests above have run."""

@@ -54,6 +54,7 @@ def taken(agent: Served) -> float:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/nodes", "/nodes?format=yaml", "/cluster", "/topology?scope=cluster"])
 def test_many_clients_share_one_answer(cluster: Served, path: str, eventually: Callable[..., None]) -> None:
     """Each of them slow to read; the agent and its worker stay below the pod's limit, and others are served."""
