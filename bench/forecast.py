@@ -28,7 +28,7 @@ from rows import Row, Unread, read_rows
 from stacks import unknown_stack
 from widths import LEAST_ROWS, Sample, inside, learn, write
 
-from contracts.layout import Checkpointing, Layout, Precision
+from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from hardware.gpus import Gpu
 from planner.explain import SIGMA_MEMORY, interval, sigma_of_links
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
@@ -133,7 +133,7 @@ def _ways(row: Row, layout: Layout) -> list[float]:
     layouts = _heavier(row, layout)
     if row.stack.known:
         found = [_needed(row, each) for each in layouts]
-        if row.precision == "fp8" and row.train.method == "lora":
+        if row.precision in EIGHT_BITS and row.train.method == "lora":
             frozen = memory_parts(row.model, row.train, layout, row.stack.engine).weights
             found += [needed - DEFAULT_MEMORY.fragmentation * frozen / 2.0 for needed in found]
         return found

@@ -18,7 +18,7 @@ from pathlib import Path
 from shapes import ShapeError, shape_of
 from stacks import Stack, stack_matching
 
-from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
+from contracts.layout import EIGHT_BITS, Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
@@ -194,7 +194,9 @@ def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, 
         if _FOUR_BITS.search(text):
             return (("fp8",) if gpu.matmul_fp8 else ("bf16",)), False
         if re.search(r"fp8|float8|e4m3|mxfp8", text):
-            return ("fp8",), True
+            # "FP8-CS (FP8-MX)" are two rows of a table, whose notes say which is which.
+            text = text.split("(")["(" in text and "alternative #2" in words(raw, "note")]
+            return ("mxfp8" if re.search(r"mxfp8|fp8-mx", text) and gpu.matmul_fp8 else "fp8",), True
         if re.search(r"bf16|bfloat16|nf4|int4|int8|4[- ]?bit|8[- ]?bit(?! ?(?:adam|optim|paged))|gptq|awq", text):
             return ("bf16",) if gpu.bf16 else ("fp16",), True
         if re.search(r"fp16|float16|\b16-mixed|\bhalf\b|\bamp\b", text):
@@ -203,7 +205,7 @@ def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, 
             return ("fp32",), True
     if not gpu.bf16:
         return ("fp16",), False
-    return ("bf16", "fp8") if gpu.matmul_fp8 and (stack.engine.fp8 or not stack.known) else ("bf16",), False
+    return ("bf16", "fp8") if gpu.matmul_fp8 and (stack.engine.eight_bits or not stack.known) else ("bf16",), False
 
 
 def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool) -> tuple[Sharding, int]:
@@ -459,7 +461,7 @@ def too_fast(
     count = weights(model)
     active = count.layers * (count.attention_per_layer + count.active_mlp_per_layer)
     flops = 4.0 * active * layout.global_batch * sequence  # forward and input gradients: the least any method does
-    best = max(gpu.matmul_bf16, gpu.matmul_fp8 or 0.0 if precision == "fp8" else 0.0)
+    best = max(gpu.matmul_bf16, gpu.matmul_fp8 or 0.0 if precision in EIGHT_BITS else 0.0)
     return flops / (seconds * layout.world_size) > best
 
 

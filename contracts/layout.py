@@ -13,7 +13,8 @@ SCHEMA_VERSION = 1
 Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]  # zero3 is FSDP; with dp_replicate > 1 it is HSDP
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8"]
+EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8")  # mxfp8: a scale for 32 values in a row, not one for the tensor
 Offload = Literal["none", "optimizer", "all"]
 
 

@@ -10,7 +10,7 @@ from contracts import trl
 from contracts.families import WHOLE_ROPE
 from contracts.job_config import ConfigError, layout_asked
 from contracts.job_plan import JobPlan, parse_layout
-from contracts.layout import Layout, most_ranks
+from contracts.layout import EIGHT_BITS, Layout, most_ranks
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
@@ -53,7 +53,7 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
         why.append(f"ep={layout.ep}: expert parallelism is not implemented; FSDP shards the experts' weights")
     if layout.sharding == "zero1" and layout.dp_shard > 1:
         why.append("sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3")
-    if layout.precision in ("fp16", "fp8"):
+    if layout.precision in ("fp16", *EIGHT_BITS):
         why.append(f"precision={layout.precision!r}: fp32 and bf16 are implemented")
     if layout.offload == "optimizer":
         why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")

@@ -271,7 +271,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         gain = 1.0 - step_parts(quick, layout).total / base
         ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
     gpu = gpu_named(job.rates.device)
-    if gpu and gpu.matmul_fp8 and job.engine.fp8 and layout.precision == "bf16":
+    if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
         rates = gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)
         gain = 1.0 - step_parts(replace(job, rates=rates, _layers={}, _heads={}), layout).total / base
         ideas.append((gain, f"fp8 multiplications: {gain:.0%} less time, if the loss stays what it was"))

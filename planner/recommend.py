@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from contracts.job_config import layout_asked
 from contracts.layout import Layout, LayoutError, Precision
@@ -45,7 +45,7 @@ OPTIMIZERS = (
     "sgd",
     "adafactor",
 )  # whose states planner.forecast.memory counts
-_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "fp8")
+_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Where the user named no batch: a fine-tune's customary one, and what pre-training takes per step by the weights that a
 # token passes through (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M,
 # 2407.21783).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from contracts.layout import Layout
+from contracts.layout import EIGHT_BITS, Layout
 from hardware.units import GIB, GIGA
 from planner.forecast.engine import NF4_BYTES, Engine, Question
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
@@ -121,8 +121,11 @@ def positions_reach(q: Question, _at: Layout) -> str | None:
 def precision_exists(q: Question, at: Layout) -> str | None:
     """The GPU has the number format."""
     cc = q.compute_capability
-    if at.precision == "fp8" and cc is not None and cc < (8, 9):
-        return f"fp8 needs compute capability 8.9, the GPU has {cc[0]}.{cc[1]}"
+    needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(at.precision)
+    if needed and cc is not None and cc < needed:
+        return f"{at.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
+    if at.precision == "mxfp8" and cc is not None and cc >= (12, 0):
+        return "mxfp8 needs a data centre's Blackwell: Transformer Engine has it for 10.0 and 10.3"
     return None
 
 
@@ -144,8 +147,14 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         or _combination_lacking(engine, at)
         or engine.refuses(model, train, at)
         or _memory_savers_lacking(engine, at, has_gpu=has_gpu)
-        or (f"{engine.name} has no fp8" if at.precision == "fp8" and not engine.fp8 else None)
+        or _precision_lacking(engine, at)
     )
+
+
+def _precision_lacking(engine: Engine, at: Layout) -> str | None:
+    if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
+        return f"{engine.name} has no {at.precision}"
+    return None
 
 
 def _degrees_lacking(engine: Engine, at: Layout) -> str | None:

@@ -34,7 +34,7 @@ LINT_KINDS = (
 @click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
 @click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
 @click.option("--engine", default="topoflight", show_default=True, help="What must be able to run the layout.")
-@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16 or fp8.")
+@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8 or mxfp8.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, sgd, adafactor.")
 @click.option("--packing", is_flag=True, help="Rows are packed to the sequence length.")
 @click.option(

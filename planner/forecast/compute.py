@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from contracts.layout import EIGHT_BITS
 from hardware.gpus import Gpu
 from hardware.units import GIB
 from planner.forecast.engine import NF4_BYTES, Engine
@@ -39,8 +40,13 @@ class Constants:
     sustained_hopper: float = 0.805
     sustained_blackwell: float = 0.75
     # Of each input of an fp8 product, and of its output's gradient: read in 16 bits, written in 8 by rows and by
-    # columns (Transformer Engine). Blocks' scales, a byte for 32 values, add 2 % to that.
+    # columns (Transformer Engine).
     quantize_bytes: float = 4.0
+    # In mxfp8 each copy has a byte of scale for 32 values, written in the order that the product reads; the products
+    # themselves take longer: 7.161 ms for 6.812 in fp8, of inputs quantised before (docs/examples/gemm_profiling of
+    # NVIDIA/TransformerEngine, 12 products of a layer on a B300).
+    scale_bytes: float = 2.0 / 32.0
+    block_scaled: float = 7.161 / 6.812
     attention_ampere: float = 0.70  # FlashAttention-2 over the matmul rate, long sequences, forward and backward
     attention_hopper: float = 0.42  # FlashAttention-2 on Hopper
     attention_hopper_3: float = 0.615  # FlashAttention-3, cuDNN 9
@@ -100,7 +106,7 @@ class Rates:
     attention_unfused: bool = False
     attention_short: float = DEFAULT.attention_short
     element_bytes: float = 2.0  # of an activation
-    quantized: bool = False  # products' inputs are cast to fp8
+    quantized_bytes: float = 0.0  # through memory for each value that is cast to fp8
     inputs: tuple[str, ...] = ()
 
 
@@ -132,8 +138,11 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         bf16 = gpu.matmul_fp32 * 0.8  # no bf16 tensor cores before Ampere
         attention = bf16 * 0.4
     gemm = bf16
-    if precision == "fp8":
+    quantized = 0.0
+    if precision in EIGHT_BITS:
+        quantized = constants.quantize_bytes + (constants.scale_bytes if precision == "mxfp8" else 0.0)
         gemm = (gpu.matmul_fp8 or gpu.matmul_bf16) * sustained
+        gemm /= constants.block_scaled if precision == "mxfp8" else 1.0
     elif precision == "fp32":
         gemm = gpu.matmul_fp32 * 0.8
         attention = gemm * 0.4
@@ -141,7 +150,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
     return Rates(
         gemm=gemm,
-        head=bf16 if precision == "fp8" else None,
+        head=bf16 if precision in EIGHT_BITS else None,
         attention=attention,
         hbm=gpu.hbm_bytes_per_second * constants.hbm_share,
         memory_bytes=gpu.memory_bytes,
@@ -153,7 +162,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         if (gpu.compute_capability or (0, 0)) >= (9, 0) and ("flash3" in (kernel, gpu.attention))
         else constants.attention_short,
         element_bytes=4.0 if precision == "fp32" else 2.0,
-        quantized=precision == "fp8",
+        quantized_bytes=quantized,
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
     )
 
@@ -214,9 +223,9 @@ def layer_cost(
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
-    if rates.quantized:  # a third of it: the backward pass, which quantises the gradients, counts twice
+    if rates.quantized_bytes:  # a third of it: the backward pass, which quantises the gradients, counts twice
         elements = sum(m * (n + k) * copies for m, n, k, copies in _shapes(model, tokens, tp, ep))
-        moved += constants.quantize_bytes * elements / 3.0
+        moved += rates.quantized_bytes * elements / 3.0
     kernels = constants.kernels_fused if fused else constants.kernels_eager
     merged = 0.0
     if model.experts:

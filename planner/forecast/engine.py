@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from contracts.layout import Layout, Offload
+from contracts.layout import EIGHT_BITS, Layout, Offload, Precision
 from planner.forecast.links import Links
 from planner.forecast.specs import (
     ModelSpec,
@@ -187,7 +187,7 @@ class Engine:
     methods: frozenset[str] = frozenset({"full", "lora", "qlora"})
     checkpointing: tuple[str, ...] = ("none", "selective", "full")
     offloads: tuple[Offload, ...] = ()
-    fp8: bool = False
+    eight_bits: tuple[Precision, ...] = ()
     interleaved: bool = True
     fused_cross_entropy: bool = True
     compile: bool = False
@@ -302,7 +302,7 @@ class Engine:
         # Each expert's input, and its result before the results of a token are summed.
         mixtures = (model.layers - model.dense_layers) / model.layers
         kept += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
-        if self.fused and layout.precision == "fp8":
+        if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps what a product needs of its input in a byte: of two norms, and of the MLP.
             kept -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
         merged = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from contracts.layout import Layout
+from contracts.layout import EIGHT_BITS, Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Engine, Share, StateBytes
 
@@ -64,8 +64,8 @@ def deepspeed_json(request: ExportRequest) -> str:
             reasons.append(f"{word}={degree}: ZeRO through transformers is data parallelism only")
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
         reasons.append(f"HSDP {layout.dp_replicate} x {layout.dp_shard}: ZeRO shards over all ranks")
-    if layout.precision == "fp8":
-        reasons.append("fp8 is not among its precisions")
+    if layout.precision in EIGHT_BITS:
+        reasons.append(f"{layout.precision} is not among its precisions")
     if layout.sharding == "zero3" and not layout.reshard_after_forward and layout.dp_shard > 1:
         reasons.append("reshard_after_forward=false: ZeRO-3 releases weights by its reuse distance")
     refuse("DeepSpeed", reasons)

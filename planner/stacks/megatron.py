@@ -13,7 +13,7 @@ ENGINE = Engine(
     name="megatron",
     can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}),
     methods=frozenset({"full"}),
-    fp8=True,
+    eight_bits=("fp8", "mxfp8"),
     copies_kv_heads=True,
     fused=True,
     attention="flash3",
@@ -109,6 +109,8 @@ def megatron_arguments(request: ExportRequest) -> str:
         words.append(f"--{layout.precision}")
     elif layout.precision == "fp8":
         words += ["--bf16", "--fp8-format hybrid"]
+    elif layout.precision == "mxfp8":
+        words += ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"]
     if layout.fused_cross_entropy:
         words.append("--cross-entropy-loss-fusion")
     if layout.offload == "optimizer":

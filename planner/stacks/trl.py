@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contracts.layout import Layout
+from contracts.layout import EIGHT_BITS, Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp
 from planner.forecast.models import hub_id
@@ -61,8 +61,8 @@ def _refusals(request: ExportRequest) -> list[str]:
         reasons.append("TP or CP with replication and no sharding: ParallelismConfig refuses it")
     if layout.offload == "optimizer":
         reasons.append("offload=optimizer: FSDP2 offloads weights, gradients and optimizer together")
-    if layout.precision == "fp8":
-        reasons.append("fp8 needs a recipe of its own (te, ao or msamp) that this export does not choose")
+    if layout.precision in EIGHT_BITS:
+        reasons.append(f"{layout.precision} needs a recipe (te, ao or msamp) that this export does not choose")
     if not request.on_gpu and _sharded(layout):
         reasons.append("FSDP without a GPU: accelerate silently runs DDP there")
     return reasons

@@ -121,8 +121,9 @@ def test_a_machine_names_its_gpu_and_its_network() -> None:
 @pytest.mark.parametrize(
     ("row", "precisions", "said"),
     [
-        ({"precision": "MXFP8"}, ("fp8",), True),
+        ({"precision": "MXFP8", "gpu": "GB200"}, ("mxfp8",), True),
         ({"precision": "FP8-CS (FP8-MX)"}, ("fp8",), True),
+        ({"precision": "FP8-CS (FP8-MX)", "note": "parenthesised alternative #2"}, ("mxfp8",), True),
         ({"precision": "bf16-mixed"}, ("bf16",), True),
         ({"precision": "int4 base (GPTQ)", "kind": "lora"}, ("bf16",), True),
         ({"precision": "16-mixed"}, ("fp16",), True),

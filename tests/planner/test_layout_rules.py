@@ -86,6 +86,22 @@ def test_fp8_needs_the_gpu_for_it() -> None:
     assert "8.0" in broken[1]
 
 
+@pytest.mark.parametrize(
+    ("capability", "engine", "says"),
+    [((9, 0), "megatron", "10.0"), ((12, 0), "megatron", "data centre"), ((10, 0), "torchtitan", "no mxfp8")],
+)
+def test_mxfp8_needs_a_data_centres_blackwell_and_an_engine_that_has_it(
+    capability: tuple[int, int], engine: str, says: str
+) -> None:
+    """Scales of 32 values are multiplied by B200's and B300's tensor cores; Megatron-LM names the recipe."""
+    layout = Layout(world_size=8, dp_shard=8, sharding="zero1" if engine == "megatron" else "zero3", precision="mxfp8")
+    broken = first_broken(replace(question(engine), compute_capability=capability), layout)
+    assert broken is not None
+    assert says in broken[1]
+    if engine == "megatron":
+        assert first_broken(replace(question(engine), compute_capability=(10, 3)), layout) is None
+
+
 def test_every_engine_runs_something() -> None:
     """Plain data parallelism breaks no rule of any engine."""
     for engine in ENGINES.values():
