@@ -124,15 +124,16 @@ def _frontier(request: Request, text: str, plot: Path | None, form: str) -> None
         _write(plot, frontier_svg(points, f"{request.model}, {request.train.method}"))
 
     def show(out: Console) -> None:
-        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", "money")
+        priced = ["money"] if any(p.cost for p in points) else []
+        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", *priced)
         for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
             if p.seconds is None:
-                rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * 5)
+                rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * (4 + len(priced)))
                 continue
             rows.add_row(
                 "✓" if p.best else "", p.machine, str(p.nodes), p.network, p.layout, f"{p.tokens_per_second:,.0f}",
                 f"{p.mfu:.0%}" if p.mfu is not None else "-", units.duration(p.seconds.mid), f"{p.gpu_hours:,.1f}",
-                f"{p.cost.mid:,.2f}" if p.cost else "-",
+                *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
             )  # fmt: skip
         out.print(rows)
         spent = "money" if all(p.cost for p in points if p.seconds) else "GPU-hours"

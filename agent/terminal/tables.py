@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -19,12 +20,42 @@ from contracts.plain import printable
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
 SHOWN = 8  # names in a row before the rest is a number
+LONGEST_WORD = 24  # characters that a column keeps together; a path is longer, and may go on in the next line
 COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
+
+
+class _Worded(Table):
+    """A table that breaks lines between words: narrower gaps, then a block for each row, before a word is cut."""
+
+    def __rich_console__(self, out: Console, options: ConsoleOptions) -> RenderResult:
+        """Columns as wide as their longest word, and the room that is left to the widest."""
+        spans = [[Measurement.get(out, options, cell) for cell in (c.header, *c.cells)] for c in self.columns]
+        widths = [max(span.maximum for span in column) for column in spans]
+        least = [max(min(span.minimum, LONGEST_WORD) for span in column) for column in spans]
+        gap = next((gap for gap in (3, 2) if sum(least) + gap * len(least) - 1 <= options.max_width), None)
+        if gap is None:
+            yield from self._stacked()
+            return
+        self.padding = (0, 1, 0, gap - 2)
+        room = options.max_width - gap * len(least) + 1
+        while sum(widths) > room:
+            spare = [width - kept and width for width, kept in zip(widths, least, strict=True)]
+            widths[spare.index(max(spare))] -= 1
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        yield from super().__rich_console__(out, options)
+
+    def _stacked(self) -> Iterable[RenderableType]:
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            block = Table.grid(padding=(0, 1))
+            for column, cell in zip(self.columns, cells, strict=True):
+                block.add_row(column.header, cell)
+            yield Padding(block, (0, 0, 1, 0), expand=False)
 
 
 def table(*columns: str) -> Table:
     """An empty table in the house's look."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+    made = _Worded(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
     for column in columns:
         made.add_column(column, overflow="fold")
     return made
