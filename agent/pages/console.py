@@ -114,6 +114,15 @@ class Console:
     choices: dict[str, list[str]] = field(default_factory=dict)
 
     @property
+    def said(self) -> str:
+        """Beside the verdict: of how many nodes the tally below it is, and how many findings the list below has."""
+        if not self.lines:
+            return self.verdict.why
+        bad, found = sum(line.word != "pass" for line in self.lines), units.count(len(self.faults), "finding")
+        whole = units.count(len(self.lines), "node")
+        return f"{bad} of {whole}, {found}" if bad else f"all of {whole}, {found}" if self.faults else f"all of {whole}"
+
+    @property
     def small(self) -> bool:
         """Whether the map has too many cells for their marks."""
         return len(self.lines) >= SMALL_CELLS

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.fleet import resources
 
 from agent import units
 from agent.cli.hosts import snapshots
@@ -69,6 +70,21 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     assert {fault.group.status for fault in seen.faults if "silent" in fault.group.id} == {"unknown"}
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
     assert "source: kubernetes" in html
+
+
+@pytest.mark.parametrize(("nodes", "sick"), [(1, True), (1, False), (64, True), (64, False), (400, True)])
+def test_the_head_counts_what_the_tally_and_the_list_below_it_count(nodes: int, sick: bool) -> None:
+    """Nodes as their verdicts are, findings as they are listed: one node that is sick is one of one."""
+    held = Fleet()
+    held.replace(resources(nodes, sick=sick))
+    html, seen = page(held), shown(held)
+    bad = sum(int(told) for told in re.findall(r'class="(?:fail|unknown|warn)" href="[^"]*">[^<]*: (\d+) node', html))
+    said = re.search(
+        r'class="verdict v-\w+"><strong>[^<]*</strong> <span>(\d+|all) of (\d+) nodes?(?:, (\d+) f)?', html
+    )
+    assert said and int(said[2]) == nodes == len(seen.lines)
+    assert (said[1], int(said[3] or 0)) == (str(bad) if sick else "all", len(seen.faults))
+    assert bool(bad) == sick
 
 
 def test_a_node_whose_agent_has_never_written_is_unknown() -> None:

@@ -30,10 +30,10 @@ def _record(machine: str) -> NodeRecord:
 
 
 def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[NodeRecord]:
-    """Of H100 nodes; where `sick`, each sixtieth has one of five faults, and a few have fallen silent."""
+    """Of H100 nodes; where `sick`, each sixtieth or the only one has one of five faults, and a few are silent."""
     now = time.time() if now is None else now
     for n in range(nodes):
-        ill = sick and n % EVERY == EVERY // 3
+        ill = sick and (n % EVERY == EVERY // 3 or nodes == 1)
         made = _record(SICK[n // EVERY % len(SICK)] if ill else WELL)
         at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
         made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
