@@ -366,7 +366,8 @@ def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> lis
 def _bandwidth(node: NodeTopology, island: Island, measured: str) -> str:
     known = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
     words = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
-    words += " on every pair" if island.all_to_all else ", not on every pair"
+    of = f" of {len(island.gpus)} of {len(node.gpus)} GPUs" if len(island.gpus) < len(node.gpus) else ""
+    words += f" on every pair{of}" if island.all_to_all else f", not on every pair{of}"
     if known:
         spread = rate(max(known)) if min(known) == max(known) else f"{rate(min(known))} at the least"
         words += f" · {spread} planned each way"

@@ -153,7 +153,8 @@ def nvlink(node: NodeTopology) -> str:
         return "none" if node.nvlink_known else "unknown"
     island = node.islands[0]
     words = f"{' and '.join(island.nvlinks_per_pair)}, {'every pair' if island.all_to_all else 'not every pair'}"
-    return words if len(node.islands) == 1 else f"{len(node.islands)} islands: {words}"
+    of = f" of {len(island.gpus)} of {len(node.gpus)} GPUs" if len(island.gpus) < len(node.gpus) else ""
+    return f"{words}{of}" if len(node.islands) == 1 else f"{len(node.islands)} islands: {words}"
 
 
 def rdma(node: NodeTopology, snapshot: Snapshot) -> str:

@@ -52,6 +52,16 @@ def test_svg_is_one_closed_picture_without_scripts():
     assert not any(name in ("href", "onload", "style") for element in root.iter() for name in element.attrib)
 
 
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [("hgx-h100-8xH100-8hca", "NVLink NV18 on every pair ·"),
+     ("sick-h100-gpu-lost", "NVLink NV18 on every pair of 7 of 8 GPUs ·")],
+)  # fmt: skip
+def test_a_gpu_outside_an_island_is_in_none_of_its_pairs(machine, words):
+    """A GPU that the driver has lost has no NVLink: what holds of seven is not said of eight."""
+    assert words in svg(topology(machine))
+
+
 SHAPES = {"svg", "title", "style", "rect", "text", "path", "g"}
 
 
