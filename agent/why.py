@@ -91,6 +91,8 @@ def answer(asked: Asked) -> Verdict:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if asked.inspector is not None:
         verdict = with_inspector(verdict, asked.inspector)
+    if checked := sum("NCCL DIAG [OK]" in line for line in _lines(asked.diagnostics)):
+        verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
     request = asked.request or Request()
     machines_of = _snapshots(request, asked.published)
     if found is not None:
@@ -376,12 +378,14 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     )
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
+    diagnosed = any(p.code.startswith("diag_") for p in rows)
+    rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these need no channel
     rows.sort(key=lambda p: p.severity != "fail")
     causes = tuple(
         _xid(Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action))
         for p in rows[:8] if p.severity == "fail" or not verdict.causes
     )  # fmt: skip
-    if evidence.exit_code(found) == 5 and found.outcome == "unknown":  # nothing of NCCL, and no end
+    if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # nothing of NCCL, and no end
         return verdict
     sources = (*verdict.sources, f"NCCL log: {found.lines_read} lines")
     ended = [p for p in found.problems if p.code in _ENDS]
@@ -397,6 +401,8 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
         return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
     if verdict.state == "fine" and found.outcome == "finished":
         verdict = replace(verdict, line="fine: the log says that the job came to its end")
+    elif verdict.state == "fine" and causes:
+        verdict = replace(verdict, line=f"fine but for the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
 
 

@@ -219,6 +219,23 @@ def test_what_gloo_and_the_kernel_say_is_read(
     assert words in found.line
 
 
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        (["[OK]   ECC: no uncorrected volatile errors across 8 ranks"], "nothing found"),
+        (["[OK]   ECC: no", "[INFO] NCCL environment: mismatch across 8 ranks in comm 0x1 for NCCL_ALGO"],
+         "fine but for the log: NCCL's diagnostics: ranks differ"),
+    ],
+)  # fmt: skip
+def test_what_nccls_diagnostics_say_is_an_answer(tmp_path: Path, lines: list[str], line: str) -> None:
+    log = tmp_path / "diag.log"
+    log.write_text("".join(f"node042:12345 NCCL DIAG {one}\n" for one in ["=== RAS Diagnostics ===", *lines]))
+    found = gathered.answer(gathered.Asked(diagnostics=(str(log),)))
+    assert found.state == "fine"
+    assert line in found.line
+    assert any("1 checks passed" in source for source in found.sources)
+
+
 @pytest.mark.parametrize(("signal", "ranks"), [(9, (3,)), (11, (3,)), (6, ())])
 def test_who_aborts_first_may_only_have_waited(tmp_path: Path, signal: int, ranks: Any) -> None:
     log = tmp_path / "job.log"
