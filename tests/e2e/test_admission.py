@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def fleet(*records: NodeRecord) -> Fleet:
     return made
 
 
+COLLECTED = time.time()
 TABLE = [
     # nodes, assigned, policy, retries -> state
     ((node("node-1"), node("node-2")), ("node-1", "node-2"), Policy(), 0, "Ready"),
@@ -89,6 +91,8 @@ TABLE = [
 @pytest.mark.parametrize(("nodes", "assigned", "policy", "retries", "state"), TABLE)
 def test_the_table_of_answers(nodes: Any, assigned: Any, policy: Policy, retries: int, state: str) -> None:
     """A node that did not pass, is unknown, silent or unheard of is no place to start on."""
+    since = time.time() - COLLECTED  # the table is made when tests are collected
+    nodes = [replace(one, scanned_at_seconds=one.scanned_at_seconds + since) for one in nodes]
     answer = decide(workload(nodes=assigned), fleet(*nodes), policy, retries=retries)
     assert answer.state == state, answer
     assert (answer.requeue_after_seconds is not None) == (state == "Retry")
