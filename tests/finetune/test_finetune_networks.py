@@ -7,6 +7,7 @@ of a step on the second one, and may take three times as long before the forecas
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,7 +66,17 @@ def forecast(timed, bytes_per_second):
     return forecast_layout(planned, Layout(**LAYOUT)).forecast
 
 
-def fly(rig, folder, places, device, *, said=None, ends=0):
+@pytest.fixture(scope="module")
+def forked():
+    """The process that forks ranks into hosts: torch and transformers are imported once, not by each rank."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "agent.jobs.forked", "finetune.train"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        yield server
+        server.stdin.close()
+
+
+def fly(forked, rig, folder, places, device, *, said=None, ends=0):
     """One rank per entry of `places`, each in that host, over the named device; returns the flight."""
     folder.mkdir()
     environment = {"GLOO_SOCKET_IFNAME": device}
@@ -78,20 +89,19 @@ def fly(rig, folder, places, device, *, said=None, ends=0):
         "eval_strategy=no",
         "dataset_rows=256",
     ]
-    argv = [sys.executable, "-m", "finetune.train", "--plan", str(folder / "plan.json"), *settings]
     address = {"eth0": rig.address(places[0]), "net1": rig.address(places[0], "net1"), "lo": "127.0.0.1"}[device]
     ranks = []
     for rank, host in enumerate(places):
         env = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(host), "MASTER_PORT": 29511,
-               "MASTER_ADDR": address, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, **environment}  # fmt: skip
-        with (folder / f"rank{rank}.log").open("w") as log:
-            env = {name: str(value) for name, value in env.items()}
-            ranks.append(rig.popen(host, argv, env, stderr=log, stdout=log, cwd=ROOT))
-    try:
-        codes = [rank.wait(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+               "MASTER_ADDR": address, **environment}  # fmt: skip
+        ranks.append({
+            "module": "finetune.train", "words": ["--plan", str(folder / "plan.json"), *settings],
+            "env": {name: str(value) for name, value in env.items()}, "pid": rig.pids[host], "host": rig.name(host),
+            "log": str(folder / f"rank{rank}.log"),
+        })  # fmt: skip
+    forked.stdin.write(json.dumps({"ranks": ranks, "seconds": 600}) + "\n")
+    forked.stdin.flush()
+    codes = json.loads(forked.stdout.readline())
     assert codes == [ends] * len(places), (folder / "rank0.log").read_text()[-2000:]
     return json.loads((folder / "flight.json").read_text())
 
@@ -116,7 +126,7 @@ def as_forecast(flights, timed):
 
 
 @pytest.fixture(scope="module")
-def bars(tmp_path_factory, timed):
+def bars(tmp_path_factory, timed, forked):
     """Three flights: two hosts on each network, the quickest of some rounds, and both ranks on one host."""
     why = missing()
     if why:
@@ -127,11 +137,11 @@ def bars(tmp_path_factory, timed):
         for number in range(ROUNDS):
             for name, device in NETWORKS.items():
                 said = forecast(timed, RATE_BYTES[device])
-                flown = fly(rig, folder / f"{name}-{number}", [0, 1], device, said=said)
+                flown = fly(forked, rig, folder / f"{name}-{number}", [0, 1], device, said=said)
                 flights[name] = min((flights.get(name, flown), flown), key=best)
             if as_forecast(flights, timed):
                 break
-        return {**flights, "one host": fly(rig, folder / "one", [0, 0], "lo")}
+        return {**flights, "one host": fly(forked, rig, folder / "one", [0, 0], "lo")}
 
 
 def test_the_second_network_is_faster(bars):
@@ -191,7 +201,7 @@ def test_the_connections_take_the_network_of_the_plan(bars):
     }
 
 
-def test_a_route_around_the_network_of_the_plan_stops_the_job(tmp_path):
+def test_a_route_around_the_network_of_the_plan_stops_the_job(tmp_path, forked):
     """GLOO_SOCKET_IFNAME is what the plan says, and yet a route sends what goes to net1's addresses over eth0."""
     why = missing()
     if why:
@@ -200,6 +210,6 @@ def test_a_route_around_the_network_of_the_plan_stops_the_job(tmp_path):
         for host in (0, 1):
             other = rig.address(1 - host, "net1")
             rig.run(host, ["ip", "route", "add", f"{other}/32", "dev", "eth0", "src", rig.address(host)])
-        flight = fly(rig, tmp_path / "around", [0, 1], "net1", ends=76)
+        flight = fly(forked, rig, tmp_path / "around", [0, 1], "net1", ends=76)
     assert flight["status"] == "mismatch"
     assert "GLOO_SOCKET_IFNAME=net1: gloo: TCP over eth0 (10.244.0." in flight["reason"]
