@@ -51,7 +51,8 @@ def complete(node: NodeTopology) -> NodeTopology:
         rails=rails(nearest),
         warnings=warnings,
     )
-    return with_reach(replace(derived, expectations=node_expectations(derived)))
+    # Of a cut text nobody knows what the pairs that it lacks would carry.
+    return with_reach(replace(derived, expectations=() if node.lacking else node_expectations(derived)))
 
 
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:

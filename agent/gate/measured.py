@@ -104,7 +104,10 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
         return list(unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
     sent, received = found.send, found.receive
     noun = "channel" if max(sent.total, received.total) == 1 else "channels"
-    counts = f"send {sent.gdrdma}/{sent.total}, receive {received.gdrdma}/{received.total} {noun}"
+    seen = [
+        f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
+    ]
+    counts = f"{', '.join(seen)} {noun}" if seen else "no channel seen"
     lines = tuple(f"line {p.line}: {p.text}" for p in found.proof[:4])
     could = gdrdma_possible(snapshots)
     status = {"on": "pass", "none": "unknown"}.get(found.gdrdma, "fail" if could else "info")

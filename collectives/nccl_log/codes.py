@@ -231,6 +231,10 @@ CODES: dict[str, Meaning] = {
     ),
     "topo_file_missing": _warn("the topology file that is asked for cannot be read", "correct NCCL_TOPO_FILE"),
     "gdr_not_supported_by_gin": _warn("device-initiated networking needs peermem or DMA-BUF", "load nvidia-peermem"),
+    "tcpx_timeout": _warn(
+        "GPUDirect-TCPX has waited 10 s or longer on a connection",
+        "look at the peer's log: its process waits or has ended, else its NIC's rules for received flows are missing",
+    ),
     # --- verbs failures
     "ib_retry_exceeded": _fail(
         "transport retry exceeded (12): the peer did not answer",
@@ -401,6 +405,10 @@ CODES: dict[str, Meaning] = {
         "NCCL's diagnostics: ranks differ in GPU, driver or NCCL environment", "give every rank the same"
     ),
     "diag_incomplete": _info("NCCL's diagnostics: a check could not be made", "read what is missing"),
+    "fine_grained_memory_off": _warn(
+        "RCCL misses HSA_FORCE_FINE_GRAIN_PCIE=1: peers across PCIe may be slow or hang",
+        "set HSA_FORCE_FINE_GRAIN_PCIE=1, or take an RCCL built with uncached memory",
+    ),
     "numa_balancing_enabled": _warn("automatic NUMA balancing is on", "sysctl kernel.numa_balancing=0"),
     "iommu_not_passthrough": _warn(
         "the IOMMU is not in pass-through mode", "boot with iommu=pt (on AMD hosts amd_iommu=on iommu=pt)"

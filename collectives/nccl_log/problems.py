@@ -378,7 +378,10 @@ def _distance(found: _Findings, evidence: Evidence, carried: list[str], state: s
 def _part(evidence: Evidence, lacking: list[str]) -> str:
     send, receive = evidence.send, evidence.receive
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
-    text = f"send {send.gdrdma} of {send.total}, receive {receive.gdrdma} of {receive.total} {noun}"
+    seen = [
+        f"{word} {side.gdrdma} of {side.total}" for word, side in (("send", send), ("receive", receive)) if side.total
+    ]
+    text = f"{', '.join(seen)} {noun}"
     return text + (f"; without on devices {', '.join(lacking[:16])}" if lacking else "")
 
 

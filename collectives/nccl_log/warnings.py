@@ -432,6 +432,11 @@ SIGNS: tuple[Sign, ...] = (
         b"opology file", "topo_file_missing", pattern=rb"Could not open XML topology file (?!/var/run/nvidia-topologyd)"
     ),
     _sign(b"NUMA", "numa_balancing_enabled", pattern=rb"(?i)NUMA (?:auto )?balancing (?:is )?enabled", own=False),
+    _sign(
+        b"HSA_FORCE_FINE_GRAIN_PCIE", "fine_grained_memory_off", pattern=rb"(?i)missing .{0,8}HSA_FORCE_FINE_GRAIN_PCIE"
+    ),
+    # net_tcpx.cc "rx ctrl timeout cnt 2, nanos 10000000000", stats/tracepoint.cc "tx timeout error 11, ...".
+    _sign(b", nanos ", "tcpx_timeout", pattern=rb"\b[rt]x (?:ctrl )?timeout (?:error|cnt) .*\bnanos \d"),
     _sign(b"iommu=pt", "iommu_not_passthrough", pattern=rb"(?i)missing .{0,8}iommu=pt"),
     _sign(b"amd_iommu=on", "iommu_not_passthrough", pattern=rb"Missing .{0,8}amd_iommu=on"),
     _sign(b"Invalid value ", "invalid_env_value", pattern=rb"Invalid value .{0,80} for \w+, using default", own=False),

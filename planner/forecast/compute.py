@@ -38,7 +38,7 @@ class Constants:
     misaligned: float = 1.25
     sustained_ampere: float = 0.885  # of the best measured multiplication, held over minutes at the power limit
     sustained_hopper: float = 0.805
-    sustained_blackwell: float = 0.75
+    sustained_blackwell: float = 0.77
     # Of each input of an fp8 product, and of its output's gradient: read in 16 bits, written in 8 by rows and by
     # columns (Transformer Engine).
     quantize_bytes: float = 4.0

@@ -150,13 +150,15 @@ _OFF_COSTS = frozenset(
                  "IB_PCI_RELAXED_ORDERING")
 )  # fmt: skip
 # What a word, which strtoll reads as 0, does to these. NCCL src/graph/connect.cc ncclMaxNchannels, src/init.cc
-# computeBuffSizes, src/transport/net_ib (queue pairs of a connection), and `_waits`.
+# computeBuffSizes, src/transport/net_ib (queue pairs of a connection), src/os/linux.cc
+# (connections), and `_waits`.
 _ZERO: Mapping[str, str] = MappingProxyType(
     {
         "NCCL_MAX_NCHANNELS": "NCCL raises it to 1, and one channel carries every collective",
         "NCCL_IB_QPS_PER_CONNECTION": "RDMA connections get no queue pair and carry nothing",
         "NCCL_IB_TIMEOUT": "RDMA waits for ever, and a job whose peer died hangs",
         "NCCL_IB_RETRY_CNT": "a single lost packet ends the job",
+        "NCCL_SOCKET_RETRY_CNT": "a peer that listens a moment later ends the job",
     }
 )
 # 0 is as good as unset here: getNthreads, ncclMinNchannels, and traffic class 0, which -1 stands for.
@@ -209,7 +211,7 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     if entry is not None and is_quoted(value):
         yield finding(
             "env.value.quotes", Severity.WARN, name, value,
-            f"The quotes stay with `docker run --env-file` and in nccl.conf: {_effect_of_garbage(name, entry)}. "
+            f"The quotes stay with `docker run --env-file` and in nccl.conf: {_effect_of_garbage(name, entry, None)}. "
             "Compose, systemd, dotenv and a shell strip them.",
             f"Write {name}={value.strip(value[0])} without quotes, which every reader takes alike.",
         )  # fmt: skip
@@ -225,7 +227,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
             Severity.FAIL if ends else Severity.WARN,
             name,
             value,
-            f"The quotes are part of the value: {_effect_of_garbage(name, entry)}.",
+            f"The quotes are part of the value: {_effect_of_garbage(name, entry, version)}.",
             f"Write {name}={value.strip(value[0])} without quotes.",
         )
         return
@@ -305,11 +307,13 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _effect_of_garbage(name: str, entry: NcclName) -> str:
+def _effect_of_garbage(name: str, entry: NcclName, version: Version | None) -> str:
     if name in LEVELS:
         return "NCCL does not know such a level and keeps its default"
     if name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"):
         return "no device or interface has a name with quotes, so nothing matches"
+    if name == "NCCL_LAUNCH_MODE":
+        return f"NCCL knows no such mode and launches in {_default_mode(version)} mode"
     if entry.kind == "text":
         return "NCCL takes it with the quotes"
     return "NCCL reads the number 0"
@@ -405,7 +409,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         severity = Severity.FAIL
         effect = f"instead of {_default(name, entry)}: {_ZERO.get(name, 'buffers of no size carry nothing')}"
     elif name in _FLAGS or name in _OFF_COSTS:
-        severity = Severity.FAIL if word in _YES and name in _OFF_COSTS else severity
+        severity = Severity.FAIL if name in _OFF_COSTS else severity  # whoever writes a word did not mean 0
         effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
     else:
         effect = f"instead of {_default(name, entry)}"
@@ -555,12 +559,16 @@ def _token(name: str, value: str) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _default_mode(version: Version | None) -> str:
+    return "GROUP" if version and version < (2, 9, 0) else "PARALLEL"
+
+
 def _launch_mode(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     """Compared by strcmp up to 2.12, in any case since 2.13; what else it is launches in the default mode.
 
     That mode was GROUP up to 2.8, and is PARALLEL since (NCCL src/init.cc).
     """
-    default = "GROUP" if version and version < (2, 9, 0) else "PARALLEL"
+    default = _default_mode(version)
     exact = version is not None and version < (2, 13, 0)
     asked = value.upper()
     if not value or asked == default or (asked in ("PARALLEL", "GROUP") and (not exact or value == asked)):

@@ -84,6 +84,14 @@ WARNINGS = [
     ("[rank3]:[E ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(", ["watchdog_timeout"]),
     (INFO + "Invalid value yes for NCCL_IB_DISABLE, using default 0.", ["invalid_env_value", "no_transport_evidence"]),
     (WARN + 'Missing "iommu=pt" from kernel command line', ["iommu_not_passthrough", "no_transport_evidence"]),
+    (
+        WARN + 'Missing "HSA_FORCE_FINE_GRAIN_PCIE=1" from environment which can lead to low RCCL performance',
+        ["fine_grained_memory_off", "no_transport_evidence"],
+    ),
+    (
+        WARN + "0x7f:0x7e, nic 1, eth2, 10.0.0.1<->10.0.0.2 rx ctrl timeout cnt 81, nanos 10000012345",
+        ["no_transport_evidence", "tcpx_timeout"],
+    ),
     (WARN + "NUMA auto balancing enabled which can lead to variability in the RCCL performance!", ["no_transport_evidence", "numa_balancing_enabled"]),
 ]  # fmt: skip
 
@@ -399,3 +407,11 @@ def test_the_message_that_names_the_reason_comes_before_the_cuda_error() -> None
         "node-1:1:1 [1] mnnvl.cc:67 NCCL WARN MNNVL (cliqueSize 8) is available but not working on this system.",
     ]
     assert [problem.code for problem in evidence.read(lines).problems] == ["mnnvl_not_working", "cuda_failure"]
+
+
+def test_a_direction_that_was_not_seen_is_not_counted() -> None:
+    """ "send 0 of 0" says nothing: only what channels were logged for is named."""
+    lines = [f"{INFO}NCCL version 2.27.7+cuda12.9", f"{INFO}Channel 00/0 : 0[0] -> 8[0] [receive] via NET/IB/0"]
+    (detail,) = (problem.message for problem in evidence.read(lines).problems if problem.code == "ib_without_gdrdma")
+    assert "receive 0 of 1 channel" in detail
+    assert "send" not in detail

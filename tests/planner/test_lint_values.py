@@ -114,6 +114,8 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
         ("NCCL_MAX_NCHANNELS", "all", Severity.FAIL),
         ("NCCL_BUFFSIZE", "auto", Severity.FAIL),
         ("NCCL_NVLS_ENABLE", "true", Severity.FAIL),
+        ("NCCL_NVLS_ENABLE", "auto", Severity.FAIL),
+        ("NCCL_SOCKET_RETRY_CNT", "many", Severity.FAIL),
         ("NCCL_DMABUF_ENABLE", "yes", Severity.FAIL),
         # It changes something, or a wish goes unheard.
         ("NCCL_IB_DISABLE", "true", Severity.WARN),
@@ -206,6 +208,13 @@ def test_lists_that_match_nothing(name: str, value: str, clean: str) -> None:
 def test_lists_that_are_right(value: str) -> None:
     """Ports, exact and negated lists."""
     assert codes({"NCCL_IB_HCA": value}) == []
+
+
+@pytest.mark.parametrize(("version", "mode"), [((2, 8, 4), "GROUP"), ((2, 12, 10), "PARALLEL"), (None, "PARALLEL")])
+def test_quotes_around_a_launch_mode_are_no_mode(version: tuple[int, ...] | None, mode: str) -> None:
+    """NCCL src/init.cc compares the whole text: what is neither mode launches in the default one."""
+    (finding,) = (f for f in found({"NCCL_LAUNCH_MODE": '"GROUP"'}, version) if f.code == "env.value.quotes")
+    assert f"launches in {mode} mode" in finding.message
 
 
 def test_quotes_that_stayed_in_the_value() -> None:

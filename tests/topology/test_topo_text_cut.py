@@ -166,3 +166,12 @@ def test_affinity_columns_left_of_the_devices():
     node = parse(f"| CPU Affinity | NUMA Affinity | | GPU0 | GPU1 | mlx5_0 |\n|---|---|---|---|---|---|\n{rows}\n")
     assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [("24-31,56-63", "3"), ("16-23", "2")]
     assert [pair.label for pair in node.pairs] == ["NV4", "SYS", "PHB"]
+
+
+def test_a_cut_matrix_expects_no_bandwidth():
+    """What it lacks may be the slowest pair; the whole text says what the node should carry."""
+    cell = lambda a, b: " X " if a == b else "NV12"  # noqa: E731
+    rows = ["\t" + "\t".join(f"GPU{n}" for n in range(4))]
+    rows += [f"GPU{a}\t" + "\t".join(cell(a, b) for b in range(4)) for a in range(4)]
+    assert parse("\n".join(rows) + "\n").expectations
+    assert parse("\n".join(rows[:2]) + "\n").expectations == ()
