@@ -14,6 +14,7 @@ SECONDS = os.environ.get("TOPOFLIGHT_FUZZ_SECONDS")
 RUNS = 10_000  # about a minute of CPU
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_no_input_of_the_fuzzer_breaks_a_reader() -> None:
     """Only where atheris has a wheel. The same inputs in each run; TOPOFLIGHT_FUZZ_SECONDS looks for others."""
