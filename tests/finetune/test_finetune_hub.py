@@ -166,9 +166,8 @@ def fly(home, url, jobs, **environment):
     """Name -> (settings, environment) in one interpreter; returns name -> code, words, seconds, flight."""
     listed = []
     for name, (settings, env) in jobs.items():
-        out = home / "out" / name
         config = home / f"{name}.yaml"
-        config.write_text(json.dumps({**JOB, **settings, "output_dir": str(out)}))
+        config.write_text(json.dumps({**JOB, "output_dir": str(home / "out" / name), **settings}))
         listed.append([name, ["--config", str(config)], {"HF_TOKEN": None, **env}])
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HF_")}, "PYTHONPATH": str(ROOT),
@@ -326,21 +325,22 @@ def test_two_ranks_take_the_commit_that_the_first_was_told(online, home, hub):
 def test_a_model_that_moved_is_not_mixed_into_a_checkpoint(online, home, hub):
     """main is another commit than the checkpoint's: refused with both; with the old one named the run goes on."""
     repository = hub.repositories["models", "own/moving"]
-    settings = {**GOOD["moving"][0], "max_steps": 3}
+    settings = {**GOOD["moving"][0], "max_steps": 3, "output_dir": str(home / "out/moving")}
     was, now = (repository.at(name)[0] for name in ("v1", "v2"))
     before = json.loads((home / "out/moving/checkpoint-2/trainer.json").read_text())
     assert before["identity"]["base"] == f"commit {was}"
     repository.folder, folder = repository.branches["v2"], repository.folder
     try:
-        refused = fly(home, hub.url, {"moving": (settings, {})})["moving"]
+        found = fly(home, hub.url, {"moving": (settings, {}), "named": ({**settings, "model_revision": was}, {})})
+        refused = found["moving"]
         assert refused[0] == 2, refused[1][-3000:]
         line = refused[1].splitlines()[0]
         assert [word for word in (was, now, "own/moving", f"model_revision={was}") if word not in line] == [], line
-        code, words, _, flight = fly(home, hub.url, {"moving": ({**settings, "model_revision": was}, {})})["moving"]
     finally:
         repository.folder = folder
+    code, words, *_ = found["named"]
     assert code == 0, words[-3000:]
-    assert flight["steps_done"] == 3
+    assert json.loads((home / "out/moving/flight.json").read_text())["steps_done"] == 3
 
 
 def test_no_token_is_written_anywhere(hub, tmp_path):
