@@ -32,7 +32,7 @@ def in_rig(test):
 # 10 MiB of each rank through 10 Mb/s: 8 s at least for an all-gather, several times the silence that ends a run
 SLOW = {
     "sizes_bytes": (20 << 20,), "ops": ["all_gather"], "silence_seconds": 3, "budget_seconds": 300,
-    "min_iterations": 1, "max_iterations": 2,
+    "warmup": 1, "min_iterations": 1, "max_iterations": 2,
 }  # fmt: skip
 
 
