@@ -17,6 +17,7 @@ from probes.api import Snapshot
 
 _SHORTEST = 512  # tokens: a shorter sequence is another job
 _MOST_TIMES = 64  # as many nodes
+_WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 _OPTIONS = {"nccl_version": "nccl", "bench_file": "bench"}  # where the command line says it otherwise
 _UNSAID = {
     "hosts", "transport", "shape", "train", "allow_files", "unmeasured", "tokenizer", "saved_modules", "mean_tokens",
@@ -28,7 +29,7 @@ _UNSAID = {
 def questions(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """For each thing that could be otherwise the least of it that fits; where no one thing does, the method and nodes.
 
-    Tried are adapters, a shorter sequence, 8-bit optimizer states, more nodes, another engine.
+    Tried are adapters, a shorter sequence, 8-bit optimizer states, more bits in products, more nodes, another engine.
     """
     nodes = request.nodes or max(1, len(snapshots))
     several = [{"nodes": nodes * times} for times in _powers(_MOST_TIMES)] if len(snapshots) < 2 else []
@@ -39,12 +40,14 @@ def questions(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...
         [{"method": method} for method in methods],
         [{"sequence_length": length} for length in lengths],
         [{"optimizer": "adamw8bit"}] if (train.method, train.optimizer) == ("full", "adamw") else [],
+        [{"precision": wider} for wider in _WIDER.get(train.precision, ())],
         several,
         [{"engine": engine} for engine in ENGINES if engine != train.engine],
     ]
     found = [line for kind in kinds if (line := _first(request, kind, snapshots))]
     if not found:
         both = [{**method, **more} for method in kinds[0][-1:] for more in several]
+        both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[1]]
         found = [line for line in (_first(request, both, snapshots),) if line]
     return tuple(found)
 

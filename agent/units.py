@@ -74,7 +74,7 @@ def seconds(value: float | None) -> str:
         return f"{value * 1e6:.3g} µs"
     if abs(value) < 1:
         return f"{value * 1e3:.3g} ms"
-    return f"{value:.3g} s"
+    return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
 
 
 def interval(value: Interval | None, unit: str) -> str:

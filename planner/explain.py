@@ -254,8 +254,9 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         gain = 1.0 - parts.total / base
         bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
         name = "RDMA" if network.link in ("TCP", "network") else "a network"
+        quadruple = network.bytes_per_second * 4 / GIGA
         text = (
-            f"{name} of {network.bytes_per_second * 4 / GIGA:.3g} GB/s per node instead of {network.link} at "
+            f"{name} of {quadruple:{',.0f' if quadruple >= 100 else '.3g'}} GB/s per node instead of {network.link} at "
             f"{network.bytes_per_second / GIGA:.3g}: {gain:.0%} less time{bound}"
         )
         ideas.append((gain, text))

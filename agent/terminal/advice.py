@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.console import Console
 from rich.markup import escape
 
@@ -49,7 +51,7 @@ def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
         count = len(advice.settings)
         said = f"set {count} variable{'' if count == 1 else 's'}" if count else "nothing to set"
         out.print(f"Environment: ✓ {said} → for a layout, its speed, memory and cost give --model")
-    shown = [f"{setting.name}={setting.value}" for setting in advice.settings]
+    shown = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
     more = len(shown) - FIRST_SETTINGS
     words = " ".join(shown[:FIRST_SETTINGS]) or "nothing: NCCL finds by itself what this machine has"
     rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))

@@ -18,6 +18,8 @@ ASKED = [
     "--machine 4xrtx4090 --model Llama-3.1-8B --method full --packing --global-batch 16",
     "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Llama-3.1-405B",
     f"--host {HOST} --model Llama-3.1-70B --method full",
+    "--machine g5.12xlarge --model gpt2 --method full",  # both: the engine, and a table of 1,024 positions
+    "--machine dgx-h100 --model Llama-3.1-8B --method full --precision mxfp8 --engine megatron",
 ]
 
 
@@ -41,7 +43,7 @@ def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
         code, other = run(command)
         assert code == 0, offer
         assert other["chosen"] is not None, offer
-        assert said.split()[0] in ("method", "sequence", "optimizer", "nodes", "engine")
+        assert said.split()[0] in ("method", "sequence", "optimizer", "precision", "nodes", "engine")
 
 
 def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:
@@ -49,3 +51,11 @@ def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() ->
     advice = advise(Request.of(machine="dgx-h100", model="gpt-oss-20b"), tuple)
     assert advice.chosen is None
     assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]
+
+
+def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
+    """A value with a blank is quoted; 3,030 s are no 3.03e+03."""
+    asked = "recommend --machine p4d.24xlarge --nodes 2 --model Llama-3.1-70B --method lora --sequence-length 131072"
+    said = CliRunner().invoke(cli, asked.split(), env={"COLUMNS": "100"}).output
+    assert "NCCL_NET='AWS Libfabric'" in said
+    assert "e+0" not in said
