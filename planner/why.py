@@ -831,6 +831,9 @@ def _one_late(found: Pace, seen: Seen) -> Verdict | None:
         causes, innocent = [], []
         for rank in slowest:
             kind, words = _habit(rank, seen)
+            state = seen.states.get(rank)
+            if kind == "unknown" and state is not None and state.samples:
+                continue  # it was looked at, and does nothing more than the others: what made it late is not its own
             wait = (f"flight recorder: the others waited {found.caused[rank]:.1f} s of {found.elapsed:.1f} s for it, "
                     f"{shares[rank]:.0%} of all waiting, over {found.calls} collectives")  # fmt: skip
             if kind in INNOCENT:
@@ -840,7 +843,8 @@ def _one_late(found: Pace, seen: Seen) -> Verdict | None:
                 cost = min(1.0, found.caused[rank] / found.elapsed)
                 causes.append(replace(cause, cost=cost, price=f"{cost:.0%} of the time of every other rank"))
         if not causes:
-            return Verdict(state="fine", line=f"no fault: {innocent[0]}", innocent=tuple(innocent))
+            words = next(iter(innocent), "")
+            return Verdict(state="fine", line=f"no fault: {words}", innocent=tuple(innocent)) if words else None
         alone = causes[0].share is not None and causes[0].share >= EXPLAINS
         ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
         others = tuple(sorted(set(seen.traces) - set(ranks)))

@@ -410,6 +410,15 @@ def test_one_late_rank_is_named_two_share_the_wait() -> None:
     assert all((cause.share or 0) < 0.8 for cause in two.causes)
 
 
+def test_a_late_rank_that_does_nothing_more_than_the_others_is_not_accused() -> None:
+    traces = {r: trace(r, *c) for r, c in history(60, {3: 0.6}).items()}
+    looks = {"collective": 60, "compute": 40}
+    states = {r: RankState(rank=r, host="a", written=NOW, samples=looks) for r in range(4)}
+    assert judge(Seen(traces=traces, states=states, world=4, now=NOW)).ranks == ()
+    states[3] = replace(states[3], samples={"collective": 20, "compute": 80})
+    assert judge(Seen(traces=traces, states=states, world=4, now=NOW)).ranks == (3,)
+
+
 def marks(before: dict[str, int], since: dict[str, int], began: int = 8, pieces: int = 14) -> tuple[Mark, ...]:
     """Ten seconds and a look a second each; of the calls half as many since."""
     found = [Mark(at=0.0), Mark(at=10.0)]
