@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from agent.cli import inputs
 from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
 from agent.cli.output import say
 from agent.documents import difference, write_atomic
+from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
 
@@ -28,7 +30,9 @@ _LIMIT_BYTES = 1 << 20
 @click.option("-o", "--output", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the wrapped manifest here.")  # fmt: skip
 @click.option("--apply", "in_place", is_flag=True, help="Write it over FILE.")
-def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None:
+@click.option("--record", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path),
+              metavar="FOLDER", help="After the run: write flight.json from what it left here.")  # fmt: skip
+def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **given: Any) -> None:
     """Show, as a diff, what a PyTorchJob, TrainJob, JobSet or Job lacks; -o or --apply writes it.
 
     Adds the gate, the recommended environment with reasons, devices, networks, NCCL's log and the forecast, where the
@@ -39,6 +43,8 @@ def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None
     refuse_two_sources(given)
     if in_place and (source == "-" or output is not None):
         raise click.UsageError("--apply: writes over FILE; leave it away with standard input and with -o")
+    if record and (in_place or output):
+        raise click.UsageError("--record: reads a run that was wrapped; leave -o and --apply away")
     if given["require"] and not given["preflight_image"]:
         raise click.UsageError(f"--require {given['require'][0]}: no gate runs; --preflight-image IMAGE adds it")
     raw = inputs.read(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
@@ -47,6 +53,9 @@ def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None
     except UnicodeDecodeError as error:
         raise inputs.InputError(f"{inputs.name_of(source)}: not UTF-8: {error}") from None
     found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
+    if record:
+        _record(text, found, given, record)
+        return
     made, notes = wrapped(text, found, given)
     say(difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
@@ -58,3 +67,17 @@ def wrap(source: str, output: Path | None, in_place: bool, **given: Any) -> None
             write_atomic(path, made)
         except OSError as error:
             raise click.ClickException(f"{path}: {error.strerror}") from None
+
+
+def _record(text: str, found: Sequence[Snapshot], given: dict[str, Any], folder: Path) -> None:
+    from agent.jobs.result_store import keep_flight
+    from agent.jobs.script import left_by
+
+    try:
+        made = left_by(text, found, given, folder)
+    except OSError as error:
+        raise click.ClickException(f"{folder}: {error.strerror}") from None
+    keep_flight(made)
+    say(f"{folder / 'flight.json'}: {made.status}")
+    for line in (*made.plan.notes, *made.notes):
+        say(f"note: {line}", err=True)

@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from agent.advise import Request
+from agent.cli.inputs import InputError
 from agent.documents import document
 from agent.jobs.benchmark import default_ranks
 from agent.jobs.launch import Launched, grace, run, storage_rate
-from agent.jobs.wrapped import forecast_of
+from agent.jobs.wrapped import advised, forecast, forecast_of
 from collectives.bench import processes
 from collectives.nccl_log import evidence
 from contracts import bounded, codec, run_record
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.plain import loads as plain
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
+from contracts.yaml_edit import EditError, documents
+from contracts.yaml_text import YamlTextError
 from planner.advice import Forecast, Recommendation
+from planner.kubernetes.wrap import WrapError, jobs_in
 from planner.stacks.arguments import read_command
 from probes.api import Snapshot
 
@@ -115,20 +119,50 @@ def fly(
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     record.reason = None if done.exit_code == 0 else done.fate
     record.ended_at = _now()
-    record.nccl = _channels(folder, plan.environment.get("NCCL_DEBUG_FILE"), began)
+    log = plan.environment.get("NCCL_DEBUG_FILE")
+    record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)
     _take_state(record, plan.output_dir, began)
     run_record.save(path, record)
     return replace(done, record=record)
+
+
+def left_by(text: str, found: Sequence[Snapshot], given: Mapping[str, Any], folder: Path) -> RunRecord:
+    """The record of a wrapped job's run, from what its pods left in `folder`. Raises InputError.
+
+    Complete is a run whose trainer_state.json has train_runtime, which transformers writes at its end; of any other
+    the end is unknown. The forecast is made anew for the manifest; where its annotations tell another, a note says so.
+    """
+    try:
+        jobs = jobs_in(documents(text))
+    except (WrapError, EditError, YamlTextError) as error:
+        raise InputError(str(error)) from None
+    if len(jobs) != 1:
+        raise InputError(f"--record: a record is of one job; the manifest has {len(jobs)}")
+    advice, lines = advised(jobs[0], found, given)
+    layout = advice.chosen.layout if advice.chosen else None
+    plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
+                   forecast=_forecast(advice), notes=tuple(lines))  # fmt: skip
+    record = RunRecord(plan=plan, layout=RunLayout(family=layout.family if layout else None))
+    record.notes.append(f"read afterwards from what {jobs[0].kind}/{jobs[0].name} left in {folder}")
+    if any(words not in text for words in forecast(advice).values()):
+        record.notes.append("forecast: made now; the manifest's annotations do not tell the same")
+    record.nccl = _channels(folder, 0.0, f"nccl-{jobs[0].name}.*.log")
+    if record.nccl is None:
+        record.notes.append(f"transports: unknown: no nccl-{jobs[0].name}.*.log in {folder}")
+    _take_state(record, folder, 0.0)
+    if record.measured.step_seconds is not None:
+        record.status = "complete"
+    run_record.save(folder / "flight.json", record)
+    return record
 
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def _channels(folder: Path, named: str | None, began: float) -> NcclChannels | None:
+def _channels(where: Path, began: float, pattern: str = "*.log") -> NcclChannels | None:
     """What NCCL's own log of this start shows; None where no rank wrote one."""
-    where = Path(named).parent if named else folder / "nccl"
-    logs = [each for each in sorted(where.glob("*.log")) if each.stat().st_mtime >= began] if where.is_dir() else []
+    logs = [each for each in sorted(where.glob(pattern)) if each.stat().st_mtime >= began] if where.is_dir() else []
     if not logs:
         return None
     found = evidence.read_files(logs)
