@@ -199,6 +199,7 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
 
     Raises ConfigError that names the setting, its value and what is allowed.
     """
+    _refuse_others(raw)
     notes: dict[str, None] = {}
     note = notes.setdefault
     raw = trl.model_words({str(key): value for key, value in raw.items()}, note)
@@ -287,6 +288,15 @@ def _member(member: str, value: Any, name: str) -> Any:
     if kinds[member] is int and made < 1:
         raise ConfigError(f"{name}={made!r}: must be at least 1")
     return made
+
+
+def _refuse_others(raw: Mapping[str, Any]) -> None:
+    for trainer, names in trl.OTHERS.items():
+        if all(name in raw for name in names):
+            raise ConfigError(
+                f"{' and '.join(names)}: a file of {trainer}, not read here; `topoflight wrap` takes the "
+                f"manifest of a job that runs it, `topoflight launch --script` its script"
+            )
 
 
 def layout_asked(given: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:

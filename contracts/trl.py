@@ -163,6 +163,9 @@ ELSEWHERE = {
     "val_set_size": "dataset_test_split", "saves_per_epoch": "save_strategy", "optimizer": "optim",
 }  # fmt: skip
 
+# what only the files of these trainers have together
+OTHERS = {"axolotl": ("base_model", "datasets"), "LLaMA-Factory": ("stage", "finetuning_type")}
+
 _FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload")
 # accelerate counts the strategies of torch's ShardingStrategy from 1
 _FSDP_NUMBERS = dict(enumerate(("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"), 1))

@@ -295,3 +295,16 @@ def test_a_script_is_shown_and_what_is_not_its_own_refused(tmp_path: Path) -> No
     ):
         said = CliRunner().invoke(launch, words)
         assert said.exit_code == 2 and says in said.output
+
+
+@pytest.mark.parametrize(
+    ("text", "whose"),
+    [
+        ("base_model: a/b\ndatasets: [{path: c/d}]\nsequence_len: 2048\n", "axolotl"),
+        ("stage: sft\nfinetuning_type: lora\ncutoff_len: 2048\n", "LLaMA-Factory"),
+    ],
+)
+def test_a_file_of_another_trainer_is_called_by_its_name(tmp_path: Path, text: str, whose: str) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    said = CliRunner().invoke(launch, ["--config", str(tmp_path / "job.yaml"), "--dry-run"])
+    assert said.exit_code == 2 and f"a file of {whose}" in said.output and "launch --script" in said.output
