@@ -236,7 +236,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     drawn = [charts.Run(label=bar.network, value=bar.step_seconds, shown="") for bar in found.bars if bar.step_seconds]
     blocks = {label: block for label, block, _ in charts.blocks(drawn, 20)}
     best = min((run.value for run in drawn), default=0.0)
-    out.print(escape(_verdict(found)))
+    out.print(escape(_verdict(found, verbose=verbose)))
     out.print(f"[dim]{escape(found.title)}[/dim]")
     rows = Table.grid(padding=(0, 2))
     for bar in found.bars:
@@ -253,7 +253,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
         out.print(escape(note))
 
 
-def _verdict(found: NetworkBars) -> str:
+def _verdict(found: NetworkBars, *, verbose: bool) -> str:
     """Which network is the fastest, and what to do."""
     ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
     wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not had")]
@@ -264,5 +264,6 @@ def _verdict(found: NetworkBars) -> str:
     if len(ran) < 2:
         return f"? {len(ran)} network ran: nothing to compare → name another with --over"
     first, *rest = ran
-    times = ", ".join(f"{(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x {bar.network}" for bar in rest)
-    return f"✓ {first.network} is the fastest: {times} take its time → give it to the job (-v: the proof)"
+    times = ", ".join(f"{bar.network} {(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x" for bar in rest)
+    more = "" if verbose else " (-v: the proof)"
+    return f"✓ {first.network} is the fastest ({times} as long) → give it to the job{more}"
