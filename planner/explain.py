@@ -52,6 +52,8 @@ _WORDS = {
 }
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
+SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less
+
 
 def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     """The link that one part of the traffic crosses."""
@@ -248,15 +250,16 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
                             "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
     network = job.links.network
     if network is not None and winner.parts.communication > 0:
-        faster = replace(job.links, network=replace(network, bytes_per_second=network.bytes_per_second * 4))
+        quadruple = max(4 * network.bytes_per_second, SLOWEST_OFFERED)
+        faster = replace(job.links, network=replace(network, bytes_per_second=quadruple))
         quick = replace(job, links=faster, _layers={}, _heads={})
         parts = step_parts(quick, layout)
         gain = 1.0 - parts.total / base
         bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
         name = "RDMA" if network.link in ("TCP", "network") else "a network"
-        quadruple = network.bytes_per_second * 4 / GIGA
+        rate = quadruple / GIGA
         text = (
-            f"{name} of {quadruple:{',.0f' if quadruple >= 100 else '.3g'}} GB/s per node instead of {network.link} at "
+            f"{name} of {rate:{',.0f' if rate >= 100 else '.3g'}} GB/s per node instead of {network.link} at "
             f"{network.bytes_per_second / GIGA:.3g}: {gain:.0%} less time{bound}"
         )
         ideas.append((gain, text))

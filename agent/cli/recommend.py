@@ -119,7 +119,8 @@ def recommend(**options: object) -> None:
         misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")
         nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses[:3])
         could = "".join(f"\n{line}" for line in advice.helps_most[:1])
-        raise inputs.NothingFitsError(f"no layout of {advice.model.name} fits ({nearest}){could}")
+        verb = "is judged" if advice.backend == "rccl" else "fits"
+        raise inputs.NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
 
 
 def _refuse_unused(options: Mapping[str, object]) -> None:

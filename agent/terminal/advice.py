@@ -95,7 +95,8 @@ def layout(out: Console, advice: Recommendation) -> None:
     """The chosen layout, the runners-up and what was turned down."""
     if advice.chosen is None:
         if advice.model is not None:
-            out.print("\n[bold red]No layout fits[/bold red]")
+            unjudged = advice.backend == "rccl"
+            out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
             rejected(out, advice)
             for help_ in advice.helps_most:
                 said, _, command = help_.partition(": topoflight ")

@@ -59,3 +59,17 @@ def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
     said = CliRunner().invoke(cli, asked.split(), env={"COLUMNS": "100"}).output
     assert "NCCL_NET='AWS Libfabric'" in said
     assert "e+0" not in said
+
+
+def test_gpus_that_are_not_judged_are_no_misfit() -> None:
+    """Nothing was forecast of them, so nothing did not fit."""
+    result = CliRunner().invoke(cli, ["recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B"])
+    assert result.exit_code == 3 and result.stdout.startswith("? No layout is judged\n")
+    assert "is judged (every layout: MI300X" in result.stderr and "fits" not in result.output
+
+
+def test_no_network_is_offered_that_nobody_sells() -> None:
+    """Four times 60 Mb/s is none."""
+    words = "--machine 2xa40-roce --nodes 2 --network 60M --model Llama-3.1-8B --sequence-length 1024 --global-batch 64"
+    _, document = run(words)
+    assert any("a network of 1.25 GB/s per node" in line for line in document["helps_most"])  # type: ignore[attr-defined]
