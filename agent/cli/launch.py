@@ -259,7 +259,9 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     told = told_to_end(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(given["storage_rate"]))
     for line in filter(None, (*plan.notes, *left_out, told)):
         say(f"note: {line}", err=True)
-    for wrong in filter(None, (cluster_job.without_nic(spec), cluster_job.not_kept(spec))):
+    for wrong in filter(
+        None, (f(spec) for f in (cluster_job.without_nic, cluster_job.uncounted, cluster_job.not_kept))
+    ):
         say(f"warning: {wrong}", err=True)
     if not (given["preflight_image"] or given["no_preflight"] or given["measure"]):
         say("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)

@@ -1,8 +1,8 @@
 """Whether a cluster can give a job GPU and NIC from one PCIe root by DRA (Dynamic Resource Allocation), and why not.
 
 Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass, ResourceSlice. What a DeviceClass
-selects is a program (CEL) that only the scheduler runs: of the classes that NVIDIA's driver and DRANET install it is
-known, and free devices are counted; a class of another name is taken at the user's word.
+selects is a program (CEL) that only the scheduler runs: of the class that NVIDIA's driver installs, and of RDMA NICs in
+that of DRANET's examples, it is known, and devices are counted; a class of another name is taken at the user's word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CannotError(Exception):
 
 
 class Installed(NamedTuple):
-    """The devices of a class as its driver installs it: an attribute of the driver's domain, and its value."""
+    """The devices that a claim takes of a class: an attribute of the driver's domain, and its value."""
 
     driver: str
     attribute: str

@@ -115,6 +115,23 @@ def without_nic(spec: JobSpec) -> str:
     )
 
 
+def uncounted(spec: JobSpec) -> str:
+    """What Kueue must be told to admit pods with claims; empty: there is no queue, or no claim.
+
+    Source: Kueue 0.15.0 to 0.19.2, pkg/dra/claims.go and pkg/features.
+    """
+    classes = (
+        *(spec.device_classes if spec.resource_claim_template else ()),
+        *(("compute-domain-default-channel.nvidia.com",) if spec.compute_domain else ()),
+    )
+    if not (spec.queue and classes):
+        return ""
+    return (
+        f"queue {spec.queue}: Kueue 0.18.2 and newer admit these pods only where its deviceClassMappings name "
+        f"{', '.join(classes)}; 0.18.0 and 0.18.1 refuse their claims, and older ones do not count them"
+    )
+
+
 def not_kept(spec: JobSpec) -> str:
     """What is lost where no claim holds the run; empty: a claim does."""
     if spec.claim:

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from planner.advice import Recommendation
 
-DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # the usual names: of NVIDIA's DRA driver and of DRANET
+DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # as NVIDIA's DRA driver installs and DRANET's examples say
 # RFC 1123 label, as Kubernetes wants the names of namespaces.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 # RFC 1035 label: a job's name becomes a Service's; TrainJob (Trainer 2.1), PyTorchJob and JobSet refuse a first digit.

@@ -17,7 +17,7 @@ import yaml
 
 from contracts.plain import PlainError, loads
 from contracts.run_record import KILLED, RESUMABLE
-from planner.kubernetes.job import CACHE, END_SECONDS, MOUNT, JobSpec, toleration
+from planner.kubernetes.job import CACHE, DEVICE_CLASSES, END_SECONDS, MOUNT, JobSpec, toleration
 
 Document = dict[str, Any]
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -59,6 +59,8 @@ POD_LABELS = {
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
     "jobset": "jobset.sigs.k8s.io/jobset-name",
 }
+# DRANET publishes every NIC of a node, and its examples' class takes any of them (dranet 1.4.0, pkg/inventory/db.go)
+RDMA_OF_DRANET = 'device.attributes["dra.net"].rdma == true'
 CHANNEL = "compute-domain-channel"  # a pod's claim of an IMEX channel
 PORT = 29500  # where pod 0 listens for the others: torchrun's own default
 GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
@@ -432,22 +434,20 @@ def claim_templates(spec: JobSpec) -> tuple[Document, ...]:
     if not spec.resource_claim_template:
         return ()
     count = spec.processes_per_node
-    classes = tuple(zip(("gpu", "nic"), spec.device_classes, strict=True))
-    requests = [{"name": name, "exactly": {"deviceClassName": device, "count": count}} for name, device in classes]
-    align = {"requests": ["gpu", "nic"], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
-    devices: Document = {"requests": requests}
-    if count == 1:  # a constraint holds for all devices of its requests: several GPUs do not share one root
-        devices["constraints"] = [align]
-    else:
-        devices["requests"] = [
-            {"name": f"{name}{i}", "exactly": {"deviceClassName": device, "count": 1}}
-            for i in range(count)
-            for name, device in classes
-        ]
-        devices["constraints"] = [
-            {"requests": [f"gpu{i}", f"nic{i}"], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
-            for i in range(count)
-        ]
+    gpu, nic = spec.device_classes
+    wanted: dict[str, Document] = {"gpu": {"deviceClassName": gpu}, "nic": {"deviceClassName": nic}}
+    if nic == DEVICE_CLASSES[1]:
+        wanted["nic"]["selectors"] = [{"cel": {"expression": RDMA_OF_DRANET}}]
+    # a constraint holds for all devices of its requests: several GPUs do not share one root
+    pairs = [{name: f"{name}{i}" if count > 1 else name for name in wanted} for i in range(count)]
+    devices: Document = {
+        "requests": [
+            {"name": name, "exactly": {**wanted[kind], "count": 1}} for pair in pairs for kind, name in pair.items()
+        ],
+        "constraints": [
+            {"requests": list(pair.values()), "matchAttribute": "resource.kubernetes.io/pcieRoot"} for pair in pairs
+        ],
+    }
     return (
         {
             "apiVersion": "resource.k8s.io/v1",

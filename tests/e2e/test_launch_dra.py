@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from api_server import ApiServer, write_kubeconfig
@@ -234,6 +235,42 @@ def test_the_claim_names_the_classes_that_were_named(cluster: ApiServer) -> None
     requests = template["spec"]["spec"]["devices"]["requests"]
     assert {each["exactly"]["deviceClassName"] for each in requests} == {"team-gpu", "dranet.net"}
     assert limits(cluster.of_kind("Job")[0]) == {}
+
+
+def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(cluster: ApiServer) -> None:
+    """The class of its examples takes every NIC of a node; another class selects what its maker meant."""
+    class_of(cluster, "efa.networking.k8s.aws")
+    for words, selected in (
+        ((), 'device.attributes["dra.net"].rdma == true'),
+        (("--dra", "nic=efa.networking.k8s.aws"), None),
+    ):
+        done = fly("--dra", "gpu=gpu.nvidia.com", *words, "--dry-run", "-o", "json")
+        (template,) = (each for each in yaml.safe_load(done.stdout)["items"] if each["kind"] == "ResourceClaimTemplate")
+        kubernetes_validate.validate(template, "1.34", strict=True)
+        for each in template["spec"]["spec"]["devices"]["requests"]:
+            nic = each["name"].startswith("nic")
+            wanted = [{"cel": {"expression": selected}}] if nic and selected else None
+            assert each["exactly"].get("selectors") == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "classes"),
+    [
+        (["--host", str(H100), "--dra", "gpu=gpu.nvidia.com"], "gpu.nvidia.com, dranet.net"),
+        (["--machine", "gb200-nvl72"], "compute-domain-default-channel.nvidia.com"),
+    ],
+)
+def test_a_queue_is_told_of_classes_that_it_must_count(cluster: ApiServer, words: list[str], classes: str) -> None:
+    """Kueue leaves a workload of unmapped classes waiting; without a queue nothing is said."""
+    for queue in (["--queue", "team"], []):
+        done = CliRunner().invoke(launch, [*words, *WORDS, *queue, "--dry-run"])
+        assert done.exit_code == 0, done.output
+        assert (f"deviceClassMappings name {classes};" in done.stderr) == bool(queue)
+
+
+def test_a_queue_is_told_nothing_of_device_plugins(cluster: ApiServer) -> None:
+    """No claim, no word."""
+    assert "deviceClassMappings" not in fly("--queue", "team", "--no-dra", "--dry-run").stderr
 
 
 def refused(*words: str) -> Result:
