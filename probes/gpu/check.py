@@ -235,9 +235,12 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
         )
     else:
         says, evidence = "the driver says that this GPU has no NVLink", "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
+    # links that lead from GPU to GPU have no switch, and so no fabric manager
+    direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
+    reset = "Reset the GPUs at both ends" if direct else "Reset the GPU and restart the fabric manager"
     return finding(
         "gpu.nvlink.missing", Severity.FAIL, subject_of(gpu), f"{says}; its twins have {most}", evidence,
-        "Reset the GPU and restart the fabric manager; if the links stay down, have the board checked.",
+        f"{reset}; if the links stay down, have the board{' or its NVLink bridge' if direct else ''} checked.",
     )  # fmt: skip
 
 

@@ -335,7 +335,10 @@ def test_a_gpu_that_nvml_lists_has_its_driver() -> None:
     }  # fmt: skip
     found = [f for f in findings(scan(RecordedHost(content))) if f.code == "pci.device.no_driver"]
     assert [f.subject for f in found] == [bus[7]]
-    assert "missing" not in found[0].message
+    assert "missing" not in found[0].message and "nouveau" not in found[0].remedy
+    content["answers"]["resolve"][f"/sys/bus/pci/devices/{bus[7]}/driver"] = "/sys/bus/pci/drivers/nouveau"
+    (held,) = (f for f in findings(scan(RecordedHost(content))) if f.code == "pci.device.no_driver")
+    assert "nouveau bound to it" in held.message and held.remedy.startswith("Blacklist nouveau")
 
 
 def test_no_rdma_device_is_never_said_beside_one() -> None:
