@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -183,7 +184,7 @@ class Group:
 
 
 def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
-    """Findings that share code, status and remedy as one, worst first; a pass or an info is a group too.
+    """Findings that share code, status and remedy (but for its GPU's number) as one, worst first; so are pass and info.
 
     What several checks tell of one trouble of one device is one group, at the place of the worst of them; devices
     with the same trouble, told by the same checks, share it.
@@ -195,7 +196,7 @@ def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
         bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
         # one reason that kept many required checks from being measured is one thing to read
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
-        found.setdefault(bad or unmeasured or (check.status, check.id, check.remedy), []).append(check)
+        found.setdefault(bad or unmeasured or (check.status, check.id, _of_any(check)), []).append(check)
     return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
 
 
@@ -221,15 +222,22 @@ def _of_one_trouble(checks: Sequence[Check]) -> dict[tuple[str, str, str], tuple
         if check.status in ("fail", "warn") and check.subject and check.id in _TROUBLE_OF:
             told.setdefault(_device(check), []).append(check)
     return {
-        device: (device[2], *((check.status, check.id, check.remedy) for check in found))
+        device: (device[2], *((check.status, check.id, _of_any(check)) for check in found))
         for device, found in told.items()
         if len({check.id for check in found}) > 1
     }
 
 
+def _of_any(check: Check) -> str:
+    """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
+    number = check.subject.removeprefix("GPU")
+    return re.sub(rf"nvidia-smi -i {number}\b", "nvidia-smi -i N", check.remedy) if number.isdigit() else check.remedy
+
+
 def _remedies(checks: Sequence[Check]) -> str:
-    """Each remedy once, and none that another says too."""
-    said = list(dict.fromkeys(check.remedy for check in checks if check.remedy))
+    """Each remedy once, and none that another says too; one GPU's number where it is about that GPU only."""
+    several = len({check.subject for check in checks}) > 1
+    said = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
     return " ".join(one for one in said if not any(one is not other and one.rstrip(".") in other for other in said))
 
 

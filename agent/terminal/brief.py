@@ -33,6 +33,9 @@ def opening(
     if first is not None:
         more = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
         said, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({said})", first.remedy
+    elif judged.word == "unknown":
+        required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
+        todo = next((group.remedy for group in required if group.remedy), todo)
     took = f" in {units.seconds(seconds)}" if seconds is not None else ""
     said = f"{at}: {said}{took}" if at else said + took
     mark = f"[{COLOURS[judged.word]}]{GLYPHS[judged.word]}[/{COLOURS[judged.word]}]"

@@ -80,6 +80,7 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
         for check in group.checks[:proofs]:  # those of the first device
             for line in check.evidence[:4]:
                 indented(out, f"[dim]{escape(line)}[/dim]")
+    if group.status in ("fail", "warn") or group.required:
         indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 
 

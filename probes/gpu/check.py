@@ -12,7 +12,7 @@ from hardware.gpus import on_grace, soldered
 from probes.api import Finding, Severity
 from probes.gpu import health as gpu_health
 from probes.gpu import unread as gpu_unread
-from probes.gpu.bus import check_bus
+from probes.gpu.bus import PCI, check_bus
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.gpu.health import BUSY_RATIO, finding, subject_of
 from probes.gpu.read import SLOW_SECONDS_PER_CALL
@@ -39,6 +39,7 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
         yield _driver(facts)
         return
     yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus))
+    yield from _fallen(facts)
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     for gpu in facts.gpus:
         if gpu.error is not None:
@@ -106,6 +107,23 @@ _BROKEN = {  # nvml.h, nvmlReturn_t and nvmlDeviceGetHandleByIndex -> what the d
     ),
     "CORRUPTED_INFOROM": ("the InfoROM of this GPU is corrupted", "Have the InfoROM repaired, or replace the GPU."),
 }  # fmt: skip
+
+
+def _fallen(facts: GpuFacts) -> Iterator[Finding]:
+    """GPUs that only the kernel's log still tells of: it reported a fault of them, and the bus has lost them since.
+
+    NVML counts a lost GPU without its address for a while: as many of them are told of there.
+    """
+    gone = [(place, what) for place, xids in facts.xids_off_bus if (what := gpu_health.named_xids(xids, "gpu"))]
+    if len(gone) <= sum(gpu.bus_id is None for gpu in facts.gpus):
+        return
+    for place, what in gone:
+        yield finding(
+            "gpu.device.missing", Severity.FAIL, place,
+            f"a GPU has gone from the PCI bus since the driver reported {what} of it; no job can use it",
+            f"kernel log, NVRM: {what}; {PCI}: no device at {place}",
+            "Drain the node and power-cycle the host; have the GPU and its seat checked if it is lost again.",
+        )  # fmt: skip
 
 
 def _refused(gpu: Gpu) -> Finding:
@@ -217,9 +235,12 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
         )
     else:
         says, evidence = "the driver says that this GPU has no NVLink", "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
+    # links that lead from GPU to GPU have no switch, and so no fabric manager
+    direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
+    reset = "Reset the GPUs at both ends" if direct else "Reset the GPU and restart the fabric manager"
     return finding(
         "gpu.nvlink.missing", Severity.FAIL, subject_of(gpu), f"{says}; its twins have {most}", evidence,
-        "Reset the GPU and restart the fabric manager; if the links stay down, have the board checked.",
+        f"{reset}; if the links stay down, have the board{' or its NVLink bridge' if direct else ''} checked.",
     )  # fmt: skip
 
 
@@ -361,7 +382,7 @@ def _modes(gpu: Gpu) -> Iterator[Finding]:
             "gpu.mig.enabled", Severity.FAIL, subject_of(gpu),
             f"MIG is on ({cut or unread}): no NVLink and no P2P between its slices",
             f"nvmlDeviceGetMigMode: enabled; {listed or unread}",
-            "Turn MIG off for multi-GPU training: nvidia-smi -mig 0.",
+            f"Turn MIG off for multi-GPU training: nvidia-smi -i {gpu.index} -mig 0, then reset the GPU.",
         )  # fmt: skip
     if gpu.compute_mode in ("prohibited", "exclusive_process", "exclusive_thread"):
         never = gpu.compute_mode == "prohibited"

@@ -174,3 +174,4 @@ class GpuFacts:
     unread: tuple[str, ...] = ()  # of the host, as of a GPU
     pci_gpus: int | None = None  # NVIDIA display functions on the PCI bus (sysfs), whatever NVML says
     bus: GpuBus | None = None  # GPUs of the PCI bus, and which of them this process was given; None without sysfs
+    xids_off_bus: tuple[tuple[str, tuple[int, ...]], ...] = ()  # Xids at bus ids where the bus has no device any more

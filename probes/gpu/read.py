@@ -45,7 +45,7 @@ from probes.gpu.answers import (
     settle,
     xid_of_line,
 )
-from probes.gpu.bus import read_bus
+from probes.gpu.bus import PCI, read_bus
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.host import sysfs
 from probes.host.nvml import HANDLE, INIT, NO_DEVICE_FILES, XIDS, sysfs_bus_id
@@ -139,6 +139,7 @@ def read(host: Host) -> GpuFacts:
         pairs=_pairs(cast("Host", paced), [gpu.index for gpu in gpus if gpu.error is None]),
         pci_gpus=on_bus,
         bus=bus,
+        xids_off_bus=_off_bus(host, xids or {}),
         seconds_per_call=paced.seconds_per_call,
         unread=(*unread, *why),
     )
@@ -157,6 +158,15 @@ def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, l
 
 def _of(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
     return None if xids is None or bus_id is None else tuple(xids.get(bus_id.partition(".")[0], ()))
+
+
+def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Xids of places where sysfs shows no device, of whatever driver; none where sysfs does not tell."""
+    try:
+        present = {name.rpartition(".")[0].lower() for name in host.list_dir(PCI)} if xids else set()
+    except OSError:
+        return ()
+    return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
 def _driver_text(host: Host, symbol: str) -> str | None:

@@ -100,7 +100,9 @@ def _device(device: PciDevice) -> Iterator[Finding]:
                 "not see it."
             ),
             evidence=(f"{where}/driver: {device.driver or 'no link'}",),
-            remedy="Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver.",
+            remedy="Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver."
+            if device.driver is None
+            else "Blacklist nouveau (and rebuild the initramfs), reboot, and load the NVIDIA driver.",
         )
     if gpu and device.bar_sizes_offered and device.resizable_bar is False:
         yield Finding(

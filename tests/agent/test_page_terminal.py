@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pty
 import re
@@ -66,6 +67,33 @@ def test_ten_times_the_same_is_said_once() -> None:
     assert "and 2 more" in text
     assert text.count("→ Load the driver") == 1
     assert text.index("FAIL") < text.index("warn")
+
+
+def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
+    """Eight GPUs of one limit are one thing to do; another limit is another, and one GPU keeps its number."""
+    made = [
+        Check(id="gpu.power.limit", status="fail", node="a", subject=f"GPU{n}", message="the limit is low",
+              remedy=f"Restore it: nvidia-smi -i {n} -pl {watts}.")
+        for n, watts in [(0, 700), (1, 700), (11, 700), (2, 400)]
+    ]  # fmt: skip
+    assert [(group.subjects, group.remedy) for group in grouped(made)] == [
+        (("GPU0", "GPU1", "GPU11"), "Restore it: nvidia-smi -i N -pl 700."),
+        (("GPU2",), "Restore it: nvidia-smi -i 2 -pl 400."),
+    ]
+
+
+def test_what_was_required_and_not_measured_says_what_to_do(tmp_path: Path) -> None:
+    """A driver that does not answer: the first line says what to look at, not to measure again."""
+    content = json.loads((MACHINES[0].parent / "hgx-h100-8xH100-8hca.json").read_text(encoding="utf-8"))
+    content["answers"]["nvml"] = {"nvmlDeviceGetCount": {"": {"$nvml": "TIMEOUT"}}}
+    hung = tmp_path / "hung.json"
+    hung.write_text(json.dumps(content), encoding="utf-8")
+    said = CliRunner().invoke(cli, ["scan", "--host", str(hung)]).stdout
+    first = " ".join(said[: said.index("\n  GPUs")].split())
+    assert first.startswith("? unknown") and first.endswith(
+        "Run nvidia-smi on the host, and look for NVRM lines in dmesg."
+    )
+    assert " ".join(said.split()).count("look for NVRM lines") == 2, said
 
 
 def test_findings_that_say_different_things_stay_apart() -> None:

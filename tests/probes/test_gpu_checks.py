@@ -194,6 +194,10 @@ def test_a_gpu_is_compared_with_its_twins_only() -> None:
     found = _check(full, short)
     assert [(f.code, f.subject) for f in found] == [("gpu.nvlink.missing", "GPU1")]
     assert "8, 9, 10, 11" in found[0].evidence[0]
+    for kind, manager in (("gpu", False), ("nvswitch", True), (None, True)):  # a switch needs its fabric manager
+        wired = tuple(dataclasses.replace(link, remote_kind=kind) for link in short.nvlinks)
+        told = _check(full, dataclasses.replace(short, nvlinks=wired))[0]
+        assert ("fabric manager" in told.remedy) is manager, told
     other = dataclasses.replace(short, name="NVIDIA A30")
     assert [f.code for f in _check(full, other)] == ["gpu.device.mixed"]
 

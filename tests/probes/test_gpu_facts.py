@@ -141,6 +141,28 @@ def test_every_form_of_the_drivers_line_is_read(line: str, told: tuple[str, int]
     assert xid_of_line(line) == told
 
 
+@pytest.mark.parametrize(
+    ("place", "number", "told"),
+    [
+        ("0000:e1:00", 79, ["0000:e1:00"]),  # nothing of the bus is there any more
+        ("0000:e1:00", 31, []),  # a program's error of a GPU that was taken out
+        ("0000:df:00", 79, []),  # still there: its own Xid
+        ("0000:18:00", 79, []),  # a device of another driver is there: not gone from the bus
+    ],
+)
+def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: int, told: list[str]) -> None:
+    """After Xid 79 the kernel may take the device off the bus: then neither NVML nor sysfs names it."""
+    content = _content(H100)
+    content["answers"]["kernel_log"]["NVRM: Xid"] = [f"[8.1] NVRM: Xid (PCI:{place}): {number}, words of the driver"]
+    facts = _gpus(content)
+    found = [f for f in PROBE.check(facts) if f.code == "gpu.device.missing"]
+    assert [(f.subject, f.severity) for f in found] == [(subject, Severity.FAIL) for subject in told]
+    assert all(f"Xid {number}" in f.message and place in f.evidence[0] for f in found)
+    lost = dataclasses.replace(facts.gpus[7], bus_id=None, error="GPU_IS_LOST (nvmlDeviceGetHandleByIndex)")
+    gone = PROBE.check(dataclasses.replace(facts, gpus=(*facts.gpus[:7], lost), bus=None))
+    assert "gpu.device.missing" not in {f.code for f in gone}
+
+
 def test_xids_come_as_nvml_events_where_no_log_is_readable(scanner_of: Callable[..., Scanner]) -> None:
     """The driver reports each once; what came since the first scan is kept."""
     content = _content(H100)
@@ -313,7 +335,10 @@ def test_a_gpu_that_nvml_lists_has_its_driver() -> None:
     }  # fmt: skip
     found = [f for f in findings(scan(RecordedHost(content))) if f.code == "pci.device.no_driver"]
     assert [f.subject for f in found] == [bus[7]]
-    assert "missing" not in found[0].message
+    assert "missing" not in found[0].message and "nouveau" not in found[0].remedy
+    content["answers"]["resolve"][f"/sys/bus/pci/devices/{bus[7]}/driver"] = "/sys/bus/pci/drivers/nouveau"
+    (held,) = (f for f in findings(scan(RecordedHost(content))) if f.code == "pci.device.no_driver")
+    assert "nouveau bound to it" in held.message and held.remedy.startswith("Blacklist nouveau")
 
 
 def test_no_rdma_device_is_never_said_beside_one() -> None:
