@@ -36,6 +36,7 @@ SLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.alone  # beside other ranks it may stand still for as long as the silence that ends it
 @in_rig
 def test_a_transfer_that_takes_longer_than_the_silence_is_let_go_on():
     """A rank in a long transfer comes to no meeting for a while; its bytes move, and the run is whole."""
