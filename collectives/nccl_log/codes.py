@@ -149,6 +149,10 @@ CODES: dict[str, Meaning] = {
         "P2P is disabled between GPUs joined by NVLink",
         "check the fabric manager, nvidia-smi nvlink -s, and restart the driver",
     ),
+    "nvlink_degraded": _fail(
+        "NVLink's fabric says that it runs at less than its bandwidth",
+        "nvidia-smi nvlink -s and nvidia-smi -q (Fabric) on that node; then the fabric manager's log",
+    ),
     "mixed_link_layers": _warn("InfiniBand and RoCE devices together", "name the devices of one fabric in NCCL_IB_HCA"),
     "dead_port": _warn(
         "an expected RDMA port is not among the ports NCCL uses: NCCL lists active ports only",
@@ -275,6 +279,10 @@ CODES: dict[str, Meaning] = {
     "ib_call_failed": _fail("a verbs call failed", "check ibv_devinfo -v on that host, in the container"),
     "ib_port_error": _fail("an RDMA port went down while running", "check the cable, transceiver and switch port"),
     "ib_async_event": _warn("the RDMA device reported an event", "check the device and the kernel log"),
+    "ib_request_stalled": _warn(
+        "an RDMA device got no completion of what it sent for longer than it may take",
+        "look at that device, its cable and the peer that the line names",
+    ),
     # --- start of the job
     "shm_too_small": _fail(
         "the shared memory file system (/dev/shm) is too small",
@@ -394,11 +402,11 @@ CODES: dict[str, Meaning] = {
         "check the named rank's device: width of its PCIe link, cable, port, and who else uses it",
     ),
     "diag_net_failed": _warn(
-        "NCCL's diagnostics: a measurement of the network failed", "run ib_write_bw between the two nodes by hand"
+        "NCCL's diagnostics: a check of the network failed", "run ib_write_bw between the two nodes by hand"
     ),
     "diag_ecc": _fail("NCCL's diagnostics: a GPU has ECC errors", "nvidia-smi -q -d ECC on that rank's node"),
     "diag_nvlink_down": _fail(
-        "NCCL's diagnostics: links between GPUs are down, or differ from rank to rank",
+        "NCCL's diagnostics: links between GPUs are down or differ from rank to rank, or their switch failed",
         "nvidia-smi nvlink -s on that rank's node",
     ),
     "diag_mismatch": _warn(

@@ -224,6 +224,11 @@ _BROKEN = frozenset(
     *("driver_mismatch", "network_not_found"),
 }  # fmt: skip
 
+_FALLS_BACK = {
+    "efa_plugin_init_failed",
+    "libfabric_plugin_failed",
+}  # of a plugin: NCCL goes on with the network it names
+
 
 def _nvls_use(ledger: Ledger) -> str:
     """ "Multicast available" is what the hardware can do; only a communicator that set it up uses it."""
@@ -287,11 +292,13 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         hosts=ledger.hosts.count() or None,
     )
     problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
-    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, facts.finished))
+    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, evidence, facts.finished))
 
 
-def _outcome(problems: tuple[LogProblem, ...], finished: int) -> str:
-    if any(CODES[problem.code].ends or problem.code in _BROKEN for problem in problems):
+def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int) -> str:
+    goes_on = evidence.network or evidence.inter_node_transport not in (None, "unknown")
+    broken = _BROKEN - _FALLS_BACK if goes_on else _BROKEN
+    if any(CODES[problem.code].ends or problem.code in broken for problem in problems):
         return "failed"
     return "finished" if finished else "unknown"
 

@@ -16,7 +16,7 @@ from collectives.nccl_log.transport import ProofLine
 
 # Channel lines: which transport joins two ranks, and whether the NIC reads GPU memory directly.
 #
-# Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc from 2.4 to 2.31, and RCCL: ``Channel 00/0 : 7[7] ->
+# Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc from 2.4 to 2.32, and RCCL: ``Channel 00/0 : 7[7] ->
 # 8[0] [send] via NET/IB/0(6)/GDRDMA``; tags stand in the order ``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line
 # cut before its tag proves the transport and says nothing about GPUDirect RDMA.
 

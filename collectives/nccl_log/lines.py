@@ -14,9 +14,10 @@ from collectives.nccl_log.messages import END
 from collectives.nccl_log.warnings import HARMLESS, codes_of
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns must not run away on more
+MOST_PREFIX_BYTES: Final = 300  # of a host's name, a process and what a launcher puts before them
 MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
-_HEADER = re.compile(rb"NCCL (INFO|WARN|TRACE|ERROR|VERSION) ")
+_HEADER = re.compile(rb"NCCL (INFO|WARN|ATTN|TRACE|ERROR|VERSION) ")
 _NEXT_PREFIX = re.compile(
     rb"(?:\[[\d,]+\]<std\w+>:| ?\d{1,5}: )?([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\] ?)?(?:\S+:\d+ )?$"
 )
@@ -135,7 +136,7 @@ class LineReader:
 
     def take_line(self, line: bytes) -> None:
         """Read one clean line."""
-        has_header = b"NCCL INFO " in line or b"NCCL WARN " in line
+        has_header = b"NCCL INFO " in line or b"NCCL WARN " in line or b"NCCL ATTN " in line
         if not has_header:
             self._continue_message(line)
             self._continue_read(line)
@@ -294,13 +295,15 @@ class LineReader:
             # The version's own pattern ends it, unless the name of the next host begins with a digit.
             named = bool(self.hosts.names)
             self._message(self._without_next_prefix(before) if named else before, warn=False, shown=line)
+        elif len(before) > MOST_PREFIX_BYTES:  # a page that has joined lines
+            self._message(before, warn=False, shown=line, foreign=b"NCCL" not in before)
         for index, mark in enumerate(marks):
             last = index + 1 == len(marks)
             message = line[mark.end() : len(line) if last else marks[index + 1].start()]
             if not last:
                 message = self._without_next_prefix(message)
             host = self._host(line[marks[index - 1].end() if index else 0 : mark.start()], first=index == 0)
-            warn = mark[1] == b"WARN"
+            warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 gives what was a warning and harms nothing the second
             self._message(message, warn=warn, host=host, shown=line)
             # What failed stands in the message, and for what only in the name of the source.
             if warn and b"Cuda failure" in message and b"nvls.cc" in line[: mark.start()]:

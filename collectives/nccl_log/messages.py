@@ -1,7 +1,7 @@
 """INFO messages of NCCL and RCCL that state a fact: version, network, devices, nodes, variables, GPUDirect RDMA.
 
 Surface: NCCL src/init.cc, src/plugin/net.cc, src/transport/net_ib*, src/transport/net_socket.cc, src/graph/paths.cc,
-src/misc/param.cc, versions 2.4 to 2.31; RCCL; aws-ofi-nccl. "Connected all rings, ... GDR 1" is left out on purpose:
+src/misc/param.cc, versions 2.4 to 2.32; RCCL; aws-ofi-nccl. "Connected all rings, ... GDR 1" is left out on purpose:
 1 is its initial value.
 """
 

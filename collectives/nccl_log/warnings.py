@@ -1,7 +1,7 @@
 """Texts in NCCL, RCCL and plugin messages that name a fault, with the code of each.
 
-Surface: WARN and INFO messages of NCCL 2.4 to 2.31 (src/misc/ibvwrap.cc, src/transport/net_ib*, src/init.cc,
-src/bootstrap.cc, src/misc/socket.cc, src/misc/shmutils.cc, src/mnnvl.cc), RCCL (src/init.cc) and aws-ofi-nccl.
+Surface: WARN, ATTN (2.32 on) and INFO messages of NCCL 2.4 to 2.32 (src/misc/ibvwrap.cc, src/transport/net_ib*,
+src/init.cc, src/bootstrap.cc, src/misc/socket.cc, src/misc/shmutils.cc, src/mnnvl.cc), RCCL and aws-ofi-nccl.
 A needle is looked for first: a regular expression only runs on a line that has it.
 """
 
@@ -215,37 +215,52 @@ _JOB_ENDS: tuple[Sign, ...] = (
     _sign(b"Terminating the process after", "watchdog_timeout", pattern=rb"ProcessGroupNCCL watchdog hang"),
 )
 
-# NCCL_RUN_DIAGNOSTICS and NCCL_RUN_RAS_DIAGNOSTICS (2.31 on): "host:pid NCCL DIAG [INFO] net bw: ..."; [OK] and the
-# lines of the frame say nothing (docs/userguide/source/troubleshooting/diagnostics.rst).
-_INCOMPLETE = rb"incomplete|unavailable|unable to complete|missing|not support|cannot |no usable|skipp|invalid channel"
+# NCCL_RUN_DIAGNOSTICS and NCCL_RUN_RAS_DIAGNOSTICS (2.31 on): "host:pid NCCL DIAG [INFO] net bw: ...", and the same
+# from RAS's socket without the prefix; [OK] and the lines of the frame say nothing (docs/userguide/source/
+# troubleshooting/diagnostics.rst, and the texts in libnccl.so.2 of the wheels nvidia-nccl-cu13 2.31.2 and 2.32.3).
+_INCOMPLETE = (
+    rb"incomplete|unavailable|unable to|missing|not support|cannot |no usable|skipp|invalid |not usable|truncated|"
+    rb"(?:setup|cleanup) failed|bootstrap failure|returned \d|mixed results|inaccessible|require root|could not|"
+    rb"no kernel-log"
+)
+
+
+def _diagnosed(code: str, pattern: bytes, needle: bytes = b"NCCL DIAG [INFO]") -> Sign:
+    return _sign(needle, code, pattern=rb"(?:NCCL DIAG |^ *)\[INFO\] +" + pattern)
+
+
+# 13, 31, 43, 45: the program's fault, or what follows; 63: a page retired as it should (NVIDIA, "XID Errors")
+_XID = rb"(?!(?:13|31|43|45|63)\b)\d"
+_NO_DATA = rb"(?!.*(?:" + _INCOMPLETE + rb"))"
+_OF_RAS = b" in comm "  # its lines name the communicator
 _DIAGNOSTICS: tuple[Sign, ...] = (
-    _sign(
-        b"NCCL DIAG [INFO]",
+    _diagnosed(
         "diag_p2p_failed",
-        pattern=rb"\] p2p: (?:(?:only )?\d+/\d+ |.*(?:mismatch|failed|unavailable))",
+        rb"p2p: (?:(?:only )?\d+/\d+ |\w+ mismatch|(?:peer-memory import|topology check|launch/check) failed)",
     ),
     replace(
-        _sign(
-            b"NCCL DIAG [INFO]",
-            "diag_net_slow",
-            pattern=rb"\] net bw: .*: (\d{1,9}\.?\d{0,9}) Gbit/s, >30% off median (\d{1,9}\.?\d{0,9})",
-        ),
+        _diagnosed("diag_net_slow", rb"net bw: .*: (\d{1,9}\.?\d{0,9}) Gbit/s, >30% off median (\d{1,9}\.?\d{0,9})"),
         holds=_below_median,
     ),
-    _sign(b"NCCL DIAG [INFO]", "diag_net_failed", pattern=rb"\] net bw: .*(?:tool run|timed out|setup failed)"),
-    _sign(b"NCCL DIAG [INFO]", "diag_ecc", pattern=rb"\] ECC: (?!.*(?:" + _INCOMPLETE + rb"))"),
-    _sign(
-        b"NCCL DIAG [INFO]",
+    _diagnosed("diag_net_failed", rb"net bw: .*(?:tool run|timed out|did not start|no bandwidth data)"),
+    _diagnosed("diag_net_failed", rb"rdma_topo check: failed on rank", _OF_RAS),
+    _diagnosed("diag_ecc", rb"ECC: " + _NO_DATA, _OF_RAS),
+    _diagnosed(
         "diag_nvlink_down",
-        pattern=rb"\] (?:NVLink|XGMI)[^:]*: (?!.*(?:" + _INCOMPLETE + rb")).*"
-        rb"(?:inactive|down|not active|mismatch|differ)",
+        rb"(?:NVLink|XGMI)[^:]*: " + _NO_DATA + rb".*(?:inactive|down|not active|mismatch|differ|inconsistent)",
+        _OF_RAS,
     ),
-    _sign(
-        b"NCCL DIAG [INFO]",
+    _diagnosed(
         "diag_mismatch",
-        pattern=rb"\] (?!NVLink|XGMI|ECC|p2p|net bw)[^:]{3,40}: .*(?:mismatch|differ)",
+        rb"(?:GPU inventory|NCCL environment|[\w ]{3,40} version): .*(?:mismatch|differ)",
+        _OF_RAS,
     ),
-    _sign(b"NCCL DIAG [INFO]", "diag_incomplete", pattern=rb"\] .*(?:" + _INCOMPLETE + rb")"),
+    _diagnosed("iommu_not_passthrough", rb"IOMMU mode: enabled", _OF_RAS),
+    _diagnosed("gpu_xid", rb"Xid " + _XID + rb"\d* detected (?!.*No user action)", b"Xid "),
+    _diagnosed("diag_nvlink_down", rb"SXid \d+ detected (?!.*No user action).*reported Fatal", b"SXid "),
+    _sign(
+        b"NCCL DIAG", "diag_incomplete", pattern=rb"NCCL DIAG (?:INFO .*skipped|\[INFO\] .*(?:" + _INCOMPLETE + rb"))"
+    ),
 )
 
 # "retrying (33/34)" is no failure yet, the last one is.
@@ -398,6 +413,9 @@ SIGNS: tuple[Sign, ...] = (
     _sign(b"Could not enable P", "p2p_disabled_by_driver", pattern=rb"Could not enable P2P between dev"),
     _sign(b"available but not working", "mnnvl_not_working", pattern=rb"MNNVL .*available but not working"),
     _sign(b"MNNVL", "mnnvl_not_working", pattern=rb"MNNVL is not supported on this system"),
+    _sign(b"DEGRADED_BANDWIDTH", "nvlink_degraded"),
+    # 2.31 on, with NCCL_IB_WQE_LATENCY_THRESHOLD_NS.
+    _sign(b"NET/IB: WQE st", "ib_request_stalled", pattern=rb"WQE stall \(no CQE\): peer="),
     _sign(b"to bind NVLink SHARP", "nvls_bind_failed"),
     _sign(
         b"cuMemImport",
@@ -417,10 +435,11 @@ SIGNS: tuple[Sign, ...] = (
     _sign(b"libnvidia-ml", "driver_mismatch", pattern=rb"Failed to open libnvidia-ml"),
     _sign(b"nvmlInit", "driver_mismatch", pattern=rb"nvmlInit\w*\(\) failed"),
     _sign(b"Minimum requirement is", "driver_mismatch", pattern=rb"CUDA Driver version found is"),
-    # The driver's own line. 13, 31, 43, 45: the program's fault, or what follows; 63: a page retired as it should
-    # (NVIDIA, "XID Errors").
-    _sign(b"NVRM: Xid", "gpu_xid", pattern=rb"NVRM: Xid \([^)]{1,60}\): (?!(?:13|31|43|45|63)\b)\d"),
+    # The driver's own line.
+    _sign(b"NVRM: Xid", "gpu_xid", pattern=rb"(?:NVRM: Xid \([^)]{1,60}\): |caused by previous Xid )" + _XID),
     _sign(b"Watchdog caught collective", "watchdog_timeout", pattern=rb"Watchdog caught collective operation timeout"),
+    *(_sign(needle, "watchdog_timeout") for needle in (b"NCCL operation timed out", b"due to timeout on rank")),
+    *(_sign(needle, "call_failed") for needle in (b"nccl hit async error", b"NCCL Async Error")),
     _sign(b"Heartbeat monitor timed out", "watchdog_hung"),
     _sign(b"watchdog got stuck for", "watchdog_hung"),
     _sign(b"timed out in blocking wait", "watchdog_timeout"),

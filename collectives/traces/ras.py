@@ -1,9 +1,9 @@
 """NCCL's RAS: which ranks of a communicator answered, and how many collectives each has launched.
 
 Specification: NCCL user guide, troubleshooting/ras (text since 2.24, counts by kind since 2.26, JSON since 2.28.7),
-and src/ras/client_support.cc of 2.24 to 2.30; by their user guides 2.31 and 2.32 answer the same. The text lists
-members of a group only where they are outliers; the others are the rest of the communicator, so who is behind is
-often the group that is not listed.
+and src/ras/client_support.cc of 2.24 to 2.30; by the texts in libnccl.so.2 of the wheels nvidia-nccl-cu13 2.31.2 and
+2.32.3 these answer the same. The text lists members of a group only where they are outliers; the others are the rest of
+the communicator, so who is behind is often the group that is not listed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(raw: bytes) -> RasReport:
         return _json(text[start:])
     if '"PEER_' in text:
         return RasReport(dead=tuple(_events(text)))
-    if "NCCL DIAG" in text:
+    if "NCCL DIAG" in text or "=== RAS Diagnostics ===" in text:
         raise RasError("this is its diagnostics: give them with --diag")
     if not _SAID.search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")

@@ -1,7 +1,8 @@
 """What PyTorch wrote into a log of the ranks: who waited in vain in which call, who ended with which error.
 
-Specification: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and ProcessGroupWrapper.cpp, releases 1.13 to 2.13, and
-the excepthook of torch.distributed, which writes "[rankN]:" before each line. That number is the job's; "Rank N" within
+Specification: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and ProcessGroupWrapper.cpp, releases 1.13 to 2.13; the
+backend nccl2 of what follows 2.13 (nccl2/WorkNCCL.cpp, nccl2/ProcessGroupNCCLUtils.cpp), which names no call; and the
+excepthook of torch.distributed, which writes "[rankN]:" before each line. That number is the job's; "Rank N" within
 the brackets is the group's own. Before 2.3 a line names no group, so its number cannot be held against another's.
 """
 
@@ -35,15 +36,18 @@ _JOINS = re.compile(
     r"\(world_size=(\d{1,7}), (?:num_workers_joined|worker_count)=(\d{1,7})"
 )
 _JOINED = re.compile(r"Completed store-based barrier for key:\s?(\S{1,200}) with")
+_NCCL2 = re.compile(r"\[TC\].{0,200}(?:Operation timed out after \d|due to timeout)")
 _HUNG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds")
 _LEFT = re.compile(r"workMetaList_\.size\(\)=(\d{1,9})")
 _PEER = re.compile(  # NCCL's words, and gloo's
-    r"losed by remote peer (\S{1,253}?)<\d{1,5}>|losed by peer \[(?:::ffff:)?([0-9a-fA-F.:]{2,45})\]:\d{1,5}"
+    r"losed by remote peer (\S{1,253}?)<\d{1,5}>|losed by peer \[(?:::ffff:)?([0-9a-fA-F.:]{2,45})\]:\d{1,5}|"
+    r"Call to (?:recv from|send to) (\S{1,253}?)<\d{1,5}> failed ?: (?:Connection reset|Broken pipe)"
 )
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by",
-            "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier")  # fmt: skip
+            "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier", "[TC]",
+            "Call to ")  # fmt: skip
 MOST = 1 << 16  # ranks, or calls, that are kept
 
 
@@ -134,12 +138,14 @@ class _Reader:
 
     def others(self, line: str, rank: int) -> None:
         """Lines on a watchdog that hangs itself, and on a peer that is gone."""
+        if "[TC]" in line and _NCCL2.search(line):
+            self.told.errors.setdefault(rank, "NCCL operation timed out")
         if hung := _HUNG.search(line):
             self.told.hung[rank] = f"stood still for {hung[1]} s"
         if (left := _LEFT.search(line)) and int(left[1]) == 0:
             self.told.idle.add(rank)
         if peer := _PEER.search(line):
-            self.told.lost.setdefault(rank, peer[1] or peer[2])
+            self.told.lost.setdefault(rank, peer[1] or peer[2] or peer[3])
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
         own = int(work[1])
@@ -209,13 +215,14 @@ def _unfolded(lines: Iterable[str]) -> Iterator[str]:
     """
     held: list[str] = []
     for line in lines:
-        if held and len(held) <= _FOLDS and not any(word in line for word in ("[rank", "ProcessGroup", "[PG ")):
-            held.append(line.strip())
-        else:
-            if held:
-                yield _joined(held)
-            held = [line.strip()]
-        if "ProcessGroupNCCL.cpp" not in held[0] or held[-1].endswith(_ENDS):
+        if held and (len(held) > _FOLDS or any(word in line for word in ("[rank", "ProcessGroup", "[PG "))):
+            yield _joined(held)
+            held = []
+        if not held and "ProcessGroupNCCL.cpp" not in line:
+            yield line.strip()
+            continue
+        held.append(line.strip())
+        if held[-1].endswith(_ENDS):
             yield _joined(held)
             held = []
     if held:
@@ -225,7 +232,7 @@ def _unfolded(lines: Iterable[str]) -> Iterator[str]:
 def _joined(parts: list[str]) -> str:
     """A page folds between words, a terminal within them."""
     words, letters = " ".join(parts), "".join(parts)
-    exact = len(parts) > 1 and any(one.search(letters) and not one.search(words) for one in (_WORK, _STATUS, _HUNG))
+    exact = any(one.search(letters) and not one.search(words) for one in (_WORK, _STATUS, _HUNG))
     return letters if exact else words
 
 

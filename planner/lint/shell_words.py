@@ -67,20 +67,12 @@ def _in_order(text: str, first_line: int) -> Iterator[tuple[Command, bool]]:
         operator = next((each for each in _OPERATORS if lexer.peek(each)), None)
         char = lexer.text[lexer.at]
         if operator is not None:
-            lexer.at += len(operator)
-            current.piped = operator in ("|", "|&")
-            if current.words or current.document:
-                done, current = current, Command(lexer.line, [], after=operator)
-                if operator == "\n":
-                    _documents(lexer)
-                yield done, not lexer.documents
+            ended, current = _operator(lexer, operator, current)
+            if ended is not None:
+                yield ended, not lexer.documents
                 count += 1
                 if count > _LIMIT_COMMANDS:
                     return
-            elif operator != "\n":
-                current.after = operator
-            elif lexer.documents:
-                _documents(lexer)
             if operator == "\n":
                 lexer.line += 1
             if not current.words:
@@ -105,6 +97,20 @@ def _in_order(text: str, first_line: int) -> Iterator[tuple[Command, bool]]:
                 current.words.append(word)
     if current.words or current.document:
         yield current, True
+
+
+def _operator(lexer: _Lexer, operator: str, current: Command) -> tuple[Command | None, Command]:
+    """The command that ends with the operator, if one does, and the one that goes on after it."""
+    lexer.at += len(operator)
+    current.piped = operator in ("|", "|&")
+    ended = current if current.words or current.document else None
+    if ended is not None:
+        current = Command(lexer.line, [], after=operator)
+    elif operator != "\n":
+        current.after = operator
+    if operator == "\n":
+        _documents(lexer)
+    return ended, current
 
 
 def _redirection(lexer: _Lexer, command: Command) -> None:

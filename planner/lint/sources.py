@@ -502,7 +502,7 @@ def guess_kind(text: str, name: str = "") -> str:
         by_name = None
     if by_name is not None:
         return by_name
-    if "NCCL INFO" in text or "NCCL WARN" in text:
+    if "NCCL INFO" in text or "NCCL WARN" in text or "NCCL ATTN" in text:
         return "log"
     if text.startswith("#!"):
         return "python" if "python" in text.split("\n", 1)[0] else "shell"

@@ -46,7 +46,8 @@ _OLD_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
 _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
 _PROTOCOLS = ("LL", "LL128", "Simple")
 _FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
-_DEBUG = ("VERSION", "WARN", "INFO", "ABORT", "TRACE")
+_DEBUG = ("VERSION", "WARN", "ATTN", "INFO", "ABORT", "TRACE")  # ATTN: libnccl.so.2 of the wheel 2.32.3
+_ATTN_SINCE = (2, 32, 3)  # 2.31.2 does not know it
 
 _SUBSYSTEMS = (
     "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "ALLOC_HOST", "CALL", "PROXY", "NVLS",
@@ -238,7 +239,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
     elif name == "NCCL_LAUNCH_MODE":
         yield from _launch_mode(name, value, version)
     elif name in _TOKENS:
-        yield from _token(name, value)
+        yield from _token(name, value, version)
     elif name in _WORD_LISTS:
         yield from _words(name, value)
     elif name in _SHAPES:
@@ -548,8 +549,10 @@ def _gathers(value: str) -> bool:
     return allowed
 
 
-def _token(name: str, value: str) -> Iterator[Finding]:
+def _token(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     allowed, exact, effect = _TOKENS[name]
+    if name == "NCCL_DEBUG" and version and version < _ATTN_SINCE:
+        allowed = tuple(each for each in allowed if each != "ATTN")
     if value in allowed or (not exact and value.upper() in allowed) or not value:
         return
     case = "case counts, " if exact and value.upper() in allowed else ""

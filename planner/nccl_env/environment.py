@@ -291,14 +291,17 @@ def _memlock_evidence(case: Situation) -> str:
 
 def _efa(case: Situation) -> Iterator[PodNeed]:
     node = max(case.nodes, key=lambda each: each.efa_count())
-    count = node.efa_count()
+    gpus, ranks = node.gpu_count(), case.ranks_on(node)
+    part = ranks < gpus  # the other GPUs' pods want theirs
+    count = -(-node.efa_count() * ranks // gpus) if part else node.efa_count()
     source = "AWS EKS user guide: machine learning training with EFA"
     yield PodNeed(
         name="resource",
         value=f"vpc.amazonaws.com/efa: {count}",
         reason=Reason(
             rule="EFA devices reach a pod only as this resource; fewer than the node has give away their bandwidth",
-            evidence=f"{node.hostname}: {count} EFA devices",
+            evidence=f"{node.hostname}: {node.efa_count()} EFA devices"
+            + (f", for {ranks} of {gpus} GPUs" if part else ""),
             source=source,
         ),
     )

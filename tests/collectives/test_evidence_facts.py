@@ -296,7 +296,12 @@ def test_nvlink_between_nodes() -> None:
         ("[INFO] net bw: rank 0 (node0) mlx5_0: tool run timed out in comm 0x7a3f", "diag_net_failed"),
         ("[INFO] ECC: uncorrected volatile errors on rank(s) {3} in comm 0x7a3f", "diag_ecc"),
         ("[INFO] NVLink: inactive link(s) on rank(s) {3} in comm 0x7a3f", "diag_nvlink_down"),
+        ("[INFO] NVLink: inconsistent link speeds on rank(s) {3} across 8 ranks in comm 0x7a3f", "diag_nvlink_down"),
         ("[INFO] NCCL environment: mismatch across 16 ranks in comm 0x5fa3 for NCCL_BUFFSIZE", "diag_mismatch"),
+        ("[INFO] IOMMU mode: enabled (DMA remapping) on 4 device(s) in comm 0x7a3f", "iommu_not_passthrough"),
+        ("[INFO] rdma_topo check: failed on rank(s) {3} across 8/8 ranks in comm 0x7a3f", "diag_net_failed"),
+        ("[INFO] Xid 79 detected 2 times on host node0. Restart the affected application.", "gpu_xid"),
+        ("[INFO] p2p: resource cleanup failed rank=3 result=2; some resources may remain", "diag_incomplete"),
         ("[INFO] net bw: required external tool missing in comm 0x7a3f", "diag_incomplete"),
         ("[INFO] GPU inventory: unavailable via NVML in comm 0x7a3f", "diag_incomplete"),
     ],
@@ -305,6 +310,28 @@ def test_lines_of_nccl_run_diagnostics(text: str, code: str) -> None:
     """What NCCL_RUN_DIAGNOSTICS and NCCL_RUN_RAS_DIAGNOSTICS report, on stdout and without NCCL's usual header."""
     for line in (f"node0:24563 NCCL DIAG {text}", f"NCCL DIAG {text}"):
         assert codes(P2P, line) == [code]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Xid 79 detected 1 time on host node0. No user action or further investigation is required for this Xid.",
+        "Xid 31 detected 1 time on host node0. Restart the affected application.",
+        "IOMMU groups: GPU and NIC groups differ on 4 pair(s) in comm 0x7a3f; first rank 0",
+        "IOMMU mode: passthrough for 12 relevant device(s) across 8/8 ranks in comm 0x7a3f",
+    ],
+)
+def test_what_the_diagnostics_only_mention_is_no_problem(text: str) -> None:
+    """Texts of libnccl.so.2 2.32.3 that accuse nothing."""
+    assert codes(P2P, f"node0:24563 NCCL DIAG [INFO] {text}") == []
+
+
+def test_attn_of_2_32_is_read_as_the_warning_that_it_was() -> None:
+    """2.32 prints some of the former warnings as NCCL ATTN."""
+    head = INFO.replace("NCCL INFO", "init.cc:712 NCCL ATTN")
+    degraded = head + "MNNVL busId 0x1 NVLink fabric health reports DEGRADED_BANDWIDTH (healthMask 0x1)"
+    assert codes(P2P, degraded) == ["nvlink_degraded"]
+    assert codes(P2P, head + "Invalid value x for NCCL_BUFFSIZE, using default -2.") == ["invalid_env_value"]
 
 
 def test_a_clean_diagnosis_is_no_problem() -> None:

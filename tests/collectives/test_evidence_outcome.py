@@ -190,6 +190,17 @@ def test_an_end_that_a_line_states(line: str) -> None:
     assert evidence.read(GOOD).outcome == "unknown"
 
 
+def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
+    """NCCL goes on with sockets; without a network that it names the job is over."""
+    failed = INFO.replace("INFO", "WARN") + "NET/OFI aws-ofi-nccl initialization failed"
+    chosen = [
+        f"{INFO}Using network Socket",
+        f"{INFO}comm 0x7f rank 6 nRanks 16 nNodes 2 localRanks 8 localRank 6 MNNVL 0",
+    ]
+    assert evidence.read([failed]).outcome == "failed"
+    assert evidence.read([failed, *chosen]).outcome == "unknown"
+
+
 CAUSES = [
     ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 'the operation cannot be performed in the present state'.", "nvls_bind_failed"),
     ("Error: network AWS Libfabric not found.", "network_not_found"),

@@ -57,6 +57,8 @@ def test_the_seed_name_that_no_nccl_reads() -> None:
         ({"NCCL_SHM_USE_CUDA_MEMCPY": "1"}, (2, 30, 7), ["env.name.removed"]),
         ({"NCCL_SHM_USE_CUDA_MEMCPY": "1"}, (2, 27, 7), []),
         ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 21, 5), ["env.name.too_new"]),
+        ({"NCCL_DEBUG": "ATTN"}, (2, 31, 2), ["env.value.token"]),
+        ({"NCCL_DEBUG": "ATTN"}, (2, 32, 3), []),
         ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 29, 2), []),
         ({"NCCL_MIN_CHANNELS": "4"}, (2, 27, 7), ["env.name.unknown"]),
         ({"NCCL_FROM_THE_FUTURE": "1"}, (2, 99, 0), ["env.name.unknown"]),

@@ -110,6 +110,8 @@ def test_efa_gets_no_hca_and_the_plugin_is_named_only_between_nodes() -> None:
     assert not [name for name in values(advice) if name.startswith("NCCL_")]
     assert ("resource", "vpc.amazonaws.com/efa: 4") in {(need.name, need.value) for need in advice.needs}
     assert values(advise(one, multi_node=True))["NCCL_NET"] == "AWS Libfabric"
+    part = advise(one, ranks_per_node=3)  # of eight GPUs: the others' pods want their devices too
+    assert "vpc.amazonaws.com/efa: 2" in {need.value for need in part.needs}
     assert values(advise(one, evidence=Evidence(inter_node_transport="Socket")))["NCCL_NET"] == "AWS Libfabric"
     assert "NCCL_NET" not in values(advise(one, multi_node=False))
 
