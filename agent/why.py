@@ -44,6 +44,7 @@ from topology.graph import ClusterTopology
 
 _MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
+_PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
 
 
 class WhyError(InputError):
@@ -80,8 +81,9 @@ def answer(asked: Asked) -> Verdict:
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in asked.ras]
     counted = max(seen.world or 0, (found.ranks or 0) if found else 0) or None
+    cut = _cut_short(asked.logs)
     seen = replace(
-        seen, first=_first_ended(asked.logs), cut_short=_cut_short(asked.logs),
+        seen, first=_first_ended(asked.logs), cut_short=cut, cut_rank=_aborted(asked.logs) if cut else None,
         world=_world(replace(seen, world=counted)), told={"watchdog": log.traces} if log.traces else {},
         errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
         joins=log.joins,
@@ -91,7 +93,7 @@ def answer(asked: Asked) -> Verdict:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if asked.inspector is not None:
         verdict = with_inspector(verdict, asked.inspector)
-    if checked := sum("NCCL DIAG [OK]" in line for line in _lines(asked.diagnostics)):
+    if checked := sum(_PASSED.search(line) is not None for line in _lines(asked.diagnostics)):
         verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
     request = asked.request or Request()
     machines_of = _snapshots(request, asked.published)
@@ -99,7 +101,7 @@ def answer(asked: Asked) -> Verdict:
         verdict = with_log(verdict, found)
         verdict = priced(verdict, found, request, asked.layout, machines_of, asked.manifest)
     if request.hosts or asked.checks:
-        checks = (*asked.checks, *_checks(request.hosts))
+        checks = (*asked.checks, *(_checks(machines_of) if request.hosts else ()))
         verdict = faults_priced(with_nodes(verdict, checks), checks, request, asked.layout, machines_of)
     if asked.manifest is not None:
         verdict = with_manifest(verdict, asked.manifest, request, asked.layout, machines_of)
@@ -167,21 +169,30 @@ def _evidence(sources: Sequence[str]) -> Evidence | None:
 
 def _cut_short(logs: Sequence[str]) -> str:
     """gloo's words where a message is longer than what was asked for (gloo/transport/tcp/pair.cc), else nothing."""
-    return next(
-        (line.strip()[:300] for line in _lines(logs) if "EnforceNotMet" in line or "preamble.length" in line), ""
-    )
+    return next((line.strip()[:300] for line in _lines(logs) if "preamble.length" in line), "")
+
+
+def _tails(logs: Sequence[str]) -> Iterator[str]:
+    """The ends of logs, where torchrun's table stands."""
+    for log in logs:
+        with suppress(OSError), Path(log).open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
+            yield stream.read().decode("utf-8", errors="replace")
 
 
 def _first_ended(logs: Sequence[str]) -> int | None:
     """The rank that torchrun saw end first, by the end of a log."""
-    for log in logs:
-        with suppress(OSError), Path(log).open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
-            text = stream.read().decode("utf-8", errors="replace")
-            # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
-            if run_record.first_ended(text) != -signal.SIGABRT and (found := run_record.first_rank(text)) is not None:
-                return found
+    for text in _tails(logs):
+        # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
+        if run_record.first_ended(text) != -signal.SIGABRT and (found := run_record.first_rank(text)) is not None:
+            return found
     return None
+
+
+def _aborted(logs: Sequence[str]) -> int | None:
+    """The only rank that SIGABRT ended."""
+    ranks = set().union(*(run_record.aborted(text) for text in _tails(logs)))
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 def _ras(source: str) -> ras.RasReport:
@@ -353,7 +364,11 @@ def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
 
 
-_XID = re.compile(r"Xid \(([^)]{1,60})\): (\d{1,4})\b")
+# The driver's own line, and that of NCCL's diagnostics (2.32)
+_XID = re.compile(
+    r"Xid (?:\(([^)]{1,60})\): (?:45\b.{1,200}previous Xid )?(\d{1,4})\b|"
+    r"(\d{1,4}) detected .{1,40}? on host (\S{1,253})\. )"
+)
 
 
 def _xid(cause: Cause) -> Cause:
@@ -361,11 +376,12 @@ def _xid(cause: Cause) -> Cause:
     rows = [found for line in cause.evidence for found in _XID.finditer(line)]
     if cause.code != "gpu_xid" or not rows:
         return cause
-    numbers = [int(found[2]) for found in rows]
+    numbers = [int(found[2] or found[3]) for found in rows]
     of = next(kind for kind in health.XID_CAUSES if any(health.xid_cause(xid) == kind for xid in numbers))
     drain = "drain the node, reset or reseat the GPU, and look at it with topoflight scan"
     action = drain if of == "gpu" else cause.action
-    message = f"GPU {rows[0][1].removeprefix('PCI:')}: {health.named_xids(numbers, of)}"
+    places = dict.fromkeys(found[1].removeprefix("PCI:") if found[1] else f"of {found[4]}" for found in rows)
+    message = f"GPU{'s' * (len(places) > 1)} {', '.join(places)}: {health.named_xids(numbers, of)}"
     return replace(cause, message=message, action=action)
 
 
@@ -385,8 +401,9 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
         _xid(Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action))
         for p in rows[:8] if p.severity == "fail" or not verdict.causes
     )  # fmt: skip
-    if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # nothing of NCCL, and no end
-        return verdict
+    if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
+        said = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
+        return replace(verdict, causes=(*verdict.causes, *said))
     sources = (*verdict.sources, f"NCCL log: {found.lines_read} lines")
     ended = [p for p in found.problems if p.code in _ENDS]
     if verdict.state == "fine" and found.outcome == "failed":
@@ -410,12 +427,11 @@ _NETWORK = ("link", "network")  # causes of which a NIC may be the reason
 _OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
 
 
-def _checks(hosts: Sequence[Path]) -> tuple[Check, ...]:
+def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Check, ...]:
     """Of recordings, as a scan judges them."""
-    from agent.cli.hosts import snapshots
     from agent.view import look
 
-    return look(snapshots(hosts)).checks if hosts else ()
+    return look(snapshots).checks
 
 
 def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:

@@ -299,7 +299,7 @@ def page(chosen: list[Fault], rows: dict[str, list[Result]]) -> str:
     lines = [
         "# Faults and verdicts", "",
         f"`python bench/why.py --page`: {len(guilty)} faults of one of four gloo ranks, or of the network between four "
-        f"namespaces, and {len(chosen) - len(guilty)} innocents, of which nobody may be accused at any look; "
+        f"namespaces, and {len(chosen) - len(guilty)} innocents, of which nobody may be accused; "
         f"{sum(r.right for r in runs)} of {len(runs)} verdicts right. {time.strftime('%Y-%m-%d')}, {os.cpu_count()} "
         f"shared virtual cores, no GPU, torch {torch.__version__}. Right, and median seconds to the verdict:", "",
     ]  # fmt: skip

@@ -17,8 +17,6 @@ TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
 ASK = "dump"  # touched by who wants a dump now
 MOST_BYTES = 1 << 20
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
-# what a rank does, by the Python stack of its main thread
-PHASES = ("collective", "compute", "data", "save", "evaluate", "compile")
 
 
 class StateError(ValueError):
@@ -48,14 +46,13 @@ class RankState:
     started: int | None = None  # of the process, in clock ticks since the boot (proc(5)): a pid alone may be reused
     boot: str | None = None  # boot_id of the kernel
     written: float = 0.0  # Unix seconds
-    phase: str | None = None
+    phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
     cpu_seconds: float | None = None
-    io_bytes: int | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     addresses: tuple[str, ...] = ()  # of this host's interfaces
     ends: tuple[str, ...] = ()  # own ends of this process's connections: "10.0.0.1:4711"

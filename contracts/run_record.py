@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_pa
               "idle": "between operators"}  # fmt: skip
 # torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FIRST = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
+_ABORTED = re.compile(rf"^ *rank +: (\d{{1,7}}) [^\n]*\n *exitcode +: -{int(signal.SIGABRT)} ", re.MULTILINE)
 _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
 
 
@@ -279,6 +281,11 @@ def struck(log: str) -> tuple[int, str] | None:
     """(rank, "SIGKILL") of the rank that a signal ended first, by torchrun's log."""
     found = _STRUCK.search(log)
     return (int(found[1]), found[2]) if found else None
+
+
+def aborted(log: str) -> set[int]:
+    """The ranks that SIGABRT ended, by torchrun's table."""
+    return {int(found[1]) for found in _ABORTED.finditer(log)}
 
 
 def of_start(path: Path, began: float) -> RunRecord | None:

@@ -40,6 +40,7 @@ WRITE_LOOKS = 10  # looks between two writes
 ENDS_SECONDS = 60.0  # between two lists of this process's connections
 STALL_SECONDS = 15.0  # a dump; the verdict is another's, who knows what the rank does
 _DEEPEST = 200
+_LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
 _ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
 _SHOWN = 6
@@ -182,7 +183,7 @@ class Beside(threading.Thread):
             rank=self.rank, world_size=self.world_size, written=time.time(), phase=self.phase, since=self.since,
             where=self.where, samples=dict(self.samples), calls=self.calls, marks=tuple(self.marks),
             cpu_seconds=time.process_time(),
-            io_bytes=_io_bytes(), groups=_groups(), unsent=unsent, resent=dict(self.resent),
+            groups=_groups(), unsent=unsent, resent=dict(self.resent),
             held=dict(self.held), ended=ended,
             error=_error() if ended else None, ends=self.ends,
             **self.fixed,
@@ -283,14 +284,6 @@ def _error() -> str | None:
     return f"{type(error).__name__}: {str(error)[:500]}" if error is not None else None
 
 
-def _io_bytes() -> int | None:
-    """Bytes read and written by this process so far (proc(5), io)."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
-    return None
-
-
 def _delayed() -> float | None:
     """Seconds that the main thread was ready and had no CPU: throttled, or others ran (proc(5), schedstat)."""
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -305,13 +298,13 @@ def _sending() -> list[tuple[str, bool, bool]]:
     socket object of Python's may change how the job's own one blocks.
     """
     found: dict[str, tuple[bool, bool]] = {}
-    libc, info, peer = ctypes.CDLL(None), (ctypes.c_ubyte * 3)(), (ctypes.c_ubyte * 128)()
+    info, peer = (ctypes.c_ubyte * 3)(), (ctypes.c_ubyte * 128)()
     with contextlib.suppress(OSError):
         for fd in sorted(int(one.name) for one in Path("/proc/self/fd").iterdir())[:_MOST_SOCKETS]:
             long, length = ctypes.c_uint32(len(info)), ctypes.c_uint32(len(peer))
-            if libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(long)):
+            if _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(long)):
                 continue  # no TCP
-            if info[0] != _ESTABLISHED or libc.getpeername(fd, peer, ctypes.byref(length)):
+            if info[0] != _ESTABLISHED or _LIBC.getpeername(fd, peer, ctypes.byref(length)):
                 continue
             six = int.from_bytes(bytes(peer[:2]), sys.byteorder) == socket.AF_INET6
             address = ipaddress.ip_address(bytes(peer[8:24] if six else peer[4:8]))

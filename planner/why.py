@@ -107,6 +107,7 @@ class Seen:
     joins: Mapping[str, Join] = field(default_factory=dict)  # by key: process groups that not all have come to
     first: int | None = None  # rank that torchrun saw end first
     cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
+    cut_rank: int | None = None  # that rank: the only one that SIGABRT ended, by torchrun
     world: int | None = None
     now: float = 0.0
 
@@ -574,11 +575,54 @@ ACTIONS_OF_BUSY = {
 }
 
 
+_CUT = re.compile(r"(\d{1,18}) vs (\d{1,18})")
+_GLOO_SEGMENT = 1 << 20  # bytes that gloo sends at once, at most (gloo/allreduce.h, kMaxSegmentSize)
+_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2, "Char": 1, "Byte": 1}
+
+
+def _segment(call: Call, ranks: int) -> int | None:
+    """Bytes of each message of an all-reduce by gloo's ring (gloo/allreduce.cc); None for anything else."""
+    size = _BYTES.get(call.dtypes[0]) if len(call.dtypes) == len(call.sizes) == 1 else None
+    if size is None or call.op != "all_reduce" or ranks < 2:
+        return None
+    elements, most = _product(call.sizes[0]), _GLOO_SEGMENT // size
+    rounds = max(-(-elements // (most * ranks)), 2)  # each in as many messages as there are ranks
+    return -(-elements // (rounds * ranks)) * size
+
+
+def _odd_size(seen: Seen) -> tuple[int, dict[int, Call]] | None:
+    """The rank whose size was the odd one, and the others' calls, as far as they dumped them.
+
+    gloo's ring sends from rank + 1 to rank. The rank that was cut short called less than the others where it was sent
+    what a call like theirs sends; where it could take just that, the one that sent it more is odd.
+    """
+    ended = {rank for rank, state in seen.states.items() if state.ended}  # they have dumped since: others may not have
+    calls = {rank: trace.calls[-1] for rank, trace in seen.traces.items() if trace.calls and rank in ended}
+    lengths = _CUT.search(seen.cut_short)
+    if seen.cut_rank is None or lengths is None or len({(_signature(c), _place(c)) for c in calls.values()}) != 1:
+        return None
+    call, ranks = next(iter(calls.values())), seen.world or 0
+    usual, (sent, taken) = _segment(call, ranks), (int(lengths[1]), int(lengths[2]))
+    members = {len(trace.groups.get(call.group, ())) for trace in seen.traces.values()} - {0}
+    if usual is None or (usual == sent) == (usual == taken) or members - {ranks} or 2 * len(calls) < max(ranks, 3):
+        return None
+    odd = seen.cut_rank if usual == sent else (seen.cut_rank + 1) % ranks
+    return None if odd in calls else (odd, calls)
+
+
 def _sizes(ended: Sequence[int], seen: Seen, waiting: tuple[int, ...]) -> Verdict:
-    """gloo ends the rank that is sent too much, which may be the victim: no dump says whose call was the odd one."""
-    words = f"calls of different sizes met: {ranks_of(ended)} was sent more than its call takes"
-    cause = Cause(code="call.size", message=words,
-                  evidence=(seen.cut_short,), action="make every rank of the group call the same sizes")  # fmt: skip
+    """gloo ends the rank that is sent too much, which may be the victim: the messages' sizes tell, where they do."""
+    ended = (seen.cut_rank,) if seen.cut_rank is not None else tuple(ended)
+    words = f"calls of different sizes met: {ranks_of(ended) or 'a rank'} was sent more than its call takes"
+    action = "make every rank of the group call the same sizes"
+    if (found := _odd_size(seen)) is not None:
+        odd, calls = found
+        call = next(iter(calls.values()))
+        verb = "calls" if len(calls) == 1 else "call"
+        words = f"rank {odd} calls another size where {ranks_of(sorted(calls))} {verb} {call.words}, {_place(call)}"
+        cause = Cause(code="call.size", message=words, ranks=(odd,), evidence=(seen.cut_short,), action=action)
+        return _verdict("failed", (cause,), seen, (odd,), waiting)
+    cause = Cause(code="call.size", message=words, evidence=(seen.cut_short,), action=action)
     hint = Unknown(what="which rank's size is the odd one", command="TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run")
     return replace(_verdict("failed", (cause,), seen, (), waiting), unknown=(hint,))
 
@@ -721,13 +765,14 @@ def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = (), 
             return Cause(code="link", nodes=pair,
                          message=f"the link between {pair[0]} and {pair[1]}, or the network of one of them, {what}",
                          share=(most + reverse) / total, evidence=(*evidence, *told),
-                         action=f"measure it: topoflight bench --nodes {pair[0]},{pair[1]}")  # fmt: skip
+                         action=f"on both: topoflight bench --nodes 2 --rendezvous {pair[0]}:1234")  # fmt: skip
         if touched / total >= EXPLAINS and len(others) > 1:
             return Cause(code="link.node", message=f"the network of {host} {what}: towards {', '.join(sorted(others))}",
                          nodes=(host,), share=touched / total, evidence=(*evidence, *told),
                          action=f"look at its NIC, cable and port: topoflight scan on {host}")  # fmt: skip
     return Cause(code="network", message=f"the network {what}: every rank of the group has come to the call",
-                 evidence=(*evidence, *told), action="measure it by pairs: topoflight bench --pairs")  # fmt: skip
+                 evidence=(*evidence, *told), action="measure it by pairs: on each node "
+                        "topoflight bench --search --nodes N --rendezvous HOST:PORT")  # fmt: skip
 
 
 # Slow -----------------------------------------------------------------------------------------------------------------
@@ -978,7 +1023,7 @@ def _grown(seen: Seen) -> Verdict | None:
             message = f"all ranks alike have become {since / before:.1f} times slower, in their collectives"
             cause = Cause(code="all.collective", message=message, evidence=(told,))
             hint = Unknown(what="whether the network or a rank without CPU time",
-                           command="topoflight bench --pairs; cpu.stat of each rank's cgroup")  # fmt: skip
+                           command="topoflight bench --search --nodes N; cpu.stat of each rank's cgroup")  # fmt: skip
             verdict = _verdict("slow", (replace(cause, **_cost(before, since)),), seen, (), ())
             return replace(verdict, unknown=(hint,))
     else:
@@ -1231,16 +1276,18 @@ def _by_states(seen: Seen) -> Verdict | None:
 
 def _by_torchrun(seen: Seen) -> Verdict | None:
     """The rank that torchrun saw end first, where nothing else tells."""
+    if seen.cut_short:
+        return _sizes((), seen, ())
     if seen.first is None:
         return None
-    if seen.cut_short:
-        return _sizes((seen.first,), seen, ())
     cause = _suspect(seen.first, "gone", "ended first, by torchrun's log", seen, "")
     return _verdict("failed", (cause,), seen, (seen.first,), ())
 
 
 def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
     """All have ended, each by the loss of another: which was first, no source tells."""
+    if seen.cut_short:
+        return _sizes((), seen, ())
     errors = [f"rank {rank}: {seen.states[rank].error}"[:200] for rank in ranks if seen.states[rank].error]
     silent = [rank for rank in ranks if not seen.states[rank].ended]
     cause = Cause(code="rank.lost", message="every rank has ended; those that told had lost another",
@@ -1253,10 +1300,13 @@ def _lost(ranks: Sequence[int], seen: Seen) -> Verdict:
 # errors of a rank that lost another, or waited for it in vain (gloo/transport/tcp, c10d/socket.cpp, ProcessGroupNCCL)
 _HEARD = re.compile(r"closed by peer|Read error|Write error|onnection reset|Timed out waiting|Broken pipe|"
                     r"remote process exited|watchdog|DistNetworkError|onnection refused|store->get|DistStoreError|"
-                    r"NCCL error|DistBackendError|collective operation timeout|Detected mismatch|wait timeout",
+                    r"NCCL error|NCCL operation |NCCL Async Error|"
+                    r"DistBackendError|collective operation timeout|Detected mismatch|wait timeout",
                     re.IGNORECASE)  # fmt: skip
 # ... of these, what only those write that have waited for as long as their group allows (gloo, ProcessGroupNCCL)
-_IN_VAIN = re.compile(r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout", re.IGNORECASE)
+_IN_VAIN = re.compile(
+    r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout|NCCL operation timed out", re.IGNORECASE
+)
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 _PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
 

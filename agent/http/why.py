@@ -7,6 +7,7 @@ the readers; nothing in it names a file, a host or a port that the agent would o
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,10 @@ _Word = Annotated[str, Field(max_length=4096)]
 
 
 class Sources(BaseModel):
-    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and its options by name."""
+    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and its options by name.
+
+    `nodes` is a number here: what agents publish of nodes by name the command asks of the cluster, as its user may.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -46,6 +50,7 @@ class Sources(BaseModel):
     states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
     traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
     record: dict[str, Any] = {}
+    recordings: list[dict[str, Any]] = Field(default=[], max_length=8)  # of the job's nodes, as `capture` writes them
     model: Annotated[str, Field(max_length=200)] = ""
     method: Literal["full", "lora", "qlora"] = "lora"
     machine: Annotated[str, Field(max_length=64)] = ""
@@ -66,7 +71,8 @@ def judged(body: bytes) -> Verdict:
 
     from agent.advise import Request as Question
     from agent.advise import RequestError
-    from agent.why import Asked, WhyError, answer
+    from agent.cli.inputs import InputError
+    from agent.why import Asked, answer
 
     try:
         told = Sources.model_validate(plain.loads(body, unknown_numbers=True))
@@ -91,20 +97,22 @@ def judged(body: bytes) -> Verdict:
             (ranks / f"state_rank_{number}.json").write_text(json.dumps(state), encoding="utf-8")
         for rank, trace in told.traces.items():
             (ranks / f"posted_trace_rank_{rank}").write_text(json.dumps(trace), encoding="utf-8")
+        recordings = _written(folder, "recordings", [json.dumps(one) for one in told.recordings], ".json")
         if told.record:
             (folder / "run" / "flight.json").write_text(json.dumps(told.record), encoding="utf-8")
         try:
             return answer(Asked(
-                logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"], request=request,
+                logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
+                request=replace(request, hosts=tuple(map(Path, recordings))),
                 run=folder / "run" if told.states or told.traces or told.record else None, layout=told.layout,
                 inspector=inspector if told.inspector else None, manifest=Path(manifest[0]) if manifest else None,
             ))  # fmt: skip
-        except WhyError as error:
+        except InputError as error:
             raise RequestError(str(error).replace(f"{name}/", "")) from None
 
 
-def _written(folder: Path, kind: str, texts: list[str]) -> tuple[str, ...]:
-    paths = [folder / f"{kind}-{number}" for number in range(len(texts))]
+def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tuple[str, ...]:
+    paths = [folder / f"{kind}-{number}{suffix}" for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text, encoding="utf-8", errors="replace")
     return tuple(map(str, paths))

@@ -20,6 +20,7 @@ from contracts.yaml_edit import EditError, documents
 from contracts.yaml_text import YamlTextError
 from planner.advice import Reason, Setting
 from planner.forecast.machines import names
+from planner.kubernetes.manifests import mappings
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, wrap
 from planner.lint.change import Change, ChangeError, asked, changed
 from planner.lint.sources import read_text
@@ -91,12 +92,12 @@ def _advised(text: str, file: str, name: str, value: str) -> tuple[str, list[str
     reason = Reason(rule="why", evidence="the log's transport is sockets, and the nodes have RDMA", source="why")
     setting = Setting(name=name, value=value, reason=reason)
     try:
-        jobs = [job for job in jobs_in(documents(text)) if not job.without_gpus]
-        made, notes = wrap(text, {job.name: Additions(settings=(setting,)) for job in jobs})
+        added = [None if job.without_gpus else Additions(settings=(setting,)) for job in jobs_in(documents(text))]
+        made, notes = wrap(text, added)
     except (WrapError, EditError, YamlTextError) as error:
         return text, said, [*left, f"{name}={value}: {error}"]
     said += [f"add {name}={value}"] if made != text else []
-    left += [f"{name}={value}: no job of it asks for GPUs"] if not jobs else []
+    left += [f"{name}={value}: no job of it asks for GPUs"] if not any(added) else []
     return made, said, [*left, *(note for note in notes if name in note)]
 
 
@@ -119,16 +120,11 @@ def placed(text: str, request: Request) -> Request:
 
 def _values(document: Any, label: str) -> Iterator[str]:
     """Values of a label in selectors: `label: value`, and `key: label, values: [value]`."""
-    if isinstance(document, list):
-        for one in document:
-            yield from _values(one, label)
-    elif isinstance(document, dict):
-        if isinstance(document.get(label), str):
-            yield document[label]
-        if document.get("key") == label and isinstance(document.get("values"), list):
-            yield from (one for one in document["values"] if isinstance(one, str))
-        for one in document.values():
-            yield from _values(one, label)
+    for found in mappings(document):
+        if isinstance(found.get(label), str):
+            yield found[label]
+        if found.get("key") == label and isinstance(found.get("values"), list):
+            yield from (one for one in found["values"] if isinstance(one, str))
 
 
 def forecast_after(text: str, file: str, request: Request) -> tuple[str, str]:
@@ -141,7 +137,7 @@ def forecast_after(text: str, file: str, request: Request) -> tuple[str, str]:
         return told, command
     advice = advise(request, lambda: snapshots(request.hosts))
     if advice.chosen is None:
-        return "", "topoflight advise: " + (advice.rejected[0].reason if advice.rejected else "no layout is allowed")
+        return "", "topoflight recommend: " + (advice.rejected[0].reason if advice.rejected else "no layout is allowed")
     step = units.interval(advice.chosen.forecast.step_seconds, "s")
     return f"patched, in its best layout ({advice.chosen.layout.family}) it is due {step} a step", ""
 
@@ -149,7 +145,7 @@ def forecast_after(text: str, file: str, request: Request) -> tuple[str, str]:
 def _by_arguments(text: str, file: str, request: Request) -> tuple[str, str]:
     command = f"topoflight why --manifest {file} --machine NAME, or --host FILE"
     if "apiVersion" not in text:
-        return "", "topoflight advise --model NAME --machine NAME --nodes N"
+        return "", "topoflight recommend --model NAME --machine NAME --nodes N"
     if not request.allow_files or not (request.machine or request.hosts):  # its arguments name files, and the hub
         return "", command
     given = {"hosts": request.hosts, "root": request.root, "machine": request.machine, "config": None}
@@ -157,8 +153,8 @@ def _by_arguments(text: str, file: str, request: Request) -> tuple[str, str]:
         job = jobs_in(documents(text))[0]
         advice, said = advice_for(job, () if request.machine else snapshots(request.hosts), given)
     except (WrapError, YamlTextError, InputError) as error:
-        return "", f"topoflight advise: {error}"
+        return "", f"topoflight recommend: {error}"
     if advice.chosen is None:
-        return "", f"topoflight advise; {next((line for line in said if 'unknown' in line), 'no layout is allowed')}"
+        return "", f"topoflight recommend; {next((line for line in said if 'unknown' in line), 'no layout is allowed')}"
     step = units.interval(advice.chosen.forecast.step_seconds, "s")
     return f"patched, {job.kind}/{job.name} is due {step} a step", ""

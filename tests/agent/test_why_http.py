@@ -105,6 +105,26 @@ def test_posted_sources_are_judged_as_files_are(tmp_path: Path) -> None:
     assert (told["state"], told["ranks"]) == ("stuck", [2])
 
 
+def test_posted_recordings_tell_what_is_wrong_on_the_node_behind(tmp_path: Path) -> None:
+    """As --host FILE does; a document that is no recording is named, without a path of the agent's."""
+    http, folder = agent(tmp_path), stalled(tmp_path / "runs")
+    states = [json.loads(path.read_text()) for path in sorted((folder / "ranks").glob("state*"))]
+    traces = {path.stem[-1]: json.loads(path.read_text()) for path in (folder / "ranks").glob("trace*")}
+    name = scan(load(MACHINE)).hostname
+    states = [{**one, "host": name} if one["rank"] == 2 else one for one in states]
+    body = {"states": states, "traces": traces}
+    told = http.post("/why", json=body, headers=HEADERS).json()
+    assert "nodes: 1" not in told["sources"]
+    told = http.post("/why", json={**body, "recordings": [json.loads(MACHINE.read_text())]}, headers=HEADERS).json()
+    assert (told["state"], told["nodes"]) == ("stuck", [name])
+    assert "nodes: 1" in told["sources"]
+    assert not any("what is wrong on" in one["what"] for one in told["unknown"])
+    answer = http.post("/why", json={"recordings": [{"kind": "x"}]}, headers=HEADERS)
+    assert answer.status_code == 400
+    assert "recordings-0.json" in answer.json()["detail"]
+    assert "/tmp" not in answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

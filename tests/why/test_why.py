@@ -207,6 +207,17 @@ def test_ranks_in_different_calls_of_a_group_are_no_fault_of_the_network() -> No
         (["RuntimeError: [unbound_buffer.cc:81] Timed out waiting 1800000ms for send operation to complete"], "failed",
          "watchdog_timeout", "did not finish"),
         (["NVRM: fallen off the bus and is not responding to commands."], "failed", "gpu_xid", "GPU driver"),
+        (["NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=python3, Ch 00000001 caused by previous Xid 149",
+          "NVRM: Xid (PCI:0000:ed:00): 45, pid=19, name=python3, Ch 0000000c caused by previous Xid 145"], "failed",
+         "gpu_xid", "GPUs 0000:dc:00, 0000:ed:00: Xid 149"),
+        (["[rank3]:[E905 10:00:00.1 WorkNCCL.cpp:310] [TC][rank=1][name=fsdp] Operation timed out after 600001 ms",
+          "[rank3]:[E905 10:00:00.2 U.cpp:310] [TC][rank=1][name=fsdp] Aborting process due to timeout on rank 1 - x"],
+         "failed", "call.timeout", "rank 3 waited in vain"),
+        (["[rank3]: RuntimeError: NCCL operation timed out"], "failed", "call.timeout", "rank 3 waited in vain"),
+        (["[rank0]: socketProgressOpt: Call to recv from 172.16.3.4<33759> failed : Connection reset by peer"],
+         "failed", "rank.lost", "rank 0 lost a peer: 172.16.3.4"),
+        (["x" * 400 + " RuntimeError: NCCL error: unhandled cuda error a1:2:3 [1] NCCL INFO cudaDriverVersion 12080"],
+         "failed", "call_failed", "NCCL call failed"),
     ],
 )  # fmt: skip
 def test_what_gloo_and_the_kernel_say_is_read(
@@ -234,6 +245,25 @@ def test_what_nccls_diagnostics_say_is_an_answer(tmp_path: Path, lines: list[str
     assert found.state == "fine"
     assert line in found.line
     assert any("1 checks passed" in source for source in found.sources)
+
+
+def test_diagnostics_as_the_socket_of_ras_prints_them_are_read(tmp_path: Path) -> None:
+    log = tmp_path / "diag.log"
+    log.write_text("=== RAS Diagnostics ===\n[OK]   ECC: no uncorrected volatile errors across 8 ranks in comm 0x1f\n"
+                   "[INFO] Xid 79 detected 2 times on host node-b. Restart the affected application.\n")  # fmt: skip
+    with pytest.raises(gathered.WhyError, match="--diag"):
+        gathered.answer(gathered.Asked(ras=(str(log),)))
+    found = gathered.answer(gathered.Asked(diagnostics=(str(log),)))
+    assert (found.state, found.causes[0].code) == ("failed", "gpu_xid")
+    assert "GPU of node-b: Xid 79" in found.line
+    assert any("1 checks passed" in source for source in found.sources)
+
+
+def test_a_warning_alone_is_listed_and_decides_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("n:1:2 [3] NCCL INFO NET/IB: WQE stall (no CQE): peer=10.0.0.9<1> | local: qpn=1 dev=mlx5_3\n")
+    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    assert (found.state, [cause.code for cause in found.causes]) == ("unknown", ["ib_request_stalled"])
 
 
 @pytest.mark.parametrize(("signal", "ranks"), [(9, (3,)), (11, (3,)), (6, ())])
@@ -327,6 +357,35 @@ def test_calls_that_do_not_match_are_told_apart() -> None:
     size = odd([call(5, done=False, size=4)])
     assert [(v.state, v.ranks, v.causes[0].code) for v in (other, size)] == [
         ("stuck", (1,), "call.other"), ("stuck", (1,), "call.size")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "sent", "taken", "cut", "ranks"),
+    [
+        ((1, 3), 2048, 1024, 2, (2,)),  # what a usual call sends is too much for its smaller one
+        ((0, 3), 4096, 2048, 1, (2,)),  # its neighbour, who can take a usual one, is sent more: double precision
+        ((3,), 4096, 2048, 1, ()),  # one of four is no majority: it may be the odd one
+        ((2, 3), 4096, 2048, 1, ()),  # who sent too much calls as the others do
+        ((1, 3), 4096, 1024, 2, ()),  # neither is what those calls send
+        ((1, 3), 2048, 1024, None, ()),
+    ],
+)
+def test_whose_size_is_odd_is_told_by_the_message_that_gloo_could_not_take(
+    told: tuple[int, ...], sent: int, taken: int, cut: int | None, ranks: tuple[int, ...]
+) -> None:
+    """4096 floats of four ranks are 2048 bytes a message in gloo's ring (gloo/allreduce.cc)."""
+    last = replace(call(61, size=4096), dtypes=("Float",))
+    rows = {r: trace(r, *calls, *([last] if r in told else [])) for r, calls in history(60).items()}
+    states = {
+        r: RankState(
+            rank=r, written=NOW, ended=r in told, error="RuntimeError: Connection closed by peer" * (r in told)
+        )
+        for r in rows
+    }
+    line = f"[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. {sent} vs {taken}."
+    found = judge(Seen(traces=rows, states=states, world=4, now=NOW, cut_short=line, cut_rank=cut))
+    assert (found.state, found.causes[0].code, found.ranks) == ("failed", "call.size", ranks)
+    assert bool(found.unknown) is not bool(ranks)
 
 
 def test_an_order_is_known_by_what_came_after_what() -> None:
@@ -728,7 +787,8 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
 def test_lanes_and_clocks_of_the_node_behind_have_their_own_price(machine: str, code: str, words: str) -> None:
     path = Path(__file__).parents[1] / f"machines/{machine}.json"
     request = Request.of(hosts=(path,), nodes=2, model="Llama-3.1-8B", steps=10_000, price="36", method="full")
-    checks, scanned = gathered._checks((path,)), gathered._snapshots(request, ())
+    scanned = gathered._snapshots(request, ())
+    checks = gathered._checks(scanned)
     node = checks[0].node
     cause = Cause(code=code, message="behind", nodes=(node,))
     found = gathered.faults_priced(Verdict(state="slow", line="slow", causes=(cause,)), checks, request, "", scanned)
