@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,20 @@ from agent.gate.codes import ALL_CODES
 from agent.gate.lint import lint_text
 from agent.gate.verdict import GateError, select
 from agent.hub import shape_of
-from agent.jobs.cluster_job import in_pods
+from agent.jobs.cluster_job import POD_ROLES, in_pods
 from contracts.job_config import ConfigError, JobConfig, parse_config
 from contracts.yaml_edit import EditError, documents
 from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit
-from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, wrap
+from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.stacks.arguments import Said, as_run, read_command
 from probes.api import Snapshot
+from probes.interfaces.facts import InterfacesFacts
+
+_MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
+_RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
 
 def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -32,29 +37,41 @@ def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> t
         resources = dict(_resource(word) for word in given["resources"])
         select((), require=given["require"], known=ALL_CODES)
         notes: list[str] = []
-        additions = {}
-        for job in jobs_in(documents(text)):
+        additions: list[Additions | None] = []
+        manifest = documents(text)
+        jobs = jobs_in(manifest)
+        for job in jobs:
             if job.without_gpus and not asks_for_gpus(resources):
                 notes.append(
                     f"{job.kind}/{job.name}: its pods ask for no GPU: left alone; --resource NAME=COUNT adds one"
                 )
+                additions.append(None)
                 continue
             advice, said = advised(job, found, given)
             advice, left_out = in_pods(advice, found, here=not given["hosts"] and not given["machine"])
+            if any(_MPIRUN.search(word) for word in job.command):
+                said.append("ranks that mpirun starts on other nodes get of the environment only what its -x names")
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
-            additions[job.name] = Additions(
+            additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(given["require"]),
                 gate_image=given["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
-            )  # fmt: skip
+            ))  # fmt: skip
         made, kept = wrap(text, additions)
-        notes += _judged(text, found)
+        notes += [*others_in(manifest), *_judged(text, jobs, found)]
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
-        raise InputError(str(error)) from None
+        template = isinstance(error, YamlTextError) and "{{" in text
+        raise InputError(f"{error}{_RENDERED if template else ''}") from None
     return made, list(dict.fromkeys([*notes, *kept]))
 
 
-def _judged(text: str, found: Sequence[Snapshot]) -> list[str]:
-    """What lint-env says of the environment that the manifest has, on these hosts where they are one."""
+def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[str]:
+    """What lint-env says of the environment that the manifest has, on these hosts where they are one.
+
+    Of interfaces only where the recording is of the network that the pods will have: their own, or their node's.
+    """
+    facts = [each for snapshot in found if (each := snapshot.facts(InterfacesFacts))]
+    of_pod = any(link.role in POD_ROLES - {"loopback"} for each in facts for link in each.interfaces)
+    other_network = any(part.host_network is of_pod for job in jobs for part in job.parts)
     try:
         checks = lint_text(text, "auto", nccl_version=None, snapshot=found[0] if len(found) == 1 else None).checks
     except InputError:  # it sets no variable of NCCL's
@@ -62,7 +79,7 @@ def _judged(text: str, found: Sequence[Snapshot]) -> list[str]:
     return [
         f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip()
         for check in checks
-        if check.status in ("fail", "warn")
+        if check.status in ("fail", "warn") and not (other_network and check.id.startswith("env.interface."))
     ]
 
 

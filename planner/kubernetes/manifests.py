@@ -9,7 +9,7 @@ data.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -29,16 +29,19 @@ NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
 def attached(documents: Any) -> list[str]:
     """Interfaces that Multus makes in the pods of these documents: as their networks name them, else net1 to netN."""
     found: list[str] = []
-    if isinstance(documents, list):
-        for one in documents:
-            found += attached(one)
-    elif isinstance(documents, dict):
-        marks = documents.get("annotations")
+    for one in mappings(documents):
+        marks = one.get("annotations")
         networks = marks.get(NETWORKS_ANNOTATION) if isinstance(marks, dict) else None
         found += _interfaces(networks) if isinstance(networks, str) else []
-        for one in documents.values():
-            found += attached(one)
     return list(dict.fromkeys(found))
+
+
+def mappings(document: Any) -> Iterator[Document]:
+    """Every mapping within a document, or a list of them, the outer ones first."""
+    if isinstance(document, dict):
+        yield document
+    for one in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from mappings(one)
 
 
 def _interfaces(networks: str) -> list[str]:

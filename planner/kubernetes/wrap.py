@@ -1,8 +1,8 @@
 """A user's own training job with the gate, the recommended environment, and what its pods need, added to its manifest.
 
-Kinds: PyTorchJob, TrainJob with its runtime, JobSet, batch Job; the specifications are those of planner.kubernetes
-.manifests. What the user has set stays as it is and is named in a note; what is added carries its reason in an
-annotation of the pod.
+Kinds: PyTorchJob, TrainJob with its runtime, JobSet, Job of batch and of Volcano; the specifications are those of
+planner.kubernetes.manifests. What the user has set stays as it is and is named in a note; what is added carries its
+reason in an annotation of the pod.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 PREFIX = "topoflight.io"  # of annotations
 GATE = "preflight"
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
+_BY_HAND = "what to add by hand: topoflight recommend -o env"
+_OTHERS = {
+    "MPIJob": "mpirun hands its ranks only what -x names: topoflight recommend -o env, each line with -x",
+    **dict.fromkeys(("RayJob", "RayCluster", "RayService"),
+                    "Ray's workers take theirs from runtime_env's env_vars: topoflight recommend -o env"),
+}  # fmt: skip
 _MAIN = {"PyTorchJob": "pytorch", "TrainingRuntime": "node", "ClusterTrainingRuntime": "node"}
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"  # of the jobs of a runtime
+_OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # names and numbers that another one has not
 _GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
 _LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # others' names for a GPU or a share of one too
 _REASON_LIMIT = 1000  # characters of an annotation; all of an object's have 256 KiB
@@ -57,6 +65,11 @@ class Part:
     def resources(self) -> Document:
         """Limits and requests, and what else stands beside them."""
         return dict(self.container.get("resourcesPerNode" if self.kind == "TrainJob" else "resources") or {})
+
+    @property
+    def host_network(self) -> bool:
+        """Whether its pod has its node's interfaces instead of its own."""
+        return bool(((self.pod or {}).get("spec") or {}).get("hostNetwork"))
 
     @property
     def without_gpus(self) -> bool:
@@ -122,29 +135,44 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     """Every job of the documents that is known here. Raises WrapError where there is none."""
     objects = list(_objects(manifest))
     configs = {_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")}
-    jobs = {(job.kind, job.name): job for each in objects if (job := _job(each, configs)) is not None}
-    for job in list(jobs.values()):
+    jobs = [job for each in objects if (job := _job(each, configs)) is not None]
+    runtimes = {(job.kind, job.name): job for job in jobs if job.kind.endswith("Runtime")}
+    used = []
+    for at, job in enumerate(jobs):
         if job.kind == "TrainJob":
             named = job.document["spec"].get("runtimeRef") or {}
-            runtime = jobs.pop((str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))), None)
-            jobs[job.kind, job.name] = replace(job, parts=(*job.parts, *runtime.parts),
-                                               files={**job.files, **runtime.files}) if runtime else job  # fmt: skip
-    found = tuple(jobs.values())
+            runtime = runtimes.get((str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))))
+            if runtime is not None:
+                jobs[at] = replace(job, parts=(*job.parts, *runtime.parts), files={**job.files, **runtime.files},
+                                   nodes=job.nodes or runtime.nodes,
+                                   ranks_per_node=job.ranks_per_node or runtime.ranks_per_node)  # fmt: skip
+                used.append(runtime)
+    found = tuple(job for job in jobs if not any(job is one for one in used))
     if not found:
-        kinds = ", ".join(dict.fromkeys(str(each.get("kind")) for each in objects)) or "no Kubernetes object"
-        raise WrapError(f"no training job: holds {kinds}; one of {', '.join(_KINDS)} is wrapped")
+        kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
+        hint = next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), _BY_HAND)
+        raise WrapError(f"no training job: holds {', '.join(kinds) or 'no Kubernetes object'}; one of "
+                        f"{', '.join(_KINDS)} is wrapped, also in an AppWrapper or a List; {hint}")  # fmt: skip
     return found
 
 
-def wrap(text: str, additions: dict[str, Additions]) -> tuple[str, list[str]]:
-    """The manifest with each job's additions by the job's name, and a note for what was left as the user has it.
+def others_in(manifest: list[Any]) -> list[str]:
+    """A line for each object that trains or asks for GPUs, and is of no kind that is wrapped."""
+    asks = re.compile(r"'containers':.*'(nvidia|amd)\.com/(gpu|mig-[^']*)':")  # of pods, as a key
+    known = (*_KINDS, "AppWrapper")
+    return [f"{each['kind']}/{_name(each)}: left alone: {_OTHERS.get(str(each['kind']), _BY_HAND)}"
+            for each in _objects(manifest) if each.get("kind") in _OTHERS or (
+                each.get("kind", known[0]) not in known and asks.search(str(each)))]  # fmt: skip
+
+
+def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
+    """The manifest with its jobs' additions, in the order of `jobs_in`, and notes on what was left as the user has it.
 
     Raises WrapError, and EditError of contracts.yaml_edit where the text takes no more lines.
     """
     manifest = documents(text)
     notes: list[str] = []
-    for job in jobs_in(manifest):
-        wanted = additions.get(job.name)
+    for job, wanted in zip(jobs_in(manifest), additions, strict=True):
         if wanted is None:
             continue
         for part in job.parts:
@@ -161,15 +189,22 @@ class _Wrapper:
     def __init__(self, job: Job, part: Part, wanted: Additions, notes: list[str]) -> None:
         self._job, self._part, self._wanted, self._notes = job, part, wanted, notes
         self._reasons: dict[str, str] = {}
+        self._other_network = part.host_network and any(need.name == "network" for need in wanted.needs)
 
     def run(self) -> None:
         """All of it."""
         part, wanted, job_kind = self._part, self._wanted, self._job.kind
         if part.kind == job_kind or job_kind != "TrainJob":  # a TrainJob's own stand over its runtime's
             for setting in wanted.settings:
+                if self._other_network and _OF_A_NETWORK.search(setting.name):
+                    self._say(f"{setting.name}={setting.value} is not added: hostNetwork is set, and the recording is "
+                              "of a pod on a network of its own; capture the host")  # fmt: skip
+                    continue
                 self._variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
             if wanted.log:
                 self._log()
+            if empty := ", ".join(name for name, count in part.limits.items() if count is None):
+                self._say(f"{empty} has no number: give one here and in the gate, if one runs")
             self._resources()
         if part.pod is None:
             self._annotate(self._job.document)
@@ -181,7 +216,7 @@ class _Wrapper:
             reason = f"{need.reason.rule}: {need.reason.evidence}"
             if need.name == "shm_bytes":
                 self._shared_memory(int(need.value), reason)
-            elif need.name == "network":
+            elif need.name == "network" and not self._other_network:
                 self._network(need.value, reason)
             elif need.name == "capability":
                 self._capability(need.value, reason)
@@ -286,9 +321,10 @@ class _Wrapper:
             if resources.get("requests") is limits:
                 self._say(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
                 return
-            cores = str(self._job.ranks_per_node or 1)
-            _inside(resources, "requests", {})["cpu"] = cores
-            self._say(f"requests cpu: {cores}, a core for each rank: Kubernetes refuses {name} without cpu or memory")
+            ranks = self._job.ranks_per_node
+            cores = f"{ranks}, a core for each rank" if ranks else "1, as the number of ranks is unknown"
+            _inside(resources, "requests", {})["cpu"] = str(ranks or 1)
+            self._say(f"requests cpu: {cores}: Kubernetes refuses {name} without cpu or memory")
         limits[name] = count
 
     def _rdma(self, names: set[str]) -> None:
@@ -419,12 +455,17 @@ def _objects(manifest: Sequence[Any]) -> Iterator[Document]:
             continue
         if str(each.get("kind", "")).endswith("List") and isinstance(each.get("items"), list):
             yield from _objects(each["items"])
+        elif each.get("kind") == "AppWrapper":  # kueue.sigs.k8s.io/docs/tasks/run/appwrappers
+            components = (each.get("spec") or {}).get("components") or ()
+            yield from _objects([one.get("template") for one in components if isinstance(one, dict)])
+            yield each
         else:
             yield each
 
 
 def _name(document: Document) -> str:
-    return str((document.get("metadata") or {}).get("name", ""))
+    metadata = document.get("metadata") or {}
+    return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
 def _number(value: Any) -> int | None:
@@ -447,6 +488,10 @@ def _job(document: Document, configs: dict[str, Any]) -> Job | None:
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None
     ranks = {"PyTorchJob": spec.get("nprocPerNode"), "TrainJob": (spec.get("trainer") or {}).get("numProcPerNode")}
+    if kind.endswith("Runtime"):
+        policy = spec.get("mlPolicy") or {}
+        nodes = _number(policy.get("numNodes", 1))
+        ranks[kind] = (policy.get("torch") or policy.get("mpi") or {}).get("numProcPerNode")
     return Job(
         name=name, kind=kind, document=document, parts=parts, nodes=nodes or None,
         ranks_per_node=_number(ranks.get(kind)) or parts[0].gpus, files=_files(parts, configs),
@@ -456,7 +501,7 @@ def _job(document: Document, configs: dict[str, Any]) -> Job | None:
 def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
         trainer = spec.setdefault("trainer", {})
-        yield Part(f"{kind}/{name}", kind, None, trainer, _number(trainer.get("numNodes", 1)))
+        yield Part(f"{kind}/{name}", kind, None, trainer, _number(trainer.get("numNodes")))
         return
     templates: list[tuple[str, Document, int | None]] = []
     restarts: dict[str, str] = {}
@@ -464,11 +509,17 @@ def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
         for role, replica in spec["pytorchReplicaSpecs"].items():
             templates.append((f" {role}", replica["template"], _number(replica.get("replicas", 1))))
             restarts[f" {role}"] = str(replica.get("restartPolicy", "OnFailure"))
+    elif kind == "Job" and "tasks" in spec:  # Volcano's
+        for task in spec["tasks"]:
+            templates.append((f" {task.get('name')}", task["template"], _number(task.get("replicas", 1))))
     elif kind == "Job":
         templates.append(("", spec["template"], _number(spec.get("parallelism", 1))))
     else:
         jobs = spec["template"]["spec"] if kind.endswith("Runtime") else spec
         for replicated in jobs["replicatedJobs"]:
+            labels = (replicated["template"].get("metadata") or {}).get("labels") or {}
+            if str(labels.get(_STEP, "trainer")) != "trainer":  # fetches data or the model
+                continue
             body = replicated["template"]["spec"]
             pods = (_number(replicated.get("replicas", 1)) or 1) * (_number(body.get("parallelism", 1)) or 1)
             templates.append((f" {replicated['name']}", body["template"], pods))

@@ -8,6 +8,7 @@ and DeepSpeed's JSON.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,14 @@ Files = Callable[[str], str | None]  # the text of a file that the command names
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl")
 _NODES = ("nnodes", "num_machines", "num_nodes")
 _RANKS = ("nproc_per_node", "num_gpus")
+_REDIRECTION = re.compile(r"\d*[<>]")
+# trl's trainers that keep a second model, rows in pairs, or generate
+_OTHER_LOSS = re.compile(r"(?:^|[/_.-])(?:[a-z]?[dgpr]po|[os]rpo|kto|rloo|gkd|reward|distill\w*)(?=[_.-]|$)", re.I)
+# Words of a name that memory or step time hangs on: a script's own setting with one of them leaves both unknown.
+_TELLING = re.compile(
+    r"(?:^|[_.])(?:lora|peft|qlora|bits?|[48]bit|quant|quantization|length|len|tokens|batch|micro|accumulation|parallel"
+    r"|[tpce]p|zero|offload|offloading|checkpointing|recompute|freeze|packing)(?=[_.]|$)", re.I)  # fmt: skip
+_NOT_OF_STEPS = re.compile(r"(?:^|[_.])(?:eval|test|generation|prompt|new|dropout|alpha)(?=[_.]|$)", re.I)
 # HF Trainer's own, which a job that says nothing has (transformers 5 TrainingArguments)
 _TRAINER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
@@ -57,7 +66,16 @@ def read_command(words: Sequence[str], files: Files) -> Said:
     said.nodes, said.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
     if said.launcher == "accelerate":
         _accelerate(options, files, said)
-    _script(_options(line[at + 1 :]), files, said)
+    redirected = next((i for i, word in enumerate(line) if i > at and _REDIRECTION.match(word)), len(line))
+    words = line[at + 1 : redirected]
+    options = _options(words)
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser's: the file alone, or before others
+        options.setdefault("config", words[0])
+    said.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
+    if _OTHER_LOSS.search(said.script):
+        said.unknown.append(f"{said.script}: what its loss takes: the forecast is of supervised fine-tuning")
+    _script(options, files, said)
     return said
 
 
@@ -71,9 +89,11 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
     for row in script.replace("\\\n", " ").splitlines():
         try:
             lexer = shlex.shlex(row, posix=True, punctuation_chars=";&|")
-            lexer.whitespace_split = True
+            lexer.whitespace_split, lexer.commenters = True, ""  # a # within a word is no comment: owner/data#100
             found: list[str] = []
             for word in lexer:
+                if word.startswith("#"):
+                    break
                 if set(word) <= set(";&|"):
                     yield found
                     found = []
@@ -159,7 +179,14 @@ def _script(options: dict[str, Any], files: Files, said: Said) -> None:
                 settings[name] = inside
     if strange := sorted(set(settings) - known_settings()):
         said.notes.append(f"settings of the script's own, which no forecast reads: {', '.join(strange)}")
+    said.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
+                     for name in strange if _telling(name, settings[name])]  # fmt: skip
     said.settings = {name: value for name, value in settings.items() if name not in strange}
+
+
+def _telling(name: str, value: Any) -> bool:
+    asked = value is not None and value is not False and value != ""
+    return asked and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
 
 
 def _file(name: str, files: Files, said: Said) -> dict[str, Any] | None:
@@ -174,6 +201,9 @@ def _file(name: str, files: Files, said: Said) -> dict[str, Any] | None:
         return None
 
 
+_ACCELERATE_KINDS = (None, "NO", False, "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")  # YAML reads NO as false
+
+
 def _accelerate(options: dict[str, Any], files: Files, said: Said) -> None:
     """accelerate's file and options as settings of transformers' Trainer, which they decide for."""
     given: dict[str, Any] = {}
@@ -186,13 +216,17 @@ def _accelerate(options: dict[str, Any], files: Files, said: Said) -> None:
     said.ranks_per_node = processes // machines if processes and processes % machines == 0 else None
     if given.get("mixed_precision") in ("bf16", "fp16"):
         said.settings[given["mixed_precision"]] = True
+    elif given.get("mixed_precision") == "fp8":
+        said.unknown.append("mixed_precision=fp8: bf16 and fp32 are forecast")
     kind = given.get("distributed_type")
+    if kind not in _ACCELERATE_KINDS or given.get("use_megatron_lm"):
+        said.unknown.append(f"accelerate's distributed_type={kind}: read are DDP, FSDP and DeepSpeed")
     if kind == "FSDP" or given.get("use_fsdp"):
         inside = {k: v for k, v in options.items() if k.startswith("fsdp_") and k != "fsdp_config"}
         inside = {**(given.get("fsdp_config") or {}), **inside}
         said.settings |= {"fsdp": True, "fsdp_config": inside}
     elif kind == "DEEPSPEED" or given.get("use_deepspeed"):
-        _accelerate_deepspeed(given.get("deepspeed_config") or options, said)
+        _accelerate_deepspeed({**(given.get("deepspeed_config") or {}), **options}, said)
     if given.get("parallelism_config"):
         said.settings["parallelism_config"] = given["parallelism_config"]
 
@@ -212,7 +246,8 @@ def _accelerate_deepspeed(given: dict[str, Any], said: Said) -> None:
 
 def as_run(said: Said) -> dict[str, Any]:
     """The settings as the trainer runs them: what nothing says is its own default, and a note says so."""
-    made = {name: value for name, value in said.settings.items() if name not in ("report_to", "output_dir")}
+    elsewhere = ("report_to", "output_dir", "push_to_hub")
+    made = {name: value for name, value in said.settings.items() if name not in elsewhere}
     assumed = {name: value for name, value in _TRAINER.items() if name not in made}
     if not {"fsdp", "fsdp_config", "deepspeed", "parallelism_config", "layout"} & set(made):
         assumed["fsdp"] = False  # DDP

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Engine, StateBytes
+from planner.forecast.specs import ModelSpec
 
 ENGINE = Engine(
     name="megatron",
@@ -76,6 +77,22 @@ def megatron_arguments(request: ExportRequest) -> str:
         "--use-mcore-models",
         "--transformer-impl transformer_engine",
     ]
+    words += _model_words(model) + _layout_words(layout, model)
+    return "\n".join(words) + "\n"
+
+
+_PRECISION = {
+    "bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"],
+    "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
+}  # fmt: skip
+_RECOMPUTE = {
+    "full": ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"],
+    "selective": ["--recompute-granularity selective"],
+}
+
+
+def _model_words(model: ModelSpec) -> list[str]:
+    words = []
     if model.kv_heads != model.heads:
         words += ["--group-query-attention", f"--num-query-groups {model.kv_heads}"]
     if model.family == "gpt2":
@@ -88,8 +105,11 @@ def megatron_arguments(request: ExportRequest) -> str:
         words.append("--qk-layernorm")
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
-    if layout.sequence_parallel:
-        words.append("--sequence-parallel")
+    return words
+
+
+def _layout_words(layout: Layout, model: ModelSpec) -> list[str]:
+    words = ["--sequence-parallel"] if layout.sequence_parallel else []
     if layout.pp > 1:
         words += _stage_words(layout, model.layers)
     if layout.sharding == "zero1" and layout.data_parallel > 1:
@@ -101,21 +121,12 @@ def megatron_arguments(request: ExportRequest) -> str:
         words += [f"--num-experts {model.experts}", f"--moe-router-topk {model.experts_per_token}",
                   f"--moe-ffn-hidden-size {model.expert_ffn}", f"--expert-model-parallel-size {layout.ep}",
                   "--moe-grouped-gemm"]  # fmt: skip
-    if layout.checkpointing == "full":
-        words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    elif layout.checkpointing == "selective":
-        words.append("--recompute-granularity selective")
-    if layout.precision in ("bf16", "fp16"):
-        words.append(f"--{layout.precision}")
-    elif layout.precision == "fp8":
-        words += ["--bf16", "--fp8-format hybrid"]
-    elif layout.precision == "mxfp8":
-        words += ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"]
+    words += _RECOMPUTE.get(layout.checkpointing, []) + _PRECISION.get(layout.precision, [])
     if layout.fused_cross_entropy:
         words.append("--cross-entropy-loss-fusion")
     if layout.offload == "optimizer":
         words.append("--optimizer-cpu-offload")
-    return "\n".join(words) + "\n"
+    return words
 
 
 def _stage_words(layout: Layout, layers: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -142,6 +143,35 @@ def test_a_command_of_the_pages_can_be_typed(page: str, line: str, piped: bool, 
     )  # fmt: skip
     assert done.returncode not in (1, 2), f"{page}: {done.stderr}"
     assert "Traceback" not in done.stderr
+
+
+def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
+    """(Place, verb, words after it) of each command of ours in the texts of the code: remedies, notes, errors."""
+    for folder in ("agent", "planner", "probes", "collectives", "finetune", "topology", "contracts"):
+        for source in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(source.read_text())):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                text = "".join(str(one.value) if isinstance(one, ast.Constant) else "7" for one in parts
+                               if isinstance(one, ast.Constant | ast.FormattedValue))  # fmt: skip
+                for found in re.finditer(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)", text):
+                    words = re.split(r"[,:]? ", re.split(r"[,:] ", found[2])[0])[1:]
+                    yield f"{source.relative_to(ROOT)}:{node.lineno}", found[1], words
+
+
+def test_a_command_that_the_product_names_can_be_typed() -> None:
+    wrong, seen = [], 0
+    for place, verb, words in said_by_the_product():
+        command = cli.get_command(click.Context(cli), verb) if verb in VERBS else None
+        known = {name: one for one in (command.params if command else ()) for name in (*one.opts, *one.secondary_opts)}
+        for word, value in zip(words, [*words[1:], ""], strict=False):
+            if not re.fullmatch(r"--[a-z-]+", word):
+                continue
+            number = word in known and isinstance(known[word].type, click.types.IntParamType)
+            if word not in known or (number and not re.fullmatch(r"\d+|[A-Z]*\W?", value)):
+                wrong.append((place, verb, word, value))
+            seen += 1
+    assert not wrong
+    assert seen > 20
 
 
 def test_what_is_not_ours_names_what_is_there() -> None:

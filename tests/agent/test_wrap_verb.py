@@ -125,6 +125,16 @@ def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_pat
     assert "NCCL_DEBUG_FILE" in said.stdout and "topoflight.io/forecast" not in said.stdout
 
 
+def test_what_mpirun_starts_and_what_is_a_template_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(manifest(tmp_path).replace("torchrun", "mpirun -np 2 python"))
+    said = CliRunner().invoke(wrap, [str(path), "--host", H100])
+    assert said.exit_code == 0 and "only what its -x names" in said.stderr
+    path.write_text("kind: Job\nmetadata:\n  name: {{ .Values.name }}\n")
+    said = CliRunner().invoke(wrap, [str(path), "--host", H100])
+    assert said.exit_code == 2 and "helm template" in said.output
+
+
 def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Path) -> None:
     """As lint-env judges it: a name that NCCL does not have, a value that it does not take; and both stay."""
     path = tmp_path / "job.yaml"
@@ -133,11 +143,17 @@ def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Pat
         replica["restartPolicy"] = "Never"
         (container,) = replica["template"]["spec"]["containers"]
         container["env"] += [{"name": "NCCL_IB_HAC", "value": "mlx5_0"}, {"name": "NCCL_IB_TIMEOUT", "value": "99"}]
+        container["env"].append({"name": "NCCL_SOCKET_IFNAME", "value": "eth0"})  # the pod's own, which no host has
     path.write_text(yaml.safe_dump_all([config, job], sort_keys=False))
     done = CliRunner().invoke(wrap, [str(path), "--host", H100, "-o", str(tmp_path / "new.yaml")])
     assert done.exit_code == 0, done.output
     judged = [line for line in done.stderr.splitlines() if "env." in line]
     assert any("NCCL_IB_HAC" in line for line in judged) and any("NCCL_IB_TIMEOUT" in line for line in judged)
+    assert "env.interface.absent" not in done.stderr
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        replica["template"]["spec"]["hostNetwork"] = True
+    path.write_text(yaml.safe_dump_all([config, job], sort_keys=False))
+    assert "fail env.interface.absent" in CliRunner().invoke(wrap, [str(path), "--host", H100]).stderr
     assert "Master: restartPolicy is Never: no pod is made anew" in done.stderr
     assert "NCCL_IB_HAC" in (tmp_path / "new.yaml").read_text()
     plain, _ = wrapped(tmp_path)
@@ -302,6 +318,12 @@ def test_a_script_is_shown_and_what_is_not_its_own_refused(tmp_path: Path) -> No
     [
         ("base_model: a/b\ndatasets: [{path: c/d}]\nsequence_len: 2048\n", "axolotl"),
         ("stage: sft\nfinetuning_type: lora\ncutoff_len: 2048\n", "LLaMA-Factory"),
+        ("parallelism: {dp: 2, tp: 2}\ntokens: {micro_batch_size: 2}\n", "nanotron"),
+        ("actor_rollout_ref: {model: {path: a/b}}\n", "verl"),
+        ("tokenizer: {path: a}\ncheckpointer: {checkpoint_dir: a}\nbatch_size: 2\n", "torchtune"),
+        ("trainer: {devices: 8}\nexp_manager: {}\nmodel: {}\n", "NeMo"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "accelerate"),
+        ("{zero_optimization: {stage: 3}, bf16: {enabled: true}}\n", "DeepSpeed"),
     ],
 )
 def test_a_file_of_another_trainer_is_called_by_its_name(tmp_path: Path, text: str, whose: str) -> None:

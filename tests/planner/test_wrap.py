@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import yaml
 
+from contracts.job_config import parse_config
 from contracts.yaml_edit import EditError, documents, extended
 from planner.advice import PodNeed, Reason, Setting
-from planner.kubernetes.wrap import Additions, WrapError, jobs_in, wrap
+from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
 from planner.stacks.arguments import as_run, read_command
 
 WHY = Reason(rule="rails", evidence="two NICs", source="a test")
@@ -92,8 +94,8 @@ TRAINJOB: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def of_all(text: str, added: Additions = ADDED) -> dict[str, Additions]:
-    return {job.name: added for job in jobs_in(documents(text))}
+def of_all(text: str, added: Additions = ADDED) -> list[Additions]:
+    return [added for _ in jobs_in(documents(text))]
 
 
 def test_the_published_job_keeps_every_line_and_wrapping_it_again_changes_nothing() -> None:
@@ -181,7 +183,9 @@ def test_other_kinds_in_block_and_in_brackets(document: dict[str, Any], flow: bo
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("kind: Deployment\nmetadata: {name: a}\n", "holds Deployment"),
+        ("kind: Deployment\nmetadata: {name: a}\n", "holds Deployment.*by hand: topoflight recommend"),
+        ("kind: MPIJob\nmetadata: {name: a}\n", "holds MPIJob.*only what -x names"),
+        ("kind: RayJob\nmetadata: {name: a}\n", "holds RayJob.*env_vars"),
         ("[]", "no Kubernetes object"),
         ("kind: Job\nmetadata: {name: a}\nspec: {template: {spec: {containers: []}}}", "which container trains"),
         ("kind: PyTorchJob\nmetadata: {name: a}\nspec: {pytorchReplicaSpecs: 3}", "is not built as a PyTorchJob is"),
@@ -240,6 +244,15 @@ def test_a_command_says_what_it_trains(
     assert settings.items() <= said.settings.items()
 
 
+def test_accelerates_context_parallelism_is_the_layouts() -> None:
+    """FSDP alone leaves all ranks to data parallelism, beside degrees that the file names."""
+    config = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n" \
+             "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 1}\n"  # fmt: skip
+    said = read_command(["accelerate", "launch", "--config_file", "cp.yaml", "train.py"], {"cp.yaml": config}.get)
+    _, settings, _ = parse_config(as_run(said))
+    assert {"cp": 2, "tp": 1, "dp_shard": 1, "sharding": "zero3"}.items() <= settings["layout"].items()
+
+
 def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name() -> None:
     said = read_command(["torchrun", "sft.py", "--config", "gone.yaml", "--my_own", "3"], FILES.get)
     assert said.unknown == ["gone.yaml: what the file says, which is not here"]
@@ -247,6 +260,44 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     assert read_command(["bash", "-c", "./start.sh"], FILES.get).unknown
     made = as_run(said)
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("torchrun sft.py --use_peft_lora True --lr_decay 1", "use_peft_lora=True"),
+        ("torchrun sft.py --model_max_length 2048", "model_max_length=2048"),
+        ("torchrun sft.py --cutoff_len 2048 --eval_batch_size 4 --use_nested False", "cutoff_len=2048"),
+        ("torchrun sft.py $COMMON --packing", "$COMMON"),
+        ("torchrun recipes/dpo.py --packing", "recipes/dpo.py: what its loss takes"),
+        ("trl grpo --packing", "grpo: what its loss takes"),
+        ("accelerate launch --mixed_precision fp8 sft.py", "mixed_precision=fp8"),
+        ("accelerate launch --use_megatron_lm sft.py", "distributed_type=None"),
+    ],
+)  # fmt: skip
+def test_what_no_forecast_reads_and_memory_hangs_on_leaves_it_unknown(line: str, says: str) -> None:
+    said = read_command(["sh", "-c", line], FILES.get)
+    assert len(said.unknown) == 1 and says in said.unknown[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun sft.py --dataset_name a/b#100 --max_length 2048 > log.txt 2>&1  # a night",
+        "torchrun sft.py --max_length 2048 2>&1 | tee log.txt",
+        "torchrun sft.py rows.yaml --dataset_name a/b",
+        "torchrun sft.py --eval_batch_size 4 --max_length 2048",
+    ],
+)
+def test_a_shells_words_and_a_file_by_its_place_are_read(line: str) -> None:
+    said = read_command(["sh", "-c", line], {"rows.yaml": "max_length: 2048\n"}.get)
+    assert said.unknown == [] and said.settings["max_length"] == 2048
+
+
+def test_zero_on_the_command_line_goes_over_the_file() -> None:
+    file = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n"}.get
+    said = read_command(["accelerate", "launch", "--config_file", "a.yaml", "--zero_stage", "3", "sft.py"], file)
+    assert said.settings["deepspeed"] == {"zero_optimization": {"stage": 3}}
 
 
 MIB = 2**20
@@ -274,6 +325,37 @@ def test_huge_pages_come_with_cpu_or_memory_in_every_container(asked: dict[str, 
         limits, requests = each["resources"]["limits"], each["resources"].get("requests", {})
         assert limits["hugepages-2Mi"] == "5120Mi" and {"cpu", "memory"} & {*limits, *requests}
     assert any("requests cpu: 8" in note for note in notes) == (not asked)
+
+
+def test_jobs_without_a_name_are_each_wrapped() -> None:
+    """Of generateName, as batch jobs often are: no two share a name before they are made."""
+    text = gpu_job(limits={"nvidia.com/gpu": 8}).replace("name: j", "generateName: sweep-")
+    made, notes = wrap(f"{text}---\n{text}", [Additions(log=True), Additions(log=True)])
+    assert made.count("NCCL_DEBUG") == made.count("kind: Job") * 2 == 4  # its reason, and itself
+    assert any(note.startswith("Job/sweep: ") for note in notes)
+
+
+def test_only_the_trainer_of_a_runtime_is_wrapped() -> None:
+    """Trainer's runtimes name by a label which of their jobs fetch data or the model."""
+    runtime = copy.deepcopy(TRAINJOB[0])
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    fetch = copy.deepcopy(node)
+    for job, step in ((node, "trainer"), (fetch, "dataset-initializer")):
+        job["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": step}}
+    fetch["name"] = "dataset-initializer"
+    runtime["spec"]["template"]["spec"]["replicatedJobs"].insert(0, fetch)
+    text = yaml.safe_dump_all([runtime, TRAINJOB[1]])
+    made = list(yaml.safe_load_all(wrap(text, of_all(text))[0]))
+    first, second = made[0]["spec"]["template"]["spec"]["replicatedJobs"]
+    assert first == fetch and second["template"]["spec"]["template"]["spec"]["initContainers"]
+
+
+def test_a_job_in_an_app_wrapper_is_wrapped() -> None:
+    job = yaml.safe_load(gpu_job(limits={"nvidia.com/gpu": 8}))
+    outer = {"kind": "AppWrapper", "metadata": {"name": "a"}, "spec": {"components": [{"template": job}]}}
+    text = yaml.safe_dump(outer)
+    (component,) = yaml.safe_load(wrap(text, of_all(text))[0])["spec"]["components"]
+    assert component["template"]["spec"]["template"]["spec"]["initContainers"]
 
 
 def test_shared_memory_stays_within_half_of_the_memory_limit() -> None:
@@ -313,3 +395,49 @@ def test_a_runtime_class_may_give_gpus_and_the_gate_gets_no_variable_made_of_oth
     assert not job.without_gpus
     (gate,) = yaml.safe_load(wrap(text, of_all(text))[0])["spec"]["template"]["spec"]["initContainers"]
     assert {"NCCL_NET"} <= {each["name"] for each in gate["env"]} and "$(" not in str(gate["env"])
+
+
+def pods(*containers: dict[str, Any], **body: Any) -> dict[str, Any]:
+    return {"spec": {"containers": list(containers), **body}}
+
+
+GPUS = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+
+
+def test_volcanos_job_has_tasks_and_other_kinds_beside_a_job_are_named() -> None:
+    worker = pods({"name": "x", "command": ["sshd", "-D"], **GPUS})
+    tasks = [{"name": "d", "template": pods({"name": "d"})}, {"name": "w", "replicas": 3, "template": worker}]
+    volcano = {"kind": "Job", "metadata": {"name": "v"}, "spec": {"tasks": tasks}}
+    other = {"kind": "MPIJob", "metadata": {"name": "m"}, "spec": {"mpiReplicaSpecs": {}}}
+    bare = {"kind": "Pod", "metadata": {"name": "p"}, **pods({"name": "x", **GPUS})}
+    quota = {"kind": "ResourceFlavor", "metadata": {"name": "f"}, "spec": {"nodeLabels": {"nvidia.com/gpu": "yes"}}}
+    text = yaml.safe_dump_all([volcano, other, bare, quota])
+    (job,) = jobs_in(documents(text))
+    assert (job.nodes, job.ranks_per_node, job.parts[0].where) == (3, 8, "Job/v w")
+    made, _ = wrap(text, of_all(text))
+    assert made.count("name: preflight") == 1 and wrap(made, of_all(made))[0] == made
+    assert [line.split(":")[0] for line in others_in(documents(text))] == ["MPIJob/m", "Pod/p"]
+
+
+def test_a_train_job_counts_by_its_runtimes_policy_where_it_says_nothing() -> None:
+    jobs = [{"name": "node", "template": {"spec": {"template": pods({"name": "node"})}}}]
+    policy = {"numNodes": 4, "torch": {"numProcPerNode": 2}}
+    runtime = {"kind": "ClusterTrainingRuntime", "metadata": {"name": "torch"},
+               "spec": {"mlPolicy": policy, "template": {"spec": {"replicatedJobs": jobs}}}}  # fmt: skip
+    train = {"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"runtimeRef": {"name": "torch"}}}
+    (job,) = jobs_in([train, runtime])
+    assert (job.kind, job.nodes, job.ranks_per_node) == ("TrainJob", 4, 2) and len(job.parts) == 2
+    assert jobs_in([train])[0].nodes is None  # its runtime, which is elsewhere, says
+
+
+def test_pods_on_their_nodes_network_get_no_name_of_a_pods_own() -> None:
+    spec = {"template": pods({"name": "x", **GPUS}, hostNetwork=True)}
+    text = yaml.safe_dump({"kind": "Job", "metadata": {"name": "a"}, "spec": spec})
+    made, notes = wrap(text, of_all(text))
+    assert "NCCL_IB_HCA" not in made and "rdmashared-net" not in made and "NCCL_CROSS_NIC" in made
+    assert any("NCCL_IB_HCA==mlx5_0,mlx5_1 is not added: hostNetwork" in note for note in notes)
+
+
+def test_a_count_that_is_missing_is_said() -> None:
+    text = gpu_job(limits={"nvidia.com/gpu": None})
+    assert any("nvidia.com/gpu has no number" in note for note in wrap(text, of_all(text, Additions()))[1])
