@@ -8,6 +8,7 @@ says of batch, precision, sharding, recomputation and offloading is kept in one 
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -185,6 +186,8 @@ def parse_mapping(text: str, where: object) -> dict[str, Any]:
     try:
         documents = load_all(text, most_aliases=MAX_ALIASES)
     except YamlTextError as error:
+        if re.search(r"^\[\w+\]\s*(#.*)?$", text, re.MULTILINE):
+            raise ConfigError(f"{where}: TOML, as torchtitan's files are; read is YAML of TRL's names") from None
         raise ConfigError(f"{where}: {error}") from None
     if len(documents) > 1:
         raise ConfigError(f"{where}: holds {len(documents)} YAML documents, one is allowed")
@@ -206,6 +209,11 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
     values: dict[str, Any] = {}
     layout = _layout(raw.get("layout"))
     written = {trl.RENAMED.get(name, name): name for name in raw}
+    known = known_settings()
+    if unknown := [name for name in raw if name not in known]:
+        first, *more = unknown
+        also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
+        raise ConfigError(f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}")
     for name, value in _renamed(raw, note).items():
         if name in _APART or trl.without_effect(name, value, note):
             continue
@@ -217,9 +225,9 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
         _put(values, name, value, note, written.get(name, name))
     trl.precision(raw, layout)
     trl.checkpointing(raw, layout)
+    trl.parallelism(raw, layout, note)  # degrees that it leaves away are FSDP's to set
     trl.fsdp(raw, layout, note)
     trl.deepspeed(raw, values, layout, note)
-    trl.parallelism(raw, layout, note)
     if layout:
         values["layout"] = _layout(layout)
     return JobConfig(**values), values, list(notes)
@@ -293,8 +301,9 @@ def _member(member: str, value: Any, name: str) -> Any:
 def _refuse_others(raw: Mapping[str, Any]) -> None:
     for trainer, names in trl.OTHERS.items():
         if all(name in raw for name in names):
+            own = "deepspeed: FILE is the setting that names it, or " if trainer == "DeepSpeed" else ""
             raise ConfigError(
-                f"{' and '.join(names)}: a file of {trainer}, not read here; `topoflight wrap` takes the "
+                f"{' and '.join(names)}: a file of {trainer}, not read here; {own}`topoflight wrap` takes the "
                 f"manifest of a job that runs it, `topoflight launch --script` its script"
             )
 
@@ -328,8 +337,6 @@ def layout_asked(given: Mapping[str, Any], world_size: int, ranks_per_node: int)
 def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
     """One setting; `label` is its name in the file."""
     known = _types()
-    if name not in known:
-        raise ConfigError(f"unknown setting {name!r}{trl.hint(name, sorted(known_settings()))}")
     if value is None and type(None) not in typing.get_args(known[name]):
         if name == "max_length":
             raise ConfigError(

@@ -163,8 +163,13 @@ ELSEWHERE = {
     "val_set_size": "dataset_test_split", "saves_per_epoch": "save_strategy", "optimizer": "optim",
 }  # fmt: skip
 
-# what only the files of these trainers have together
-OTHERS = {"axolotl": ("base_model", "datasets"), "LLaMA-Factory": ("stage", "finetuning_type")}
+# what only the files of these have together, by their published examples
+OTHERS = {
+    "axolotl": ("base_model", "datasets"), "LLaMA-Factory": ("stage", "finetuning_type"),
+    "torchtune": ("tokenizer", "checkpointer"), "NeMo": ("trainer", "exp_manager"),
+    "nanotron": ("parallelism", "tokens"), "verl": ("actor_rollout_ref",),
+    "accelerate": ("compute_environment", "distributed_type"), "DeepSpeed": ("zero_optimization",),
+}  # fmt: skip
 
 _FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload")
 # accelerate counts the strategies of torch's ShardingStrategy from 1
@@ -373,9 +378,27 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
             raise ConfigError(f"{where}.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
         values["max_grad_norm"] = clipping
     _deepspeed_optimizer(given, where)
+    _deepspeed_alone({**given, **{f"zero_optimization.{name}": value for name, value in zero.items()}}, where)
     passed = sorted(set(given) - set(_DEEPSPEED_SECTIONS))
     note(f"{where}: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
          + (f"; no effect: {', '.join(passed)} ({_ZERO_NO_EFFECT})" if passed else ""))  # fmt: skip
+
+
+# What only DeepSpeed does, and memory or messages depend on; by the values that ask for nothing.
+_DEEPSPEED_ALONE: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel": ({}, {"autotp_size": 0}, {"autotp_size": 1}), "sequence_parallel_size": (1,),
+    "amp": ({}, {"enabled": False}), "elasticity": ({}, {"enabled": False}), "compression_training": ({},),
+    "data_types": ({}, {"grad_accum_dtype": None}),
+    "zero_optimization.zero_hpz_partition_size": (1,), "zero_optimization.mics_shard_size": (-1,),
+    "zero_optimization.zero_quantized_weights": (False,), "zero_optimization.zero_quantized_gradients": (False,),
+}  # fmt: skip
+
+
+def _deepspeed_alone(given: Mapping[str, Any], where: str) -> None:
+    for name, nothing in _DEEPSPEED_ALONE.items():
+        if given.get(name) is not None and given[name] not in nothing:
+            raise ConfigError(f"{where}.{name}={given[name]!r}: only {nothing[-1]!r} is allowed: torch's fully_shard, "
+                              "which runs in place of ZeRO, has nothing of it")  # fmt: skip
 
 
 def _enabled(given: Mapping[str, Any], name: str) -> bool:

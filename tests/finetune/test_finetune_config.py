@@ -248,6 +248,8 @@ def test_what_trl_says_of_the_layout(raw, layout):
     [
         ({"deepspeed": "ds_config_zero3.json"}, ["deepspeed='ds_config_zero3.json'", "that is there"]),
         ({"deepspeed": {"zero_optimization": {"stage": 1}}}, ["stage=1", "0, 2 and 3"]),
+        ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, ["tensor_parallel={'autotp_size': 2}"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}}, ["hpz_partition_size=8"]),
         ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}}, ["nvme", "cpu"]),
         ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, ["both"]),
         ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}, "fsdp_config": {
