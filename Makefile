@@ -18,6 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # ranks and servers started once.
 ALONE := alone or rdma or kube or containers or gpu
 SHARED := ranks or netns or browser or prometheus or long
+HEAVY := $(ALONE) or $(SHARED)
 SPREAD := -n 3 --dist loadfile
 
 .PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
@@ -42,7 +43,7 @@ lint: $(READY)
 test-fast test-real test-two test-alone: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q -n 3 -m "not ($(ALONE) or $(SHARED))"
+	$(PYTEST) -q -n 3 -m "not ($(HEAVY))"
 
 test-real: $(READY)
 	$(PYTEST) -q $(SPREAD) -m "real"
@@ -58,11 +59,11 @@ test-alone: $(READY)
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)
-	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(ALONE) or $(SHARED))" -k "golden or openapi_is"
+	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
 
 # the long documents whose digests are kept, into OUT: once before a change and once after it, for diff -r
 golden-documents: $(READY)
-	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(ALONE) or $(SHARED))" -k "golden or openapi_is"
+	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
 
 # against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/measurements/cluster.md);
 # without KUBECONFIG the same conversations with the stand-in

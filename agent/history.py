@@ -56,6 +56,7 @@ AT_ONCE = {
 _MOVES_BY_ITSELF = "held back by"  # the trait of a GPU under load
 _VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
 _COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host
+OF_FINDINGS = ("raised", "cleared")  # kinds of events that tell of a finding, whose code they have
 PARTS = ("driver", "firmware", "kernel", "hardware")
 """What a change is of; `memlock`, a link that comes up and the like are of none."""
 
@@ -76,7 +77,7 @@ class Event:
     @property
     def finding(self) -> bool:
         """Whether it tells of a finding."""
-        return self.kind in ("raised", "cleared")
+        return self.kind in OF_FINDINGS
 
 
 @dataclass(slots=True, kw_only=True)

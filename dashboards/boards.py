@@ -71,18 +71,8 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
     )  # fmt: skip
     for variable in _variables():
         made.with_variable(variable)
-    made.annotation(
-        build.AnnotationQuery().name("Findings").datasource(SOURCE).enable(True).icon_color(ORANGE)
-        .expr(f"max by (node, instance, code, severity) ({m('topoflight_finding_since_seconds')}) * 1000")
-        .use_value_for_time("on").step("60s").title_format("{{code}}")
-        .text_format("{{node}} {{instance}}: {{severity}}").tag_keys("severity")
-    )  # fmt: skip
-    made.annotation(
-        build.AnnotationQuery().name("Changes").datasource(SOURCE).enable(True).icon_color(BLUE)
-        .expr(f"max by (node, instance, kind) ({m('topoflight_change_timestamp_seconds')}) * 1000")
-        .use_value_for_time("on").step("60s").title_format("{{kind}}")
-        .text_format("{{node}} {{instance}}: {{kind}} changed").tag_keys("kind")
-    )  # fmt: skip
+    made.annotation(_marks("Findings", ORANGE, "topoflight_finding_since_seconds", "code", "severity"))
+    made.annotation(_marks("Changes", BLUE, "topoflight_change_timestamp_seconds", "kind", "kind", " changed"))
     made.link(
         build.DashboardLink("Topoflight").type(dashboard.DashboardLinkType.DASHBOARDS).tags(["topoflight"])
         .as_dropdown(True).include_vars(True).keep_time(True).icon("external link").tooltip("").url("")
@@ -95,6 +85,17 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
             made.with_panel(_panel(panel).id(number))
             number += 1
     return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(made.build())), indent=1, sort_keys=True) + "\n"
+
+
+def _marks(name: str, colour: str, metric: str, title: str, tag: str, more: str = "") -> build.AnnotationQuery:
+    """A mark at the time that each value of the metric is: named by one label, told and tagged by another."""
+    labels = ", ".join(dict.fromkeys(("node", "instance", title, tag)))
+    return (
+        build.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
+        .expr(f"max by ({labels}) ({m(metric)}) * 1000").use_value_for_time("on").step("60s")
+        .title_format(f"{{{{{title}}}}}").tag_keys(tag)
+        .text_format(f"{{{{node}}}} {{{{instance}}}}: {{{{{tag}}}}}{more}")
+    )  # fmt: skip
 
 
 def _variables() -> list[Any]:

@@ -273,7 +273,13 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         return
     if given["with_network"]:
         raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+    _create(documents, given)
+
+
+def _create(documents: Sequence[dict[str, Any]], given: dict[str, Any]) -> None:
     from agent.cluster.client import AccessError, ApiError, connect
+    from agent.jobs import cluster_job
+    from planner.kubernetes.job import JobError
 
     warned: dict[str, None] = {}  # by the dry run and again when it is made
     try:

@@ -225,7 +225,7 @@ def _leave(found: NetworkBars, folder: Path) -> None:
 
 
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
-    """The verdict and the bars on the terminal; what proves them where they are `verbose`, or were not proven."""
+    """The verdict and the bars on the terminal; what proves them where it is `verbose`."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -245,8 +245,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     out.print(rows)
     if verbose:
         out.print(escape(found.where))
-    for bar in found.bars:
-        if bar.step_seconds and verbose:
+        for bar in filter(lambda bar: bar.step_seconds, found.bars):
             rate = f"; measured before: {units.rate(bar.busbw_bytes_per_second)}" if bar.busbw_bytes_per_second else ""
             out.print(escape(f"{bar.network}: {bar.carries}; proven by {'; '.join(bar.proof)}{rate}"), highlight=False)
     for note in found.notes:

@@ -50,7 +50,6 @@ class Watcher:
         self._refused = False  # the last try was no list, and more patience would not help
         self._thread = threading.Thread(target=self._loop, name=f"watch {path.rsplit('/', 1)[-1]}", daemon=True)
         self.error: str | None = None
-        self.heard_at: float | None = None  # monotonic; of the last list, event or bookmark
         self.lists = 0
 
     def start(self) -> None:
@@ -143,5 +142,5 @@ class Watcher:
             yield version
 
     def _heard(self) -> None:
-        self.error, self.heard_at = None, time.monotonic()
+        self.error = None
         self._tally.heard_at_seconds = time.time()

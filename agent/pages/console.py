@@ -13,7 +13,7 @@ from agent.cluster import acknowledged
 from agent.cluster.nodes import DAY_SECONDS, Fleet, NodeRecord, seconds_of
 from agent.cluster.places import Places
 from agent.gate.verdict import Check, Verdict, judge
-from agent.history import clock
+from agent.history import OF_FINDINGS, clock
 from agent.pages.nodes import ORDER, checks_of_records, first_of, said_gpus
 from agent.view import Group, grouped
 from topology import diff
@@ -285,7 +285,7 @@ def _moments(records: Iterable[NodeRecord], now: float) -> list[Event]:
             (str(one.get("code")), str(one.get("subject"))) for one in record.changes if one.get("kind") == "raised"
         }
         for one in record.changes:
-            text = str((one.get("kind") in ("raised", "cleared") and one.get("code")) or one.get("text") or "")
+            text = str((one.get("kind") in OF_FINDINGS and one.get("code")) or one.get("text") or "")
             found.add((seconds_of(one.get("at")), str(one.get("kind")), text, record.name))
         for one in record.findings:
             if (str(one.get("code")), str(one.get("subject"))) not in told and one.get("severity") in ("fail", "warn"):
@@ -301,7 +301,7 @@ def _hours(events: Iterable[Event], now: float) -> tuple[tuple[str, dict[str, in
     """How many nodes each hour had something of each kind; the last hour is the one that ends now."""
     counts: list[Counter[str]] = [Counter() for _ in range(HOURS)]
     for at, kind, _ in {(min(HOURS - 1, int((now - at) // 3600)), kind, node) for at, kind, _, node in events}:
-        word = kind if kind in ("raised", "cleared") else "silent" if kind in ("silent", "ended") else "changed"
+        word = kind if kind in OF_FINDINGS else "silent" if kind in ("silent", "ended") else "changed"
         counts[HOURS - 1 - at][word] += 1
     return tuple((clock(now - 3600.0 * (HOURS - hour)), dict(count)) for hour, count in enumerate(counts))
 

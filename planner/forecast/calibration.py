@@ -138,14 +138,6 @@ def dump_calibration(calibration: Calibration) -> str:
     return json.dumps(asdict(calibration), indent=2, sort_keys=True) + "\n"
 
 
-def with_measured_step(calibration: Calibration, *, measured_seconds: float, forecast_seconds: float,
-                       engine: str) -> Calibration:  # fmt: skip
-    """Add the scalar of a finished run: what it took over what was forecast."""
-    ratio = _positive(measured_seconds, "measured_seconds") or 1.0
-    ratio /= _positive(forecast_seconds, "forecast_seconds") or 1.0
-    return replace(calibration, step_scale=ratio, engine=engine)
-
-
 def _timed_model(timing: LayerTiming) -> ModelSpec:
     return model_from_config({
         "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from contracts.layout import EIGHT_BITS
 from hardware.gpus import Gpu
-from hardware.units import GIB
 from planner.forecast.engine import NF4_BYTES, Engine
 from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width, weights
 
@@ -365,8 +364,3 @@ def head_cost(
     gemm = 2.0 * tokens * n * model.hidden * _rate_loss(tokens, n, model.hidden, constants) / (rates.head or rates.gemm)
     passes = 6.0 if fused else 16.0  # bytes per logit: bf16 read twice and written; fp32 copies, softmax, gradient
     return gemm, tokens * n * passes / rates.hbm
-
-
-def gib(value: float) -> str:
-    """A size in words."""
-    return f"{value / GIB:.1f} GiB"

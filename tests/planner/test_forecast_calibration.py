@@ -19,7 +19,6 @@ from planner.forecast.calibration import (
     load_calibration,
     parse_calibration,
     with_links,
-    with_measured_step,
 )
 from planner.forecast.links import links_of
 from planner.forecast.models import model_named
@@ -84,8 +83,7 @@ def test_the_scalar_of_an_earlier_run_moves_the_forecast_to_what_it_took() -> No
     before = recommend(box, (), model, train).chosen
     assert before is not None
     forecast = before.forecast.step_seconds.mid
-    blank = Calibration(device="NVIDIA H100 80GB HBM3", precision="bf16")
-    learnt = with_measured_step(blank, measured_seconds=1.3 * forecast, forecast_seconds=forecast, engine="topoflight")
+    learnt = Calibration(device="NVIDIA H100 80GB HBM3", precision="bf16", step_scale=1.3, engine="topoflight")
     after = recommend(box, (), model, train, calibration=learnt).chosen
     assert after is not None
     assert after.forecast.step_seconds.mid == pytest.approx(1.3 * forecast, rel=1e-6)
