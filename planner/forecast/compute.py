@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from contracts.layout import EIGHT_BITS
 from hardware.gpus import Gpu
-from planner.forecast.engine import NF4_BYTES, Engine
+from planner.forecast.engine import NF4_BYTES, NF4_SCALES, Engine
 from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width, weights
 
 # What an unknown CPU core does in a float32 multiplication; wide, and said to be assumed. AVX2 at 2.5 GHz is
@@ -243,7 +243,7 @@ def layer_cost(
         products = [into * out * copies for _, out, into, copies in _shapes(model, tokens, tp, ep)]
         kernels += constants.dequantize_kernels * len(products)
         share = constants.dequantize_share / constants.hbm_share
-        dequantize = sum(products) * (NF4_BYTES + rates.element_bytes) / (rates.hbm * share)
+        dequantize = sum(products) * (NF4_BYTES + NF4_SCALES + rates.element_bytes) / (rates.hbm * share)
     return LayerCost(
         _seconds_of_products(_shapes(model, tokens, tp, ep), rates, constants),
         _attention(model, tokens, sequence, tp, rates, constants),

@@ -6,7 +6,8 @@ the terms up and know no stack. Traits are properties of the code, never fitted 
 
 Specification: mixed-precision state of 18 bytes per weight (arXiv 1910.02054), activations s b h (18 + 4 f/h) / t per
 layer with flash attention and sequence parallelism (arXiv 2205.05198 and Megatron-LM theoretical_memory_usage.py),
-NF4 at 0.53 bytes per weight with double quantisation (arXiv 2305.14314).
+NF4 with double quantisation: half a byte per weight, a byte for the scale of 64 weights, four for that of 256 scales
+(arXiv 2305.14314; bitsandbytes' defaults).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from planner.forecast.specs import (
     weights,
 )
 
-NF4_BYTES = 0.53
+NF4_BYTES = 0.5  # per weight; as they lie and travel
+NF4_SCALES = 1 / 64 + 4 / (64 * 256)  # beside them; whole on every rank, as FSDP takes no part of bitsandbytes' state
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 
@@ -383,8 +385,11 @@ class Engine:
         """All-reduces (or pairs of their halves) of the hidden states in a layer, forward and backward."""
         return 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
 
-    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout) -> float:
-        """The same around the layers: after the embedding, and of the head's gradient."""
+    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout, *, last: bool) -> float:
+        """The same around the layers, on the first or the last pipeline stage.
+
+        After the embedding, and of the head's gradient.
+        """
         return 2.0 if layout.pp == 1 else 1.0
 
     def reduced_bytes(self, layout: Layout) -> float:

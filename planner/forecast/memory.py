@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from hardware.units import GIB
-from planner.forecast.engine import Engine, Share, share_of
+from planner.forecast.engine import NF4_SCALES, Engine, Share, share_of
 from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_weights
 
 
@@ -107,13 +107,14 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
         return share.part(share.trained, share.routed_trained, sharded=sharded)
 
     gradients, optimizer = trained(engine.shards_gradients(share)), trained(share.zero > 0)
+    scales = NF4_SCALES * (share.local - share.ends) if share.train.method == "qlora" else 0.0
     if share.adapters:
         adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
         layers = share.frozen_bytes * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
         ends = share.element * share.part(share.ends, 0.0, sharded=share.zero == 3)
         # Modules that PEFT copies to train them whole stay in the model's type, and so do their states.
         mean = adapter + (share.element - adapter) * share.whole / max(1.0, share.trained)
-        in_weights = layers + ends + mean * trained(share.zero == 3)
+        in_weights = layers + ends + mean * trained(share.zero == 3) + scales
         gradients, optimizer = mean * gradients, 2.0 * mean * optimizer
     else:
         each = engine.state_bytes(share)
@@ -122,7 +123,7 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
     if layout.offload != "none":
         optimizer = 0.0
     if layout.offload == "all":
-        in_weights, gradients = 0.0, 0.0
+        in_weights, gradients = scales, 0.0
     return in_weights, gradients, optimizer
 
 

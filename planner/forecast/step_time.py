@@ -214,10 +214,15 @@ class _Step:
         """
         if not self.job.engine.ends_apart or self.layout.pp > 1:
             return 0.0
-        kept = self.wide * (self.count.head or self.count.embedding) / self.layout.tp
+        kept = self.head_bytes
         if not self.full and self.count.head:
             kept += self.wide * self.count.embedding / self.layout.tp * (1 - 1 / self.layout.gradient_accumulation)
         return kept
+
+    @property
+    def head_bytes(self) -> float:
+        """The head's weight, gathered."""
+        return self.wide * (self.count.head or self.count.embedding) / self.layout.tp
 
     @property
     def message_bytes(self) -> float:
@@ -299,8 +304,10 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     )
 
 
-def sent(job: Job, layout: Layout) -> dict[tuple[str, str], float]:
+def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str], float]:
     """Bytes of the collectives of one step that the seconds are made of, on a rank of the first pipeline stage.
+
+    Or of the `last`.
 
     By mesh dimension and kind; of each collective the whole, its larger side. Tensor parallelism's all-gathers and
     reduce-scatters count as half an all-reduce. Left out: what is no wider than a number per token.
@@ -309,8 +316,11 @@ def sent(job: Job, layout: Layout) -> dict[tuple[str, str], float]:
     layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
     reduced, found = engine.reduced_bytes(layout), {}
     if step.sharded:
-        again = engine.gathers_again(layout) * (step.gathered_bytes - step.kept_bytes)
-        found["dp_shard", "all_gather"] = engine.gathers(layout) * step.gathered_bytes + again
+        gathers, again = engine.gathers(layout), engine.gathers_again(layout)
+        kept = again * step.kept_bytes
+        if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays from the first forward pass on
+            kept = (gathers + again - 1) * step.head_bytes
+        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - kept
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
     if layout.cp > 1:
         found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)
@@ -319,7 +329,7 @@ def sent(job: Job, layout: Layout) -> dict[tuple[str, str], float]:
         found["dp_replicate", "all_reduce"] = reduced * trained
     if layout.tp > 1:
         rounds = step.layers * engine.tensor_parallel_rounds(layout)
-        rounds += engine.tensor_parallel_ends(job.train, layout)
+        rounds += engine.tensor_parallel_ends(job.train, layout, last=last)
         found["tp", "all_reduce"] = m * rounds * step.hidden_bytes
     if layout.pp > 1:
         found["pp", "send"] = (2 * layout.virtual_stages - 1) * m * step.message_bytes
@@ -371,7 +381,9 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
     layout, job = step.layout, step.job
     if layout.tp == 1:
         return 0.0
-    rounds = job.engine.tensor_parallel_ends(job.train, layout) if ends else job.engine.tensor_parallel_rounds(layout)
+    rounds = job.engine.tensor_parallel_rounds(layout)
+    if ends:
+        rounds = max(job.engine.tensor_parallel_ends(job.train, layout, last=last) for last in (False, True))
     exposed = 1.0 - job.constants.tp_hidden if job.engine.tp_overlap and layout.sequence_parallel else 1.0
     return rounds * exposed * job.links.all_reduce_seconds(step.hidden_bytes, layout.tp, 1)
 

@@ -105,15 +105,15 @@ class Topoflight(Fsdp):
             return 5.5 if again else 4.0
         return 9.0 if again else 7.0
 
-    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout) -> float:
+    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout, *, last: bool) -> float:
         """The head takes the whole sequence, and gives its gradient back by an all-reduce.
 
         Beside a frozen embedding the first layer's three projections of it send no gradient.
         """
-        rounds = super().tensor_parallel_ends(train, layout)
-        if layout.sequence_parallel and layout.pp == 1:
+        rounds = super().tensor_parallel_ends(train, layout, last=last)
+        if layout.sequence_parallel and (last or layout.pp == 1):
             rounds += 0.5
-        return rounds - (3.0 if train.method != "full" else 0.0)
+        return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
     def gathered(self, share: Share) -> float:
         """Beside them, in a layer that is made again, its experts with their adapters added."""

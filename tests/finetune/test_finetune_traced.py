@@ -1,9 +1,10 @@
 """The layouts that the planner may recommend, built and traced at their real size without a GPU.
 
 One full optimizer step of Llama 3.1 8B, 70B and 405B over 8, 16, 64 and 512 ranks, by one rank of the first pipeline
-stage (`fake_ranks.py`): that the job takes the layout, that what it builds is what was asked for, and that the bytes
-of each kind of collective are those that the forecast makes its seconds of. Widths, degrees and sequence are the real
-ones. Of layers, which are all alike, and of micro-batches there are a few: the forecast is asked about the same few.
+stage and one of the last (`fake_ranks.py`): that the job takes the layout, that what it builds is what was asked for,
+and that a rank's weights and the bytes of each kind of collective are those that the forecast counts. Widths, degrees
+and sequence are the real ones. Of layers, which are all alike, and of micro-batches there are a few: the forecast is
+asked about the same few. QLoRA is not traced: its 4-bit weights are made of real ones.
 """
 
 import json
@@ -22,10 +23,12 @@ from test_finetune_equivalence import HERE, ROOT
 from contracts.layout import Layout
 from finetune.parallel import shards
 from planner.forecast import machines
+from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
-from planner.forecast.specs import TrainSpec, weights
+from planner.forecast.specs import TrainSpec, lora_weights
 from planner.forecast.step_time import sent
 from planner.recommend import plan, search_planned
+from planner.stacks.topoflight import ENGINE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B")
@@ -80,7 +83,12 @@ def layers_of(layout):
     return layout.pp * 2
 
 
-def case_of(folder, name, method, layout, layers=None):
+def stages(layout):
+    """The pipeline stages that differ: the first has the embedding, the last the head."""
+    return sorted({0, layout.pp - 1})
+
+
+def case_of(folder, name, method, layout, layers=None, stage=0):
     """A case for the tracer."""
     model, layers = model_named(name), layers or layers_of(layout)
     home = folder / f"{name}-{layers}"
@@ -94,7 +102,7 @@ def case_of(folder, name, method, layout, layers=None):
             "num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
             "moe_intermediate_size": model.expert_ffn,
         }))  # fmt: skip
-    return {"name": f"{name} {method} {layout}", "method": method, "length": LENGTH, "stage": 0,
+    return {"name": f"{name} {method} {stage} {layout}", "method": method, "length": LENGTH, "stage": stage,
             "model": f"random:{home}", "layout": asdict(layout)}  # fmt: skip
 
 
@@ -110,12 +118,12 @@ def traced(folder, cases):
     return {one["name"]: one for one in lines}
 
 
-def hold(got, name, method, layout, layers=None):
-    """One traced layout against the forecast's bytes."""
+def hold(got, name, method, layout, layers=None, stage=0):
+    """One traced stage of a layout against the forecast's bytes."""
     assert got["mismatches"] == [], got["name"]
     model = replace(model_named(name), layers=layers or layers_of(layout))
     job = planned(model, method, layout.world_size).job
-    due, heard = sent(job, layout), Counter()
+    due, heard = sent(job, layout, last=stage > 0), Counter()
     # Left out is what is narrow: a number per token of the loss, an adapter's inner side, gradients of norms. The
     # head's gradient comes in parts of 1,024 tokens where the loss is fused.
     least = 1024 * model.hidden * 2
@@ -130,9 +138,24 @@ def hold(got, name, method, layout, layers=None):
     assert small < 0.01 * heard["tp", "all_reduce"] or not small
     told = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
     assert heard.keys() == due.keys(), (got["name"], told)
+    # what is offloaded lies beside the device, in the same parts
+    held = memory_parts(model, asked(method, layout.world_size), replace(layout, offload="none"), ENGINE).weights
+    rows = model.vocab // layout.tp
+    most = held * (1 + NORMS + (-rows % shards(layout)) / rows)
+    if method != "full" and shards(layout) > RANK:  # the first ranks have a row each of an adapter's factors
+        most += 4 * lora_weights(model, job.train) / layout.pp / RANK
+    assert held * (1 - NORMS) <= got["local_bytes"] <= most, (got["name"], held, got["local_bytes"])
     for key, size in due.items():
         more = NORMS + (padding(model, method, layout, due, key) if key[0] in ("dp_shard", "dp_replicate") else 0.0)
         assert size * (1 - NORMS) <= heard[key] <= size * (1 + more), (got["name"], told)
+
+
+def hold_all(folder, found):
+    """Each layout's ends, traced and held."""
+    cases = [(case_of(folder, *one, stage=stage), one, stage) for one in found for stage in stages(one[2])]
+    got = traced(folder, [case for case, *_ in cases])
+    for case, one, stage in cases:
+        hold(got[case["name"]], *one, stage=stage)
 
 
 def padding(model, method, layout, due, key):
@@ -191,33 +214,31 @@ MIXED = [  # the second has 8 experts over 16 ranks
 def made_again(tmp_path_factory):
     """The cases above, traced."""
     folder = tmp_path_factory.mktemp("again")
-    cases = [case_of(folder, "Llama-3.1-8B", method, Layout(world_size=8, **more)) for method, more in MADE_AGAIN]
-    got = traced(folder, cases)
-    return [got[case["name"]] for case in cases]
+    made = [(method, Layout(world_size=8, **more)) for method, more in MADE_AGAIN]
+    cases = [[case_of(folder, "Llama-3.1-8B", *one, stage=stage) for stage in stages(one[1])] for one in made]
+    got = traced(folder, [case for of in cases for case in of])
+    return [[got[case["name"]] for case in of] for of in cases]
 
 
 @pytest.mark.parametrize("number", range(len(MADE_AGAIN)))
 def test_what_is_made_again_and_gathered_again_is_counted(made_again, number):
     """Recomputation sends again; what was given back after the forward pass travels again."""
     method, more = MADE_AGAIN[number]
-    hold(made_again[number], "Llama-3.1-8B", method, Layout(world_size=8, **more))
+    layout = Layout(world_size=8, **more)
+    for stage, got in zip(stages(layout), made_again[number], strict=True):
+        hold(got, "Llama-3.1-8B", method, layout, stage=stage)
 
 
 def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
     """Each is accepted, built as asked, and sends those bytes."""
-    cases = [(case_of(tmp_path, *one), *one) for one in every()]
-    assert len(cases) > 15 and {name for _, name, *_ in cases} == {*MODELS}
-    got = traced(tmp_path, [case for case, *_ in cases])
-    for case, name, method, layout in cases:
-        hold(got[case["name"]], name, method, layout)
+    found = every()
+    assert len(found) > 15 and {name for name, *_ in found} == {*MODELS}
+    hold_all(tmp_path, found)
 
 
 def test_mixtures_send_what_the_forecast_counts(tmp_path):
     """Experts and their adapters too, without padding where there are more ranks than experts."""
-    cases = [(case_of(tmp_path, name, method, Layout(**more)), name, method, more) for name, method, more in MIXED]
-    got = traced(tmp_path, [case for case, *_ in cases])
-    for case, name, method, more in cases:
-        hold(got[case["name"]], name, method, Layout(**more))
+    hold_all(tmp_path, [(name, method, Layout(**more)) for name, method, more in MIXED])
 
 
 def test_all_layers_of_an_8b(tmp_path):
@@ -226,4 +247,4 @@ def test_all_layers_of_an_8b(tmp_path):
     case = case_of(tmp_path, "Llama-3.1-8B", "full", layout, layers=32)
     (got,) = traced(tmp_path, [case]).values()
     hold(got, "Llama-3.1-8B", "full", layout, layers=32)
-    assert got["local_bytes"] == weights(model_named("Llama-3.1-8B")).total * 4 / 8
+    assert got["local_bytes"] == memory_parts(model_named("Llama-3.1-8B"), asked("full", 8), layout, ENGINE).weights

@@ -171,8 +171,21 @@ def test_what_stays_gathered_of_four_bit_weights_is_four_bit_weights() -> None:
     layout = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)
     engine, count = engine_named("topoflight"), weights(MODEL)
     kept = memory_parts(MODEL, replace(FULL, method="qlora"), layout, engine).gathered
-    assert kept == pytest.approx(0.53 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
+    assert kept == pytest.approx(0.5 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
     assert kept < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, engine).gathered
+
+
+def test_scales_of_four_bit_weights_are_whole_on_every_rank() -> None:
+    """FSDP shares out the packed weights; their scales are a state of the module's, on the device where they lie."""
+    engine, layers = engine_named("topoflight"), MODEL.layers * weights(MODEL).layer
+    alone, shared, offloaded = (
+        memory_parts(MODEL, replace(FULL, method="qlora"), layout, engine).weights
+        for layout in (Layout(world_size=1), Layout(world_size=64, dp_shard=64),
+                       Layout(world_size=64, dp_shard=64, offload="all"))
+    )  # fmt: skip
+    scales = layers * (1 + 4 / 256) / 64
+    assert offloaded == pytest.approx(scales)
+    assert shared == pytest.approx((alone - scales) / 64 + scales)
 
 
 def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
