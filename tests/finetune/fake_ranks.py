@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,13 +73,36 @@ class Listening(TorchDispatchMode):
         return done
 
 
+class FourBit(torch.autograd.Function):
+    """The shapes of a product with 4-bit weights: bitsandbytes' arithmetic takes no tensor without memory."""
+
+    @staticmethod
+    def forward(ctx, wide, x):
+        """What the layer gives."""
+        ctx.width = x.shape[-1]
+        return x.new_empty((*x.shape[:-1], wide))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """What its input gets; no 4-bit weight is trained."""
+        return None, gradient.new_empty((*gradient.shape[:-1], ctx.width))
+
+
+def packed(weight):
+    """What 4-bit weights are stored in: a column of numbers of 16 bits, four weights in each."""
+    return torch.nn.Parameter(torch.empty((weight.numel() // 4, 1), dtype=weight.quant_storage), requires_grad=False)
+
+
 def without_memory(model, fake):
     """Every parameter and buffer as a tensor on the CPU that has no memory; tied ones stay tied."""
     made = {}
     with fake:
         for module in model.modules():
             for name, p in list(module._parameters.items()):
-                if p is not None and id(p) not in made:
+                if type(p).__name__ == "Params4bit":
+                    made[id(p)] = packed(p)
+                    module.forward = partial(FourBit.apply, p.shape[0])
+                elif p is not None and id(p) not in made:
                     made[id(p)] = torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
                 if p is not None:
                     module._parameters[name] = made[id(p)]
@@ -101,7 +125,10 @@ def trace(case):
             over = sharding_mesh(layout, mesh)
             axes[over.get_group(over.mesh_dim_names[-1]).group_name] = "dp_shard"
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        config = JobConfig(model_name_or_path=case["model"], use_peft=case["method"] == "lora")
+        method = case["method"]
+        config = JobConfig(
+            model_name_or_path=case["model"], use_peft=method != "full", load_in_4bit=method == "qlora",
+        )  # fmt: skip
         with torch.device("meta"):
             model = build_model(config, layout.precision)
         engine = Engine(without_memory(model, fake), layout, device, mesh)

@@ -17,6 +17,7 @@ from contracts.layout import Layout
 from finetune import train
 from finetune.loop import weights_in
 from finetune.plan import refusals
+from planner.forecast.engine import NF4_SCALES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -44,7 +45,7 @@ def base(tmp_path_factory):
 
 
 def test_base_weights_are_4_bit_and_only_adapters_train(base):
-    """Half a byte per weight of every projection, and a note that a CPU gains nothing."""
+    """Half a byte per weight of every projection, its scales beside it, and a note that a CPU gains nothing."""
     notes = []
     config = JobConfig(
         model_name_or_path=str(base), tokenizer_name="builtin:bytes", use_peft=True, load_in_4bit=True, lora_r=4
@@ -53,6 +54,9 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base):
     packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
     assert len(packed) == 3 * 7
     assert sum(p.numel() * p.element_size() for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3) // 2
+    state = packed[0].quant_state  # of one byte for 64 weights, and of four for 256 of those: what the forecast counts
+    each = (state.absmax.element_size() + state.state2.absmax.element_size() / state.state2.blocksize) / state.blocksize
+    assert each == NF4_SCALES and state.absmax.numel() == weights_in(packed[0]) / state.blocksize
     assert sum(weights_in(p) for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
     assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
     assert "without a GPU" in notes[0]

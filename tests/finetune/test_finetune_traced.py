@@ -4,7 +4,7 @@ One full optimizer step of Llama 3.1 8B, 70B and 405B over 8, 16, 64 and 512 ran
 stage and one of the last (`fake_ranks.py`): that the job takes the layout, that what it builds is what was asked for,
 and that a rank's weights and the bytes of each kind of collective are those that the forecast counts. Widths, degrees
 and sequence are the real ones. Of layers, which are all alike, and of micro-batches there are a few: the forecast is
-asked about the same few. QLoRA is not traced: its 4-bit weights are made of real ones.
+asked about the same few.
 """
 
 import json
@@ -30,10 +30,12 @@ from planner.forecast.step_time import sent
 from planner.recommend import plan, search_planned
 from planner.stacks.topoflight import ENGINE
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
+WHOLE = os.environ.get("TOPOFLIGHT_TRACE") == "all"
+LIMIT = 14400 if WHOLE else 1800
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(LIMIT)]
 MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B")
 WORLDS = (8, 16, 64, 512)
-METHODS = ("full", "lora")
+METHODS = ("full", "lora", "qlora")
 LENGTH, RANK = 2048, 16
 # The forecast divides norms, a ten-thousandth of a layer, by the tensor-parallel ranks, and has the final one beside
 # the embedding; the job leaves them whole, and has it beside the head.
@@ -103,7 +105,7 @@ def case_of(folder, name, method, layout, layers=None, stage=0):
             "moe_intermediate_size": model.expert_ffn,
         }))  # fmt: skip
     return {"name": f"{name} {method} {stage} {layout}", "method": method, "length": LENGTH, "stage": stage,
-            "model": f"random:{home}", "layout": asdict(layout)}  # fmt: skip
+            "model": f"{'' if method == 'qlora' else 'random:'}{home}", "layout": asdict(layout)}  # fmt: skip
 
 
 def traced(folder, cases):
@@ -112,7 +114,7 @@ def traced(folder, cases):
     listed.write_text(json.dumps(cases))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, str(HERE / "fake_ranks.py"), str(listed)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=1700)
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=LIMIT - 100)
     lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if x.startswith("CASE {")]
     assert len(lines) == len(cases), done.stderr[-3000:]
     return {one["name"]: one for one in lines}
@@ -139,7 +141,9 @@ def hold(got, name, method, layout, layers=None, stage=0):
     told = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
     assert heard.keys() == due.keys(), (got["name"], told)
     # what is offloaded lies beside the device, in the same parts
-    held = memory_parts(model, asked(method, layout.world_size), replace(layout, offload="none"), ENGINE).weights
+    held = memory_parts(model, job.train, replace(layout, offload="none"), ENGINE).weights
+    if method == "qlora":  # as a state of bitsandbytes', which no parameter counts
+        held -= memory_parts(model, job.train, replace(layout, offload="all"), ENGINE).weights
     rows = model.vocab // layout.tp
     most = held * (1 + NORMS + (-rows % shards(layout)) / rows)
     if method != "full" and shards(layout) > RANK:  # the first ranks have a row each of an adapter's factors
@@ -180,14 +184,14 @@ def every():
 
     TOPOFLIGHT_TRACE=all: each of each model and world.
     """
-    whole, kinds = os.environ.get("TOPOFLIGHT_TRACE") == "all", {}
+    kinds = {}
     for world, method, name in product(reversed(WORLDS), METHODS, MODELS):
         for layout in recommended(name, method, world):
-            if whole or layout.pp <= 16:
-                models = kinds.setdefault((method, layout if whole else re.sub(r"\d+", "", layout.family)), {})
+            if WHOLE or layout.pp <= 16:
+                models = kinds.setdefault((method, layout if WHOLE else re.sub(r"\d+", "", layout.family)), {})
                 models.setdefault(name, (name, method, layout))
     found = [list(models.values()) for models in kinds.values()]
-    return [one for of in found for one in of] if whole else [of[at % len(of)] for at, of in enumerate(found)]
+    return [one for of in found for one in of] if WHOLE else [of[at % len(of)] for at, of in enumerate(found)]
 
 
 MADE_AGAIN = [
@@ -197,6 +201,7 @@ MADE_AGAIN = [
     ("lora", {"tp": 4, "dp_shard": 2, "checkpointing": "full", "gradient_accumulation": 2}),
     ("full", {"dp_shard": 8, "gradient_accumulation": 2}),
     ("lora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "full"}),
+    ("qlora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "selective"}),
     ("full", {"pp": 2, "dp_shard": 4, "gradient_accumulation": 4}),
     ("full", {"cp": 2, "dp_shard": 4, "gradient_accumulation": 2, "checkpointing": "selective"}),
     ("lora", {"cp": 8, "checkpointing": "full"}),
