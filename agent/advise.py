@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agent.cli.inputs import InputError
 from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
-from contracts.layout import LayoutError
+from contracts.layout import LayoutError, values_of
 from planner import stacks
 from planner.advice import ExportError, Interval, Note, RankedLayout, Recommendation, request_of
 from planner.forecast import machines, models
@@ -21,7 +21,7 @@ from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
-from planner.recommend import recommend
+from planner.recommend import MeasuredStep, recommend
 from probes.api import Finding, Severity, Snapshot
 from topology.build import build
 from topology.cluster import join
@@ -66,6 +66,7 @@ class Request:
     nccl_version: str | None = None
     bench_file: Path | None = None
     calibration: Path | None = None
+    measured_step: tuple[str, float] | None = None  # its layout as text, seconds
     shape: ModelSpec | None = None  # of the model, where its hub was asked
     allow_files: bool = True  # whether `model` may name a file: not over HTTP
 
@@ -217,16 +218,20 @@ def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommen
     if request.machine == "list":
         raise RequestError("--machine: one of " + ", ".join(machines.names()))
     snapshots = () if request.machine else tuple(scan())
-    measured: tuple[Measurement, ...] = ()
-    if request.bench_file is not None:
-        from agent.jobs import result_store
-        from collectives.bench.results import result_from_json
+    return answer(request, snapshots, measured=measurements_of(request))
 
-        try:
-            measured = result_from_json(result_store.read(request.bench_file)).measurements
-        except (OSError, ValueError) as error:
-            raise RequestError(f"--bench {request.bench_file}: {error}") from None
-    return answer(request, snapshots, measured=measured)
+
+def measurements_of(request: Request) -> tuple[Measurement, ...]:
+    """Of the benchmark's result that the question names; none where it names none."""
+    if request.bench_file is None:
+        return ()
+    from agent.jobs import result_store
+    from collectives.bench.results import result_from_json
+
+    try:
+        return result_from_json(result_store.read(request.bench_file)).measurements
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--bench {request.bench_file}: {error}") from None
 
 
 def for_view(view: View, request: Request) -> Recommendation:
@@ -319,13 +324,21 @@ def of_cluster(
     advice = recommend(
         cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
         nccl_version=version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
-        multi_node=spans_nodes(request, cluster), findings=findings,
+        multi_node=spans_nodes(request, cluster), findings=findings, measured_step=measured_step(request),
     )  # fmt: skip
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
         from agent import nearest  # which asks on its part
 
         advice = replace(advice, helps_most=nearest.questions(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
+
+
+def measured_step(request: Request) -> MeasuredStep | None:
+    """The step that the question says was measured. Raises LayoutError where its layout's text is wrong."""
+    if request.measured_step is None:
+        return None
+    text, seconds = request.measured_step
+    return values_of(text), seconds
 
 
 def spans_nodes(request: Request, cluster: ClusterTopology) -> bool | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,6 +17,8 @@ from agent.advise import (
     RequestError,
     cluster_of,
     default_ranks,
+    measured_step,
+    measurements_of,
     model_of,
     prices_of,
     rows_of,
@@ -26,21 +28,16 @@ from agent.cli.output import emit, waiting
 from agent.documents import write_atomic
 from agent.terminal.advice import layout_title
 from agent.terminal.tables import table
-from contracts.layout import Checkpointing, LayoutError, Offload, Precision, Schedule, Sharding
+from contracts.layout import LayoutError, values_of
 from planner.forecast import machines
+from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.machines import MachineError
 from planner.forecast.specs import TrainSpec, mean_length
-from planner.recommend import forecast_named, plan
+from planner.recommend import forecast_named, plan, scaled
 from planner.sweep import FrontierPoint, compare, frontier, frontier_svg, sweep, sweep_svg
 
 MOST_POINTS = 64
 DEFAULT_NODES = "nodes=1,2,4,8"
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-_COUNTS = (*_DEGREES, "micro_batch", "gradient_accumulation", "virtual_stages")
-_WORDS: dict[str, tuple[str, ...]] = {
-    "sharding": get_args(Sharding), "checkpointing": get_args(Checkpointing), "schedule": get_args(Schedule),
-    "precision": get_args(Precision), "offload": get_args(Offload),
-}  # fmt: skip
 
 
 def run(request: Request, options: Mapping[str, Any], form: str) -> None:
@@ -187,9 +184,13 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     try:
         cluster = cluster_of(request, found, request.ranks_per_node)
         ranks = request.ranks_per_node or default_ranks(request, cluster)
-        planned = plan(cluster, found, model, request.train, ranks_per_node=ranks)
+        calibration = load_calibration(request.calibration) if request.calibration else None
+        measured = measurements_of(request)
+        planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
+        if step := measured_step(request):
+            planned = scaled(planned, step)
         first, second = (forecast_named(planned, values_of(text)) for text in texts)
-    except (LayoutError, MachineError, ValueError) as error:
+    except (LayoutError, MachineError, CalibrationError, ValueError) as error:
         raise RequestError(str(error)) from None
     rows = compare(first, second)
 
@@ -204,20 +205,3 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         out.print(shown)
 
     emit({"layouts": [first, second], "parts": rows}, form, show)
-
-
-def values_of(text: str) -> dict[str, Any]:
-    """ "dp_shard=4,tp=2,micro_batch=2" as fields of a layout; LayoutError names the word that is wrong."""
-    values: dict[str, Any] = {}
-    for word in filter(None, text.split(",")):
-        name, _, value = word.partition("=")
-        if name in _COUNTS and value.isdecimal() and len(value) < 7:
-            values[name] = int(value)
-        elif name in _WORDS and value in _WORDS[name]:
-            values[name] = value
-        elif name in _WORDS:
-            raise LayoutError(f"{word!r}: {name} must be one of {', '.join(_WORDS[name])}")
-        else:
-            allowed = ", ".join((*_COUNTS, *_WORDS))
-            raise LayoutError(f"{word!r}: must be NAME=VALUE with NAME one of {allowed}")
-    return values

@@ -17,13 +17,12 @@ from agent.advise import Request
 from agent.cli.inputs import InputError
 from agent.gate.verdict import Check
 from agent.jobs.ranks import newest, of_run
-from agent.whatif import values_of
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import calls, inspector, ras, watchdog
 from contracts import bounded, run_record
-from contracts.layout import LayoutError
+from contracts.layout import LayoutError, values_of
 from contracts.run_record import RunRecord
 from contracts.yaml_edit import documents
 from contracts.yaml_text import YamlTextError

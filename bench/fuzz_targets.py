@@ -190,11 +190,11 @@ STATUS = [
                      "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_4"}}},
 ]  # fmt: skip
 CALIBRATION = {
-    "schema_version": 1, "device": "CPU", "precision": "fp32", "gemm_flops_per_second": 1e11, "step_scale": 1.1,
+    "schema_version": 1, "device": "CPU", "precision": "fp32", "gemm_flops_per_second": 1e11,
     "layer": {"hidden": 256, "ffn": 688, "heads": 8, "kv_heads": 4, "tokens": 512, "sequence": 256,
               "forward_seconds": 0.01, "backward_seconds": 0.02, "method": "lora"},
     "links": [{"op": "all_gather", "ranks": 2, "hosts": 1, "alpha_seconds": 1e-4, "busbw_bytes_per_second": 1e9}],
-    "engine": "topoflight", "taken_at_seconds": 1.7e9, "versions": [["torch", "2.13.0"]],
+    "taken_at_seconds": 1.7e9, "versions": [["torch", "2.13.0"]],
 }  # fmt: skip
 FLIGHT = {
     "status": "finished", "reason": None, "steps_done": 20, "measured": {"step_seconds": 0.1, "memory_bytes": 1e9},
@@ -530,8 +530,7 @@ def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
     from agent import advise
     from agent.http.questions import question
-    from agent.whatif import values_of
-    from contracts.layout import Layout
+    from contracts.layout import Layout, values_of
 
     text = data[1:].decode("utf-8", errors="replace")
     match data[0] % 4 if data else 0:

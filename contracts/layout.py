@@ -6,7 +6,7 @@ Names are torchtitan's. This module imports nothing of the project: `finetune` m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 SCHEMA_VERSION = 1
 
@@ -107,6 +107,32 @@ class Layout:
         elif self.dp_replicate > 1:
             parts.append("DDP")
         return " x ".join(parts) or "single"
+
+
+_NAMED_COUNTS = (
+    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation", "virtual_stages",
+)  # fmt: skip
+_NAMED_WORDS: dict[str, tuple[str, ...]] = {
+    "sharding": get_args(Sharding), "checkpointing": get_args(Checkpointing), "schedule": get_args(Schedule),
+    "precision": get_args(Precision), "offload": get_args(Offload),
+}  # fmt: skip
+
+
+def values_of(text: str) -> dict[str, Any]:
+    """ "dp_shard=4,tp=2,micro_batch=2" as fields of a layout; LayoutError names the word that is wrong."""
+    values: dict[str, Any] = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name in _NAMED_COUNTS and value.isdecimal() and len(value) < 7:
+            values[name] = int(value)
+        elif name in _NAMED_WORDS and value in _NAMED_WORDS[name]:
+            values[name] = value
+        elif name in _NAMED_WORDS:
+            raise LayoutError(f"{word!r}: {name} must be one of {', '.join(_NAMED_WORDS[name])}")
+        else:
+            allowed = ", ".join((*_NAMED_COUNTS, *_NAMED_WORDS))
+            raise LayoutError(f"{word!r}: must be NAME=VALUE with NAME one of {allowed}")
+    return values
 
 
 def most_ranks(wanted: int, *counts: int) -> int:

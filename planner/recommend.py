@@ -54,6 +54,9 @@ _FINETUNE_RANKS = 32  # full training on more than these is taken for pre-traini
 _TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 
 
+MeasuredStep = tuple[Mapping[str, Any], float]  # members of its layout, seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """Everything a forecast needs, gathered from the facts."""
@@ -65,7 +68,7 @@ class Planned:
     capacity: float | None
     unknowns: tuple[str, ...]
     calibrated: bool
-    scale: float
+    scale: float = 1.0  # of a measured step over its forecast
     slowed: tuple[str, ...] = ()  # what findings cost, as counted here
     asked: Mapping[str, Any] = field(default_factory=dict)  # members of the layout that the job's settings give
 
@@ -232,14 +235,12 @@ def plan(
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     constants = DEFAULT if has_gpu else CPU
-    scale, calibrated = 1.0, False
+    calibrated = False
     if calibration is not None:
         check_device(calibration, rates.device, forecast)
         links = with_links(calibration, links)
         rates = apply_calibration(calibration, rates, engine, constants)
         calibrated = rates.how == "measured"
-        if calibration.step_scale and calibration.engine == train.engine:
-            scale, calibrated = calibration.step_scale, True
     adam = min(train.host_threads * ADAM_THREAD_BYTES_PER_SECOND, ADAM_RANK_BYTES_PER_SECOND)
     capacity = rates.memory_bytes
     if has_gpu:
@@ -277,7 +278,6 @@ def plan(
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
         calibrated=calibrated,
-        scale=scale,
         slowed=tuple(now.words),
         asked=asked,
     )  # fmt: skip
@@ -293,6 +293,20 @@ def search_planned(planned: Planned, named: Mapping[str, object] | None = None) 
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
         named=planned.asked if named is None else named,
     )  # fmt: skip
+
+
+def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
+    """The same with every step as much longer or shorter than by its physics as this one was.
+
+    Raises LayoutError, as `forecast_named` does.
+    """
+    layout, seconds = measured
+    due = forecast_named(planned, layout)
+    ratio = seconds / due.forecast.step_seconds.mid
+    rates = planned.job.rates
+    words = f"a step of {due.layout.family} took {seconds:.3g} s, {ratio:.2f} times its forecast: each step is taken so"
+    job = replace(planned.job, rates=replace(rates, inputs=(*rates.inputs, words)))
+    return replace(planned, job=job, scale=planned.scale * ratio, calibrated=True)
 
 
 def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
@@ -368,6 +382,7 @@ def recommend(
     links: Links | None = None,
     multi_node: bool | None = None,
     findings: Findings | None = None,
+    measured_step: MeasuredStep | None = None,
 ) -> Recommendation:
     """Answer for one job on one cluster as it is; `multi_node` None: one node may come to be several.
 
@@ -389,11 +404,14 @@ def recommend(
         cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
         findings=against, interface=set_to.get("NCCL_SOCKET_IFNAME"),
     )  # fmt: skip
+    if measured_step:
+        planned = scaled(planned, measured_step)
     sound = sound_here = None
     if planned.slowed:
         whole = mended(cluster, against)
         links = mended_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
         again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
+        again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
         if again.world == planned.world:
             again = replace(again, global_batch=planned.global_batch)
         sound = best_layout(again) if links else None

@@ -59,6 +59,9 @@ LINT_KINDS = (
               help="Result of `topoflight bench -o json`: measured bandwidths.")  # fmt: skip
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Result of `topoflight calibrate`.")  # fmt: skip
+@click.option("--measured-step", nargs=2, type=(str, click.FloatRange(0, 1e6, min_open=True)), default=None,
+              metavar="LAYOUT SECONDS",
+              help="What a step of this job took, its layout as in --compare: forecasts go by it.")  # fmt: skip
 @click.option("-o", "--output", "form", default="table", show_default=True,
               help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
 @click.option("--sweep", default=None, metavar="nodes=1,2,4", help="Best layout for each number of nodes (--machine).")
@@ -127,6 +130,10 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
     """UsageError for what would not be answered: an answer without it would read as if it had been."""
     if options["plot"] and not (options["sweep"] or options["frontier"]):
         raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
+    for name in ("bench_file", "calibration", "measured_step"):
+        if options[name] and (options["sweep"] or options["frontier"]):
+            word = f"--{name.removesuffix('_file').replace('_', '-')}"
+            raise click.UsageError(f"{word}: is of the nodes it was taken on; not with --sweep and --frontier")
     if options["sweep"] and options["compare"]:
         raise click.UsageError("--sweep and --compare: give one of them")
     if options["sweep"] and options["nodes"]:

@@ -64,8 +64,6 @@ class Calibration:
     gemm_flops_per_second: float | None = None  # largest of the model's multiplications
     layer: LayerTiming | None = None
     links: tuple[LinkTiming, ...] = ()
-    step_scale: float | None = None  # measured step over forecast step of an earlier run with the same stack
-    engine: str | None = None  # of step_scale
     taken_at_seconds: float | None = None
     versions: tuple[tuple[str, str], ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -116,8 +114,6 @@ def parse_calibration(data: Any) -> Calibration:
         gemm_flops_per_second=_positive(data.get("gemm_flops_per_second"), "gemm_flops_per_second", optional=True),
         layer=layer,
         links=links,
-        step_scale=_positive(data.get("step_scale"), "step_scale", optional=True),
-        engine=data.get("engine"),
         taken_at_seconds=data.get("taken_at_seconds"),
         versions=versions,
     )

@@ -43,6 +43,21 @@ def test_short_rows_cost_less_than_full_ones_unless_packed() -> None:
     assert step(lengths=short) < 0.5 * step()
 
 
+def test_a_measured_step_is_compared_as_it_took() -> None:
+    """The layout that was measured takes what it took, and the other as many times as long as by their forecasts."""
+    words = ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--global-batch", "64", "-o", "json"]
+    both = ["--compare", "dp_shard=8,micro_batch=2", "dp_shard=4,tp=2,micro_batch=2"]
+
+    def steps(*more: str) -> list[float]:
+        done = CliRunner().invoke(recommend, [*words, *both, *more])
+        assert done.exit_code == 0, done.output
+        return [one["forecast"]["step_seconds"]["mid"] for one in json.loads(done.output)["layouts"]]
+
+    before, after = steps(), steps("--measured-step", "dp_shard=8,micro_batch=2", "12.5")
+    assert after[0] == pytest.approx(12.5)
+    assert after[1] / after[0] == pytest.approx(before[1] / before[0])
+
+
 def test_an_8bit_optimizer_needs_less_memory() -> None:
     """By the states it keeps."""
 
@@ -125,6 +140,9 @@ def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
         (["--sweep", "nodes=1,2", "--plot", "/nonexistent/x.svg"], "--plot /nonexistent/x.svg: No such file"),
         (["--sweep", "nodes=1,2", "--nodes", "4"], "leave --nodes away"),
         (["--sweep", "nodes=1,2", "--compare", "tp=8", "dp_shard=8"], "give one of them"),
+        (["--sweep", "nodes=1,2", "--measured-step", "dp_shard=8", "3"], "--measured-step: is of the nodes"),
+        (["--measured-step", "dp_shards=8", "3"], "'dp_shards=8': must be NAME=VALUE"),
+        (["--measured-step", "dp_shard=8", "0"], "'--measured-step': 0.0"),
         (["--host", str(FOLDER / "cpu-only-vm.json")], "give one of them"),
     ],
 )

@@ -23,7 +23,7 @@ from planner.forecast.calibration import (
 from planner.forecast.links import links_of
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import recommend
+from planner.recommend import forecast_named, plan, recommend
 from topology.graph import ClusterTopology, NodeTopology
 
 TRAIN = TrainSpec(global_batch=8, sequence_length=128)
@@ -76,16 +76,18 @@ def test_a_slower_layer_is_a_slower_step() -> None:
     assert 1.6 < ratio < 2.1
 
 
-def test_the_scalar_of_an_earlier_run_moves_the_forecast_to_what_it_took() -> None:
-    """A run that took 1.3 times its forecast scales the next forecast by 1.3."""
+def test_a_measured_step_moves_every_forecast_as_far() -> None:
+    """A step that took 1.3 times its forecast: so do the others, whatever is chosen; and the interval narrows."""
     model, train = model_named("Llama-3.1-8B"), TrainSpec(global_batch=64)
     box = machines.cluster("dgx-h100")
     before = recommend(box, (), model, train).chosen
     assert before is not None
     forecast = before.forecast.step_seconds.mid
-    learnt = Calibration(device="NVIDIA H100 80GB HBM3", precision="bf16", step_scale=1.3, engine="topoflight")
-    after = recommend(box, (), model, train, calibration=learnt).chosen
-    assert after is not None
+    named = {"dp_shard": 8, "micro_batch": 1, "checkpointing": "full"}
+    other = forecast_named(plan(box, (), model, train), named).forecast.step_seconds.mid
+    after = recommend(box, (), model, train, measured_step=(named, 1.3 * other)).chosen
+    assert after is not None and after.layout == before.layout
+    assert any("1.30 times its forecast" in line for line in after.forecast.inputs)
     assert after.forecast.step_seconds.mid == pytest.approx(1.3 * forecast, rel=1e-6)
     seconds, wide = after.forecast.step_seconds, before.forecast.step_seconds
     assert seconds.high / seconds.low < 0.9 * wide.high / wide.low  # left out 10.2 % off instead of 14.8
