@@ -21,8 +21,8 @@ _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 _OPTIONS = {"nccl_version": "nccl", "bench_file": "bench"}  # where the command line says it otherwise
 _UNSAID = {
     "hosts", "transport", "shape", "train", "allow_files", "unmeasured", "tokenizer", "saved_modules", "mean_tokens",
-    "optimizer_in_backward", "measured_step", "lora_targets", "length_histogram", "attention", "fused_cross_entropy", "asked",
-    "host_threads",
+    "optimizer_in_backward", "measured_step", "lora_targets", "length_histogram", "attention", "fused_cross_entropy",
+    "asked", "host_threads",
 }  # fmt: skip
 
 
