@@ -22,7 +22,7 @@ _OPTIONS = {"nccl_version": "nccl", "bench_file": "bench"}  # where the command 
 _UNSAID = {
     "hosts", "transport", "shape", "train", "allow_files", "unmeasured", "tokenizer", "saved_modules", "mean_tokens",
     "optimizer_in_backward", "measured_step", "lora_targets", "length_histogram", "attention", "fused_cross_entropy",
-    "asked", "host_threads",
+    "asked", "host_threads", "dtype",
 }  # fmt: skip
 
 

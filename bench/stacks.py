@@ -101,7 +101,11 @@ STACKS: tuple[Stack, ...] = (
         default_checkpointing="full",
     ),
     Stack(
-        engine=Fsdp(name="automodel", attention="flash3", fused=True, fused_cross_entropy=False), pattern=r"automodel"
+        engine=Fsdp(
+            name="automodel", attention="flash3", fused=True, fused_cross_entropy=False,
+            sends_tokens_once=True,  # dispatcher: deepep (examples/llm_benchmark)
+        ),
+        pattern=r"automodel",
     ),
     Stack(
         engine=Engine(name="torchtune", adapter_bytes=2.0, logits_bytes=10.0, ends_apart=True), pattern=r"torchtune",
@@ -141,7 +145,8 @@ STACKS: tuple[Stack, ...] = (
     ),
     Stack(
         engine=ENGINES["trl"],
-        pattern=r"^(?!.*deepspeed).*(\btrl|accelerate|transformers|hf trainer|hugging ?face|axolotl|swift|unsloth)",
+        pattern=r"^(?!.*(deepspeed|megatron))"
+        r".*(\btrl|accelerate|transformers|hf trainer|hugging ?face|axolotl|swift|unsloth)",
     ),
     Stack(  # Qwen's own code computes the loss in bf16: logits, their shifted copy, log-softmax, two gradients
         engine=replace(ENGINES["deepspeed"], logits_bytes=10.0), pattern=r"finetune\.py",

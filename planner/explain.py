@@ -87,7 +87,7 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
         return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * job.engine.gathers(layout)
     if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
         n = layout.data_parallel
-        sent = job.engine.reduced_bytes(layout) * trained * (n - 1) / n
+        sent = job.engine.reduced_bytes(job.train, layout) * trained * (n - 1) / n
         if layout.sharding == "zero3" and n > 1:
             return sent * job.engine.scatters(job.train, layout)
         return 2.0 * sent

@@ -68,6 +68,8 @@ def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -
     if "attn_implementation" in given:
         kernel = config.attn_implementation
         asked["attention"] = "flash" if kernel == "flash_attention_2" else kernel
+    if "dtype" in given:
+        asked["dtype"] = config.dtype
     if config.layout:
         asked["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
         asked["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")

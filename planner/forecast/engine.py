@@ -381,6 +381,10 @@ class Engine:
             return (0.0, 1.0, 0.0) if self.selective_attention else (0.5, 0.0, 1.0)
         return 0.0, 0.0, 0.0
 
+    def hides_tensor_parallel(self, layout: Layout) -> bool:
+        """Whether part of the tensor-parallel traffic runs under the products around it."""
+        return self.tp_overlap and layout.sequence_parallel
+
     def tensor_parallel_rounds(self, layout: Layout) -> float:
         """All-reduces (or pairs of their halves) of the hidden states in a layer, forward and backward."""
         return 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
@@ -392,7 +396,7 @@ class Engine:
         """
         return 2.0 if layout.pp == 1 else 1.0
 
-    def reduced_bytes(self, layout: Layout) -> float:
+    def reduced_bytes(self, train: TrainSpec, layout: Layout) -> float:
         """Bytes of a gradient as data parallelism reduces it."""
         if layout.precision == "fp32":
             return 4.0

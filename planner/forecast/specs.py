@@ -332,6 +332,7 @@ class TrainSpec:
         "topoflight"  # "topoflight", "trl", "deepspeed", "torchtitan", "megatron": what must be able to run it
     )
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
+    dtype: str = "auto"  # what TRL's trainer loads the model in; auto: as computed with
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has
     asked: tuple[tuple[str, Any], ...] = ()  # members of contracts.layout.Layout that the job's settings give
     host_threads: int = 1  # OMP threads per rank, for an optimizer on the CPU; torchrun sets OMP_NUM_THREADS=1

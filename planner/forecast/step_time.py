@@ -314,7 +314,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     """
     step = _step(job, job.engine.as_run(layout))
     layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
-    reduced, found = engine.reduced_bytes(layout), {}
+    reduced, found = engine.reduced_bytes(job.train, layout), {}
     if step.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
         kept = again * step.kept_bytes
@@ -384,7 +384,7 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
     rounds = job.engine.tensor_parallel_rounds(layout)
     if ends:
         rounds = max(job.engine.tensor_parallel_ends(job.train, layout, last=last) for last in (False, True))
-    exposed = 1.0 - job.constants.tp_hidden if job.engine.tp_overlap and layout.sequence_parallel else 1.0
+    exposed = 1.0 - job.constants.tp_hidden if job.engine.hides_tensor_parallel(layout) else 1.0
     return rounds * exposed * job.links.all_reduce_seconds(step.hidden_bytes, layout.tp, 1)
 
 
@@ -440,14 +440,14 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
     job, layout, links, loss = step.job, step.layout, step.job.links, step.job.constants.overlap_loss
     share, units = step.share, step.layers + step.ends
-    gathered, reduced = step.gathered_bytes, job.engine.reduced_bytes(layout) * share.trained
+    each_reduced = job.engine.reduced_bytes(job.train, layout)
+    gathered, reduced = step.gathered_bytes, each_reduced * share.trained
     each = gathered / share.local  # the mean
     gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
     again = gather_once * (1.0 - step.kept_bytes / gathered) if layout.reshard_after_forward else 0.0
     scatter = _over_groups(
-        links.scatter_seconds, step, job.engine.reduced_bytes(layout), share.trained, share.routed_trained, units,
-        ranks=share.group,
-    )  # fmt: skip
+        links.scatter_seconds, step, each_reduced, share.trained, share.routed_trained, units, ranks=share.group
+    )
     gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
     copied = 0.0
     if step.on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
@@ -465,9 +465,7 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     reduce = scatters * late
     if layout.dp_replicate > 1:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
-        across = links.all_reduce_seconds(
-            job.engine.reduced_bytes(layout) * trained, layout.dp_replicate, strides(layout)[2]
-        )
+        across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
         reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
     return _Exchange(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
@@ -483,7 +481,7 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
         ring = job.links.ring_seconds
         return _over_groups(ring, step, each, share.trained, share.routed_trained, step.layers, ranks=ranks)
 
-    back_way = one_way = one(job.engine.reduced_bytes(layout))
+    back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
         back_way = one(step.wide)  # as computed with
     reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way

@@ -248,13 +248,15 @@ def as_run(said: Said) -> dict[str, Any]:
     """The settings as the trainer runs them: what nothing says is its own default, and a note says so."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
     made = {name: value for name, value in said.settings.items() if name not in elsewhere}
-    assumed = {name: value for name, value in _TRAINER.items() if name not in made}
+    assumed: dict[str, Any] = {name: value for name, value in _TRAINER.items() if name not in made}
     if not {"fsdp", "fsdp_config", "deepspeed", "parallelism_config", "layout"} & set(made):
         assumed["fsdp"] = False  # DDP
     if not {"gradient_checkpointing", "activation_checkpointing"} & set(made):
         assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; transformers' own Trainer has False
     if not {"bf16", "fp16"} & set(made):
         assumed["bf16"] = True  # TRL 1.x SFTConfig
+    if "dtype" not in made and "torch_dtype" not in made and said.launcher == "trl" and not made.get("use_peft"):
+        assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself has the type of the file
     if assumed:
         words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
         said.notes.append(f"taken as TRL 1.x and transformers 5 have them, as nothing says: {words}")

@@ -109,7 +109,8 @@ def _model_words(model: ModelSpec) -> list[str]:
 
 
 def _layout_words(layout: Layout, model: ModelSpec) -> list[str]:
-    words = ["--sequence-parallel"] if layout.sequence_parallel else []
+    # the overlap is the forecast's; arguments.py has it only with sequence parallelism, and not by itself
+    words = ["--sequence-parallel", "--tp-comm-overlap"] if ENGINE.hides_tensor_parallel(layout) else []
     if layout.pp > 1:
         words += _stage_words(layout, model.layers)
     if layout.sharding == "zero1" and layout.data_parallel > 1:

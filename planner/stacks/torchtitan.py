@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
 
 
 class Torchtitan(Fsdp):
-    """Its selective checkpointing keeps every second product of a layer, and attention's result."""
+    """Its selective checkpointing keeps every second product of a layer, and attention's result.
+
+    Only the compiler's async TP hides tensor-parallel traffic (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
+    """
+
+    def hides_tensor_parallel(self, layout: Layout) -> bool:
+        """Where it is compiled, which the export then asks for."""
+        return layout.compile and super().hides_tensor_parallel(layout)
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """The layer's input; of q, k, v, o, w1, w3 and w2 the results of the first, third, fifth and seventh."""

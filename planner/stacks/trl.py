@@ -6,20 +6,52 @@ TrainingArguments.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from contracts.layout import EIGHT_BITS, Layout
 from planner.advice import ExportRequest, Formats, refuse
-from planner.forecast.engine import Fsdp
+from planner.forecast.engine import IN_HALF, Fsdp, Share, StateBytes
 from planner.forecast.models import hub_id
+from planner.forecast.specs import TrainSpec
 
 
 def _sharded(layout: Layout) -> bool:
     return layout.dp_shard > 1 and layout.sharding == "zero3"
 
 
+def _wrapped(layout: Layout) -> bool:
+    return _sharded(layout) or layout.tp > 1 or layout.cp > 1
+
+
+def _loaded_in_half(train: TrainSpec, layout: Layout) -> bool:
+    """Whether what trains lies in the two bytes that it was loaded in: weights, gradients and AdamW's states.
+
+    FSDP's trainable weights become fp32 (accelerate's fsdp2_prepare_model); nothing else changes their type. fp16 must
+    be loaded in fp32: torch's GradScaler refuses fp16 gradients.
+    """
+    full = train.method == "full" and train.dtype != "float32"
+    return full and layout.precision == "bf16" and not _wrapped(layout)
+
+
 class Trl(Fsdp):
-    """accelerate's FSDP, with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends the others theirs."""
+    """accelerate's FSDP, with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends the others theirs.
+
+    Without FSDP weights stay as loaded.
+    """
+
+    def state_bytes(self, share: Share) -> StateBytes:
+        """As loaded, or FSDP's."""
+        half = not share.in_fp32 and _loaded_in_half(share.train, share.layout)
+        return Fsdp.state_bytes(replace(self, states=IN_HALF) if half else self, share)
+
+    def casts(self, share: Share) -> float:
+        """None of weights that are in half precision already."""
+        return 0.0 if _loaded_in_half(share.train, share.layout) else super().casts(share)
+
+    def reduced_bytes(self, train: TrainSpec, layout: Layout) -> float:
+        """DDP's gradients are of their weights' type."""
+        return 2.0 if _loaded_in_half(train, layout) else super().reduced_bytes(train, layout)
 
     def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
         """The whole model in one rank's memory; without FSDP in each one's."""
@@ -89,6 +121,13 @@ def _precision(layout: Layout) -> str:
     return {"fp32": "no"}.get(layout.precision, layout.precision)
 
 
+def _dtype(request: ExportRequest) -> str:
+    train, precision = request.train, request.layout.precision
+    if train.method == "full" and (precision == "fp16" or train.dtype == "float32"):
+        return "float32"
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "float32")
+
+
 def accelerate_yaml(request: ExportRequest) -> str:
     """accelerate's default_config.yaml for one machine; machine_rank differs on each."""
     refuse("accelerate", _refusals(request))
@@ -105,7 +144,7 @@ def accelerate_yaml(request: ExportRequest) -> str:
         "main_training_function": "main",
         "use_cpu": not request.on_gpu,
     }
-    if _sharded(layout) or layout.tp > 1 or layout.cp > 1:
+    if _wrapped(layout):
         data["distributed_type"] = "FSDP"
         data["fsdp_config"] = _fsdp(request)
     degrees = {"dp_replicate_size": layout.dp_replicate, "dp_shard_size": layout.dp_shard, "tp_size": layout.tp,
@@ -124,7 +163,7 @@ def trl_yaml(request: ExportRequest) -> str:
     refuse("TRL", reasons)
     data: dict[str, Any] = {
         "model_name_or_path": hub_id(request.model.name) or request.model.name,
-        "dtype": "bfloat16" if layout.precision == "bf16" else "float16" if layout.precision == "fp16" else "float32",
+        "dtype": _dtype(request),
         "attn_implementation": {"flash": "flash_attention_2"}.get(train.attention, train.attention),
         "max_length": train.sequence_length,
         "packing": train.packing,

@@ -134,6 +134,43 @@ def test_trl_names_are_those_of_training_arguments() -> None:
     assert data["gradient_checkpointing"] is False
 
 
+@pytest.mark.parametrize(
+    ("precision", "train", "dtype"),
+    [
+        ("bf16", {}, "bfloat16"),
+        ("fp16", {}, "float32"),  # torch's GradScaler refuses fp16 gradients
+        ("fp16", {"method": "lora"}, "float16"),
+        ("bf16", {"dtype": "float32"}, "float32"),
+    ],
+)
+def test_trl_loads_the_model_in_a_type_that_trains(precision: Any, train: dict[str, Any], dtype: str) -> None:
+    layout = dataclasses.replace(FSDP, dp_shard=1, world_size=1, precision=precision)
+    assert yaml.safe_load(export("trl", request(layout, **train)))["dtype"] == dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_transformers_trains_weights_in_the_type_that_they_were_loaded_in(dtype: str, tmp_path: Path) -> None:
+    """Without FSDP: gradients and AdamW's states too, bf16=True or not."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import torch
+
+    small = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=32
+    )
+    model = transformers.LlamaForCausalLM(small).to(getattr(torch, dtype))
+    asked = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, bf16=True, use_cpu=True,
+                                           report_to=[], disable_tqdm=True, save_strategy="no")  # fmt: skip
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    trainer, found = transformers.Trainer(model=model, args=asked, train_dataset=rows), set()
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(lambda p: found.update({p.dtype, p.grad.dtype}))
+    trainer.train()
+    states = trainer.optimizer.optimizer.state.values()
+    assert found | {state[name].dtype for state in states for name in ("exp_avg", "exp_avg_sq")} == {
+        getattr(torch, dtype)
+    }
+
+
 def test_torchtitan_degrees_multiply_to_the_world_size() -> None:
     """The TOML parses, and its degrees are the layout's."""
     layout = Layout(
@@ -168,7 +205,7 @@ def test_megatron_arguments() -> None:
     words = export("megatron", request(PIPELINE, engine="megatron")).splitlines()
     assert "--tensor-model-parallel-size 2" in words
     assert "--num-layers-per-virtual-pipeline-stage 4" in words  # 32 layers / (4 stages x 2 chunks)
-    assert "--sequence-parallel" in words
+    assert "--sequence-parallel" in words and "--tp-comm-overlap" in words, "the forecast has part of it hidden"
     assert "--use-distributed-optimizer" in words
     assert "--global-batch-size 16" in words
     assert "--num-query-groups 8" in words

@@ -84,7 +84,7 @@ def test_ddp_keeps_all_gradients_beside_the_activations(precision: Any) -> None:
     gradients = 4.0 * trained_weights(MODEL, train)
     assert two.gradients == gradients > one.gradients
     assert (two.activations, two.logits) == (one.activations, one.logits)
-    other = engine_named("trl")  # the same buckets, and gradients beside them
+    other, train = engine_named("trl"), replace(train, dtype="float32")  # the same buckets, and gradients beside them
     assert memory_parts(MODEL, train, pair, other).gradients == gradients + memory_parts(
         MODEL, train, alone, other
     ).gradients  # fmt: skip

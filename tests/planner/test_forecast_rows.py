@@ -174,6 +174,7 @@ def test_parallelism_by_the_words_of_a_note() -> None:
         ("NVIDIA Nemo 24.09", {}, "megatron", True),
         ("HF Trainer + DeepSpeed (finetune.py)", {}, "deepspeed", True),
         ("axolotl 0.8", {}, "trl", True),
+        ("Megatron-SWIFT (Megatron-Core)", {}, "megatron", True),
         ("in-house", {"tp": "4", "dp": "2"}, "unknown, model-parallel", False),
         ("in-house", {}, "unknown", False),
     ],

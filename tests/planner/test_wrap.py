@@ -258,7 +258,12 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     assert said.unknown == ["gone.yaml: what the file says, which is not here"]
     assert "my_own" in said.notes[0] and "my_own" not in said.settings
     assert read_command(["bash", "-c", "./start.sh"], FILES.get).unknown
+    trl = ["trl", "sft", "--model_name_or_path", "m"]
+    assert as_run(read_command(trl, FILES.get))["dtype"] == "float32"
+    assert as_run(read_command([*trl, "--dtype", "bfloat16"], FILES.get))["dtype"] == "bfloat16"
+    assert "dtype" not in as_run(read_command([*trl, "--use_peft"], FILES.get))
     made = as_run(said)
+    assert "dtype" not in made
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
 
 
