@@ -1,10 +1,10 @@
 """The layouts that the planner may recommend, built and traced at their real size without a GPU.
 
 One full optimizer step of Llama 3.1 8B, 70B and 405B over 8, 16, 64 and 512 ranks, by one rank of the first pipeline
-stage and one of the last (`fake_ranks.py`): that the job takes the layout, that what it builds is what was asked for,
-and that a rank's weights and the bytes of each kind of collective are those that the forecast counts. Widths, degrees
-and sequence are the real ones. Of layers, which are all alike, and of micro-batches there are a few: the forecast is
-asked about the same few.
+stage and one of the last, of some by one between them (`fake_ranks.py`): that the job takes the layout, that what it
+builds is what was asked for, and that a rank's weights and the bytes of each kind of collective are those that the
+forecast counts. Widths, degrees and sequence are the real ones. Of layers, which are all alike, and of micro-batches
+there are a few: the forecast is asked about the same few.
 """
 
 import json
@@ -85,9 +85,9 @@ def layers_of(layout):
     return layout.pp * 2
 
 
-def stages(layout):
-    """The pipeline stages that differ: the first has the embedding, the last the head."""
-    return sorted({0, layout.pp - 1})
+def stages(layout, between=WHOLE):
+    """The pipeline stages that differ: the first has the embedding, the last the head; one `between` has neither."""
+    return sorted({0, layout.pp // 2 if between and layout.pp > 2 else 0, layout.pp - 1})
 
 
 def case_of(folder, name, method, layout, layers=None, stage=0):
@@ -126,6 +126,9 @@ def hold(got, name, method, layout, layers=None, stage=0):
     model = replace(model_named(name), layers=layers or layers_of(layout))
     job = planned(model, method, layout.world_size).job
     due, heard = sent(job, layout, last=stage > 0), Counter()
+    between = 0 < stage < layout.pp - 1
+    if between:  # hands on in both directions
+        due["pp", "send"] *= 2 * layout.virtual_stages / (2 * layout.virtual_stages - 1)
     # Left out is what is narrow: a number per token of the loss, an adapter's inner side, gradients of norms. The
     # head's gradient comes in parts of 1,024 tokens where the loss is fused.
     least = 1024 * model.hidden * 2
@@ -148,10 +151,12 @@ def hold(got, name, method, layout, layers=None, stage=0):
     most = held * (1 + NORMS + (-rows % shards(layout)) / rows)
     if method != "full" and shards(layout) > RANK:  # the first ranks have a row each of an adapter's factors
         most += 4 * lora_weights(model, job.train) / layout.pp / RANK
-    assert held * (1 - NORMS) <= got["local_bytes"] <= most, (got["name"], held, got["local_bytes"])
+    # Of a stage between the ends the forecast bounds what it holds and sends.
+    floor = 0.0 if between else 1 - NORMS
+    assert held * floor <= got["local_bytes"] <= most, (got["name"], held, got["local_bytes"])
     for key, size in due.items():
         more = NORMS + (padding(model, method, layout, due, key) if key[0] in ("dp_shard", "dp_replicate") else 0.0)
-        assert size * (1 - NORMS) <= heard[key] <= size * (1 + more), (got["name"], told)
+        assert size * (1 - NORMS if key[0] == "pp" else floor) <= heard[key] <= size * (1 + more), (got["name"], told)
 
 
 def hold_all(folder, found):
@@ -220,7 +225,7 @@ def made_again(tmp_path_factory):
     """The cases above, traced."""
     folder = tmp_path_factory.mktemp("again")
     made = [(method, Layout(world_size=8, **more)) for method, more in MADE_AGAIN]
-    cases = [[case_of(folder, "Llama-3.1-8B", *one, stage=stage) for stage in stages(one[1])] for one in made]
+    cases = [[case_of(folder, "Llama-3.1-8B", *one, stage=stage) for stage in stages(one[1], True)] for one in made]
     got = traced(folder, [case for of in cases for case in of])
     return [[got[case["name"]] for case in of] for of in cases]
 
@@ -230,7 +235,7 @@ def test_what_is_made_again_and_gathered_again_is_counted(made_again, number):
     """Recomputation sends again; what was given back after the forward pass travels again."""
     method, more = MADE_AGAIN[number]
     layout = Layout(world_size=8, **more)
-    for stage, got in zip(stages(layout), made_again[number], strict=True):
+    for stage, got in zip(stages(layout, True), made_again[number], strict=True):
         hold(got, "Llama-3.1-8B", method, layout, stage=stage)
 
 
