@@ -258,6 +258,10 @@ class Engine:
             return stored._replace(optimizer=stored.copy)
         return stored
 
+    def loaded_bytes(self, share: Share) -> float:
+        """Bytes of a frozen weight that is not packed in four bits."""
+        return share.element
+
     def shards_gradients(self, share: Share) -> bool:
         """Whether a rank keeps a part of the gradients only."""
         return share.zero >= 2

@@ -110,10 +110,12 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
     scales = NF4_SCALES * (share.local - share.ends) if share.train.method == "qlora" else 0.0
     if share.adapters:
         adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
-        layers = share.frozen_bytes * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
-        ends = share.element * share.part(share.ends, 0.0, sharded=share.zero == 3)
+        loaded = engine.loaded_bytes(share)
+        frozen = share.frozen_bytes if share.train.method == "qlora" else loaded
+        layers = frozen * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
+        ends = loaded * share.part(share.ends, 0.0, sharded=share.zero == 3)
         # Modules that PEFT copies to train them whole stay in the model's type, and so do their states.
-        mean = adapter + (share.element - adapter) * share.whole / max(1.0, share.trained)
+        mean = adapter + (loaded - adapter) * share.whole / max(1.0, share.trained)
         in_weights = layers + ends + mean * trained(share.zero == 3) + scales
         gradients, optimizer = mean * gradients, 2.0 * mean * optimizer
     else:

@@ -255,7 +255,8 @@ def as_run(said: Said) -> dict[str, Any]:
         assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; transformers' own Trainer has False
     if not {"bf16", "fp16"} & set(made):
         assumed["bf16"] = True  # TRL 1.x SFTConfig
-    if "dtype" not in made and "torch_dtype" not in made and said.launcher == "trl" and not made.get("use_peft"):
+    of_trl = said.launcher == "trl" or said.script.endswith("trl/scripts/sft.py")
+    if of_trl and not {"dtype", "torch_dtype", "load_in_4bit"} & set(made):
         assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself has the type of the file
     if assumed:
         words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())

@@ -45,8 +45,14 @@ class Trl(Fsdp):
         half = not share.in_fp32 and _loaded_in_half(share.train, share.layout)
         return Fsdp.state_bytes(replace(self, states=IN_HALF) if half else self, share)
 
+    def loaded_bytes(self, share: Share) -> float:
+        """Frozen weights too stay as loaded, under FSDP as well."""
+        return 4.0 if share.train.dtype == "float32" else super().loaded_bytes(share)
+
     def casts(self, share: Share) -> float:
-        """None of weights that are in half precision already."""
+        """None of weights in half precision already; of frozen ones autocast keeps what a product has saved."""
+        if share.adapters and share.train.dtype == "float32" and not (share.in_fp32 or self.in_units(share)):
+            return 2.0 * (share.largest if share.layout.checkpointing == "full" else share.local)
         return 0.0 if _loaded_in_half(share.train, share.layout) else super().casts(share)
 
     def reduced_bytes(self, train: TrainSpec, layout: Layout) -> float:
@@ -123,7 +129,7 @@ def _precision(layout: Layout) -> str:
 
 def _dtype(request: ExportRequest) -> str:
     train, precision = request.train, request.layout.precision
-    if train.method == "full" and (precision == "fp16" or train.dtype == "float32"):
+    if train.dtype == "float32" or (train.method == "full" and precision == "fp16"):
         return "float32"
     return {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "float32")
 

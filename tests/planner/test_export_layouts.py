@@ -141,6 +141,7 @@ def test_trl_names_are_those_of_training_arguments() -> None:
         ("fp16", {}, "float32"),  # torch's GradScaler refuses fp16 gradients
         ("fp16", {"method": "lora"}, "float16"),
         ("bf16", {"dtype": "float32"}, "float32"),
+        ("bf16", {"dtype": "float32", "method": "lora"}, "float32"),
     ],
 )
 def test_trl_loads_the_model_in_a_type_that_trains(precision: Any, train: dict[str, Any], dtype: str) -> None:

@@ -89,6 +89,36 @@ def test_without_fsdp_trl_keeps_weights_as_they_were_loaded(layout: Layout, dtyp
     assert parts.weights + parts.gradients + parts.optimizer == pytest.approx(each * weights(MODEL).total)
 
 
+def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> None:
+    """`trl sft --use_peft` loads in fp32 by itself; each frozen product saves its weight's copy for the way back."""
+    lora, engine = replace(FULL, method="lora"), engine_named("trl")
+    wide, count = replace(lora, dtype="float32"), weights(MODEL).total
+
+    def grown(layout: Layout) -> tuple[float, float]:
+        narrow, more = (memory_parts(MODEL, train, layout, engine) for train in (lora, wide))
+        return more.weights - narrow.weights, more.activations - narrow.activations
+
+    alone = Layout(world_size=1)
+    assert grown(alone) == (pytest.approx(2.0 * count), pytest.approx(2.0 * count))
+    layer = 2.0 * weights(MODEL).layer  # recomputed, one at a time
+    assert grown(replace(alone, checkpointing="full")) == (pytest.approx(2.0 * count), layer)
+    assert grown(Layout(world_size=2, dp_shard=2)) == (pytest.approx(count), 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_autocast_saves_a_frozen_weight_in_two_bytes(dtype: str) -> None:
+    """What the copies are: torch's Linear under autocast, whose weight does not train."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    plain = torch.nn.Linear(64, 32, bias=False, dtype=getattr(torch, dtype)).requires_grad_(False)
+    row, saved = torch.ones(1, 64, requires_grad=True), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        plain(row)
+    own = plain.weight.untyped_storage().data_ptr()
+    apart = [t for t in saved if t.numel() == 2048 and t.untyped_storage().data_ptr() != own]
+    assert [t.dtype for t in apart] == ([torch.bfloat16] if dtype == "float32" else [])
+
+
 def test_a_7b_that_ran_on_80_gib_with_its_weights_in_bf16_is_not_refused() -> None:
     """Qwen-7B, full, one A100, 16 steps accumulated, recomputed: 73.4 GiB reserved at 512 tokens, 78.8 at 4096
     (modelscope/ms-swift, docs/source_en/LLM/Benchmark.md of 2024); AdamW of that time held one more copy, 14 GiB."""

@@ -261,7 +261,8 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     trl = ["trl", "sft", "--model_name_or_path", "m"]
     assert as_run(read_command(trl, FILES.get))["dtype"] == "float32"
     assert as_run(read_command([*trl, "--dtype", "bfloat16"], FILES.get))["dtype"] == "bfloat16"
-    assert "dtype" not in as_run(read_command([*trl, "--use_peft"], FILES.get))
+    assert as_run(read_command([*trl, "--use_peft"], FILES.get))["dtype"] == "float32"
+    assert "dtype" not in as_run(read_command([*trl, "--use_peft", "--load_in_4bit"], FILES.get))
     made = as_run(said)
     assert "dtype" not in made
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
