@@ -77,6 +77,23 @@ if dist.get_rank() == 0:
 Row = tuple[str, str]
 
 
+def config_file(folder: Path, more: dict[str, Any], *, cpu: bool) -> Path:
+    """A run's job.json in `folder`, with the model and the rows that it names."""
+    model, rows = folder / "model", folder / "rows.jsonl"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **(SMALL if cpu else BIG)}))
+    length = 64 if cpu else 2048
+    rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
+    settings = {
+        "model_name_or_path": f"random:{model}", "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
+        "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no",
+        "layout": {"micro_batch": 4, "gradient_accumulation": 2}, **more,
+    }  # fmt: skip
+    path = folder / "job.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
 class Tier:
     """The steps, in order; each yields rows for the page."""
 
@@ -172,22 +189,10 @@ class Tier:
         if more.get("load_in_4bit") and not _has("bitsandbytes"):
             yield "step", "not run: bitsandbytes is not installed"
             return
-        model, rows = self.folder / "model", self.folder / "rows.jsonl"
-        model.mkdir(exist_ok=True)
-        shape = SMALL if self.cpu else BIG
-        (model / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
-        length = 64 if self.cpu else 2048
-        rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
-        settings = {
-            "model_name_or_path": f"random:{model}", "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
-            "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no", **more,
-        }  # fmt: skip
-        settings.setdefault("layout", {"micro_batch": 4, "gradient_accumulation": 2})
         out = self.folder / name.replace(" ", "-").replace(",", "")
-        (self.folder / "job.json").write_text(json.dumps(settings))
         done = self.call(
             sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
-            str(self.folder / "job.json"), "--output", str(out), most=150,
+            str(config_file(self.folder, more, cpu=self.cpu)), "--output", str(out), most=150,
         )  # fmt: skip
         try:
             record = run_record.read(out / "flight.json")

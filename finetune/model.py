@@ -46,7 +46,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     name = config.model_name_or_path
     kernel: str = config.attn_implementation
     if config.load_in_4bit:
-        _check_four_bit(config, note)
+        _check_four_bit(note)
     if kernel == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
         kernel = "sdpa"
         note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
@@ -100,9 +100,7 @@ def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
         return load(*words, trust_remote_code=False, **more)
 
 
-def _check_four_bit(config: JobConfig, note: Callable[[str], None]) -> None:
-    if config.model_name_or_path.startswith("random:"):
-        raise ConfigError("load_in_4bit=true: random weights have nothing to quantise; needs a model")
+def _check_four_bit(note: Callable[[str], None]) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
     if not torch.cuda.is_available():

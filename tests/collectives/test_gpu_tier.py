@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu import RUNS, config_file
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
 
@@ -24,6 +26,17 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
     assert "- status: complete" in text and "- memory bytes: " in text and "- part compute: " in text
     for line in done.stdout.splitlines():
         assert line.split(": ", 2)[-1] in text
+
+
+@pytest.mark.parametrize(("name", "more"), RUNS, ids=[name for name, _ in RUNS])
+def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
+    """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
+    host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"
+    words = ["--api", "job", "--dry-run", "--image", "x", "--host", str(host), "--nodes", "1", "--ranks", "1"]
+    path = config_file(tmp_path, more, cpu=False)
+    command = [sys.executable, "-m", "agent.cli", "launch", *words, "--no-preflight", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
+    assert done.returncode == 0, f"{name}: {done.stderr}"
 
 
 def test_no_page_of_a_gpu_is_written_without_one(tmp_path):

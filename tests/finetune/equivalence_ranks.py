@@ -111,7 +111,7 @@ def run(case, layout, mesh, stored=None):
 
 
 def save_base(folder):
-    """The micro Llama in a folder, of whole 64-weight blocks: random weights have nothing to quantise."""
+    """The micro Llama in a folder, of whole 64-weight blocks, the same for every rank and layout."""
     if dist.get_rank() == 0:
         filled_model(config_for({"method": "full", "packing": False})).save_pretrained(folder)
     dist.barrier()

@@ -44,11 +44,12 @@ def base(tmp_path_factory):
     return folder
 
 
-def test_base_weights_are_4_bit_and_only_adapters_train(base):
+@pytest.mark.parametrize("prefix", ["", "random:"])
+def test_base_weights_are_4_bit_and_only_adapters_train(base, prefix):
     """Half a byte per weight of every projection, its scales beside it, and a note that a CPU gains nothing."""
     notes = []
     config = JobConfig(
-        model_name_or_path=str(base), tokenizer_name="builtin:bytes", use_peft=True, load_in_4bit=True, lora_r=4
+        model_name_or_path=f"{prefix}{base}", tokenizer_name="builtin:bytes", use_peft=True, load_in_4bit=True, lora_r=4
     )
     model = filled_model(config, "fp32", notes.append)
     packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]

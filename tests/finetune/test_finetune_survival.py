@@ -220,7 +220,6 @@ def test_forecast_and_measurement_stand_side_by_side(tmp_path):
     ("overrides", "word"),
     [
         (["layout.cp=1", "layout.precision=fp16"], "fp16"),
-        (["load_in_4bit=true"], "random weights"),
         (["lora_target_modules=[nothing]"], "lora_target_modules"),
         (["dataset_name=nowhere.jsonl"], "no such file"),
         (["model_name_or_path=random:huge"], "random:huge"),
