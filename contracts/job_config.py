@@ -8,6 +8,7 @@ says of batch, precision, sharding, recomputation and offloading is kept in one 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -65,7 +66,7 @@ class JobConfig:
     max_steps: int | None = None
     per_device_eval_batch_size: int | None = None
     eval_strategy: Literal["no", "epoch", "steps"] = "no"
-    eval_steps: int = 500
+    eval_steps: int | None = None  # None: as logging_steps
     tf32: bool | None = None
     learning_rate: float = 2e-5
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "linear"
@@ -82,7 +83,7 @@ class JobConfig:
     output_dir: str = "finetune-output"
     save_strategy: Literal["no", "epoch", "steps"] = "epoch"
     save_steps: int = 500
-    save_total_limit: int = 1
+    save_total_limit: int | None = 1  # None: every one is kept
     resume_from_checkpoint: str | bool | None = "auto"  # "auto": the newest in output_dir, if any
     export_merged: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
@@ -102,6 +103,8 @@ class JobConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value!r}: must be at least {least}")
+        if self.num_train_epochs == 0 and self.max_steps is None:
+            raise ConfigError("num_train_epochs=0: must be above 0, or nothing trains")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
         for target in self.report_to:
@@ -120,11 +123,11 @@ def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tupl
 
 def read_file(path: Path) -> dict[str, Any]:
     """The file's mapping, with the files that it names in place of their names: one document says everything."""
-    raw = read_mapping(path)
+    raw = read_mapping(path, once=True)
     for name in ("deepspeed", "fsdp_config"):
         named = raw.get(name)
         if isinstance(named, str) and named and (inner := _beside(path, named)):
-            raw[name] = read_mapping(inner)
+            raw[name] = read_mapping(inner, once=True)
     template = raw.get("chat_template_path")
     if isinstance(template, str):
         found = _beside(path, template)
@@ -161,9 +164,9 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
     return raw
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file that holds one mapping."""
-    return parse_mapping(_text(path), path)
+def read_mapping(path: Path, *, once: bool = False) -> dict[str, Any]:
+    """A YAML or JSON file that holds one mapping; with `once` no key may stand twice in it."""
+    return parse_mapping(_text(path), path, once=once)
 
 
 def _text(path: Path) -> str:
@@ -179,12 +182,12 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: not YAML: {error}") from None
 
 
-def parse_mapping(text: str, where: object) -> dict[str, Any]:
-    """YAML or JSON text that holds one mapping."""
+def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, Any]:
+    """YAML or JSON text that holds one mapping; with `once` no key may stand twice in it."""
     from contracts.yaml_text import YamlTextError, load_all
 
     try:
-        documents = load_all(text, most_aliases=MAX_ALIASES)
+        documents = load_all(text, most_aliases=MAX_ALIASES, once=once)
     except YamlTextError as error:
         if re.search(r"^\[\w+\]\s*(#.*)?$", text, re.MULTILINE):
             raise ConfigError(f"{where}: TOML, as torchtitan's files are; read is YAML of TRL's names") from None
@@ -252,8 +255,10 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
                 continue
             note(f"{name} is now {new}")
         found[new] = value
-    if found.get("max_steps") == -1:
+    if found.get("max_steps") in (-1, "-1"):
         del found["max_steps"]  # transformers' default: num_train_epochs decides
+    if found.get("eval_steps") == 0:
+        found["eval_steps"] = None  # as transformers reads it
     if "warmup_ratio" in found:
         ratio = _convert("warmup_ratio", found.pop("warmup_ratio"), float | None)
         if ratio and not found.get("warmup_steps"):
@@ -393,17 +398,23 @@ def _as(option: Any, value: Any) -> Any:
 
 
 def _plain(option: Any, value: Any) -> Any:
+    if option is bool:
+        found = trl.truth(value)
+        return found if isinstance(found, bool) else _MISFIT
     if isinstance(value, bool):
-        return value if option is bool else _MISFIT
+        return _MISFIT
+    if option is int and isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
+        return int(value)  # quoted: argparse, which reads the defaults of TRL's files, takes it
     if option in (str, int) and isinstance(value, option):
         return value
     if option is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if option is float and isinstance(value, int | float | str):
         try:
-            return float(value)
+            number = float(value)
         except (ValueError, OverflowError):
             return _MISFIT
+        return number if math.isfinite(number) else _MISFIT
     return _MISFIT
 
 
@@ -414,5 +425,11 @@ def _spell(option: Any) -> str:
         return "one of " + ", ".join(map(str, typing.get_args(option)))
     if typing.get_origin(option) is tuple:
         return "a list of names"
-    names = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "dict": "a mapping"}
+    names = {
+        "str": "text",
+        "int": "a whole number",
+        "float": "a finite number",
+        "bool": "true or false",
+        "dict": "a mapping",
+    }
     return names.get((typing.get_origin(option) or option).__name__, str(option))

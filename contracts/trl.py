@@ -133,7 +133,10 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_task_type": (("CAUSAL_LM",), "the job trains causal language models"),
     "lora_target_parameters": (([],), "adapters stand beside modules: lora_target_modules"),
     "dataset_streaming": ((False,), "rows are read once, before the first step"),
-    "datasets": ((), "the job trains on one data set: dataset_name, dataset_config, dataset_train_split"),
+    **dict.fromkeys(
+        ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs"),
+        ((), "the job trains on one data set: dataset_name, dataset_config, dataset_train_split"),
+    ),
     "packing_strategy": (("bfd", "ffd"), "rows are packed whole, longest first"),
     "truncation_mode": (("keep_start",), "longer rows are cut at their end"),
     "chat_template_path": ((), "a Jinja file (.jinja) that is there; chat_template holds the template itself"),
@@ -189,6 +192,15 @@ NODE = "node"  # of layout.dp_shard: the ranks of a node, however many the job c
 Note = Callable[[str], None]
 
 
+# transformers' string_to_bool, which reads the texts of a file's truths
+_TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+
+
+def truth(value: Any) -> Any:
+    """A quoted "true" or "no" as the truth that transformers reads in it; anything else as it is."""
+    return _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def hint(name: str, known: Iterable[str]) -> str:
     """The names nearest to an unknown one, as the end of a sentence."""
     if name in ELSEWHERE:
@@ -205,6 +217,8 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
     if name not in ONLY:
         return False
     allowed, why = ONLY[name]
+    if any(isinstance(one, bool) for one in allowed):
+        value = truth(value)
     if value is not None and not any(value == one and isinstance(value, bool) == isinstance(one, bool)
                                      for one in allowed):  # fmt: skip
         words = " or ".join(repr(one) for one in allowed if one not in ("", {}, [])) or "nothing"
@@ -217,7 +231,7 @@ def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """bf16 and fp16 of the file as the layout's precision; neither says nothing."""
     said = {}
     for name in ("bf16", "fp16"):
-        value = raw.get(name)
+        value = truth(raw.get(name))
         if not isinstance(value, bool | None):
             raise ConfigError(f"{name}={value!r}: must be true or false")
         said[name] = value
@@ -243,7 +257,7 @@ def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         if isinstance(inside, dict) and name in inside:
             places[f"fsdp_config.{name}"] = inside[name]
-    said = {name: value for name, value in places.items() if value is not None}
+    said = {name: truth(value) for name, value in places.items() if value is not None}
     for name, value in said.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be true or false")
@@ -259,7 +273,7 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
         raise ConfigError(f"fsdp_config={inside!r}: must be a mapping, or a file of one that is there")
     asked = {str(key).removeprefix("fsdp_"): each for key, each in (inside or {}).items()}
     strategy = asked.get("sharding_strategy")
-    if strategy is not None and value is not False:
+    if strategy is not None and truth(value) is not False:
         strategy = _FSDP_NUMBERS.get(strategy, strategy)
         if not isinstance(strategy, str) or strategy.lower() not in _FSDP_NUMBERS.values():
             allowed = ", ".join(_FSDP_NUMBERS.values())
@@ -275,6 +289,7 @@ def _fsdp_words(value: Any) -> list[str] | None:
     """None where nothing is said: transformers writes an empty text or list for it."""
     if value is None or value in ("", []):
         return None
+    value = truth(value)
     if isinstance(value, bool):
         return ["full_shard"] if value else ["no_shard"]
     words = value.split() if isinstance(value, str) else value
@@ -319,11 +334,12 @@ def _fsdp_member(name: str, value: Any, layout: dict[str, Any], note: Note) -> N
     if name in _FSDP_NO_EFFECT:
         note(f"{where}: no effect with fully_shard")
     elif name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
-        if value:
+        if truth(value):
             raise ConfigError(f"{where}={value!r}: only false is allowed: the job runs on GPUs and CPUs")
-    elif name == "reshard_after_forward" and isinstance(value, str):  # accelerate's FSDP1 names its strategy so
+    elif name == "reshard_after_forward" and isinstance(truth(value), str):  # accelerate's FSDP1 names its strategy so
         _sharded(_fsdp_words(value) or [], layout, note, where)
     elif name in ("reshard_after_forward", "cpu_offload", "offload_params"):
+        value = truth(value)
         if not isinstance(value, bool | None):
             raise ConfigError(f"{where}={value!r}: must be true or false")
         if value is not None and name == "reshard_after_forward":

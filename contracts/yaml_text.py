@@ -68,8 +68,31 @@ class _Texts(_Loader):
     }
 
 
-def load_all(text: str, *, most_aliases: int, texts: bool = False) -> list[Any]:
-    """Every document in the text; with `texts` no scalar becomes a number, a date or a truth. Raises YamlTextError."""
+class _Once(_Loader):
+    """The same, where a mapping that holds a key twice is an error: the loader takes the last and says nothing."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Before merge keys are resolved: what stands beside one may say again what it brings."""
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise YamlTextError(
+                    f"{key.value!r} stands twice, in lines {seen[key.value]} and {line}; once is allowed"
+                )
+            seen[key.value] = line
+        return node
+
+
+def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = False) -> list[Any]:
+    """Every document in the text.
+
+    With `texts` no scalar becomes a number, a date or a truth; with `once` no mapping may hold a key twice. Raises
+    YamlTextError.
+    """
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
     if _deepest(text) > MOST_LEVELS:
@@ -78,7 +101,7 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False) -> list[Any]:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
-        return list(yaml.load_all(text, Loader=_Texts) if texts else yaml.load_all(text, Loader=_Loader))
+        return list(yaml.load_all(text, Loader=_Texts if texts else _Once if once else _Loader))
     except YamlTextError:
         raise
     except yaml.YAMLError as error:

@@ -71,7 +71,7 @@ def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
 class Checkpoints:
     """The checkpoints of one output folder; at most one is being written at a time."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder, self.keep = folder, keep
         self.rank = dist.get_rank()
         # Its own group: the writer thread's collectives must not mix with the training's.
@@ -115,7 +115,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             draft.rename(final)
             _sync_folder(self.folder)
-            for old in list_checkpoints(self.folder)[: -self.keep]:
+            for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             self.error = error

@@ -261,7 +261,7 @@ class Trainer:
         if config.save_strategy == "steps" and step % config.save_steps == 0:
             self.save(place)
             self.recorder.write()
-        if config.eval_strategy == "steps" and step % config.eval_steps == 0:
+        if config.eval_strategy == "steps" and step % (config.eval_steps or config.logging_steps) == 0:
             self.evaluate(place)
 
     def evaluate(self, place: Place) -> None:

@@ -47,8 +47,17 @@ def test_its_layout_is_fsdp_over_all_ranks():
         ({"learning_rte": 1e-4}, ["learning_rte", "learning_rate"]),
         ({"max_seq_len": 7}, ["max_seq_len", "here it is max_length"]),
         ({"max_seq_lenth": 7}, ["max_seq_lenth", "max_seq_length"]),
-        ({"learning_rate": "fast"}, ["learning_rate", "fast", "a number"]),
+        ({"learning_rate": "fast"}, ["learning_rate", "fast", "a finite number"]),
         ({"packing": "yes please"}, ["packing", "true or false"]),
+        ({"packing": 1}, ["packing=1", "true or false"]),
+        ({"do_train": "false"}, ["do_train=False", "only True"]),
+        ({"max_steps": "8.5"}, ["max_steps='8.5'", "a whole number"]),
+        ({"learning_rate": float("nan")}, ["learning_rate=nan", "a finite number"]),
+        ({"max_grad_norm": ".inf"}, ["max_grad_norm='.inf'", "a finite number"]),
+        ({"weight_decay": "inf"}, ["weight_decay='inf'", "a finite number"]),
+        ({"num_train_epochs": 0}, ["num_train_epochs=0", "above 0"]),
+        ({"dataset_mixture": {"datasets": [{"path": "a"}]}}, ["dataset_mixture", "one data set: dataset_name"]),
+        ({"dataset_mixer": {"a": 1.0}}, ["dataset_mixer", "one data set: dataset_name"]),
         ({"lr_scheduler_type": "exponential"}, ["lr_scheduler_type", "exponential", "inverse_sqrt"]),
         ({"max_length": 1024, "max_seq_length": 4096}, ["max_seq_length", "max_length", "both"]),
         ({"fsdp": "full_shrad"}, ["fsdp", "full_shrad", "full_shard"]),
@@ -283,9 +292,52 @@ def test_a_dump_of_transformers_defaults_asks_for_nothing():
            "accelerator_config": {"split_batches": False}, "local_rank": 0, "torchdynamo": None, "data_seed": None,
            "save_total_limit": None, "hub_token": None, "ddp_timeout": 1800, "no_cuda": False}  # fmt: skip
     config, said, notes = parse_config(raw)
-    assert said == {"warmup_steps": 0.0}
-    assert dataclasses.replace(config) == JobConfig()
-    assert "save_total_limit: null, so 1 is taken" in notes
+    assert said == {"warmup_steps": 0.0, "save_total_limit": None}
+    assert dataclasses.replace(config, save_total_limit=1) == JobConfig()
+    assert not [note for note in notes if "taken" in note]
+
+
+def test_quoted_truths_and_numbers_are_read_as_argparse_reads_them():
+    """TrlParser makes a file's values its parser's defaults: texts among them go through transformers' own readers."""
+    raw = {"packing": "yes", "bf16": "True", "gradient_checkpointing": "false", "torch_compile": "t", "fsdp": "true",
+           "fsdp_config": {"offload_params": "no", "reshard_after_forward": "false"}, "do_train": "True",
+           "push_to_hub": "0", "max_steps": "8", "per_device_train_batch_size": "4"}  # fmt: skip
+    config, *_ = parse_config(raw)
+    assert (config.packing, config.max_steps) == (True, 8)
+    layout = {
+        name: config.layout[name]
+        for name in (
+            "precision",
+            "checkpointing",
+            "compile",
+            "sharding",
+            "offload",
+            "reshard_after_forward",
+            "micro_batch",
+        )
+    }
+    assert layout == {"precision": "bf16", "checkpointing": "none", "compile": True, "sharding": "zero3",
+                      "offload": "none", "reshard_after_forward": False, "micro_batch": 4}  # fmt: skip
+    assert parse_config({"max_steps": "-1"})[0].max_steps is None
+    assert parse_config({"num_train_epochs": 0, "max_steps": 2})[0].max_steps == 2
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
+    """The loader would take the last and say nothing; a merge key may bring what its own mapping says again."""
+    job = tmp_path / "job.yaml"
+    job.write_text("learning_rate: 1e-4\npacking: true\nlearning_rate: 2e-4\n")
+    with pytest.raises(ConfigError, match=r"job\.yaml: 'learning_rate' stands twice, in lines 1 and 3"):
+        read_config(job)
+    job.write_text("fsdp_config: {version: 1, version: 2}\n")
+    with pytest.raises(ConfigError, match="'version' stands twice"):
+        read_config(job)
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2,\n "stage": 3}}')
+    job.write_text("deepspeed: zero.json\n")
+    with pytest.raises(ConfigError, match=r"zero\.json: 'stage' stands twice, in lines 1 and 2"):
+        read_config(job)
+    job.write_text("fsdp_config: &a {version: 1}\nfsdp: true\nparallelism_config: {<<: *a, version: 2}\n")
+    with pytest.raises(ConfigError, match=r"parallelism_config\.version"):  # read, and refused for what it says
+        read_config(job)
 
 
 def test_a_file_that_the_file_names_is_part_of_it(tmp_path):

@@ -94,6 +94,15 @@ def test_a_run_ends_with_everything_written(whole):
     assert len(curve(folder)) == 14
 
 
+def test_left_away_or_null_are_what_transformers_makes_of_them(tmp_path):
+    """No limit keeps every checkpoint; an evaluation by steps without a number of them comes with the log."""
+    few = ["max_steps=6", "save_steps=2", "save_total_limit=null", "eval_strategy=steps", "logging_steps=3"]
+    code, flight = fly(tmp_path / "out", *few)
+    assert code == 0
+    assert [p.name for p in list_checkpoints(tmp_path / "out")] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert [one["step"] for one in flight["eval_loss"]] == [3, 6]
+
+
 def test_adapter_and_merged_model_load_in_plain_transformers(whole):
     """Base + adapter and the merged model give the same logits; the base alone does not."""
     from peft import PeftModel
